@@ -3,64 +3,23 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "abi.h"
+#include "checks.h"
 #include "error.h"
 
 namespace ts {
 namespace {
 
-constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
-// CUDA kernels number tokens and features in 32 bits and look by less than the difference past the last one.
-constexpr int64_t kMaxDeviceExtent = (int64_t{1} << 31) - (1 << 16);
-
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
 constexpr std::array<const char*, 6> kDTypes{"float64",  "float32", "float16",
                                              "bfloat16", "int8",    "float8_e4m3fn"};
-constexpr int32_t kActivationDTypes = 4;         // of them, the first ones
 constexpr int64_t kMostExactFeatures = 1 << 17;  // below which products of int8 add up to less than 2^31
-
-template <class Enum, class... Name>
-Enum check_enum(int32_t value, int32_t count, const Name&... name) {
-    require(value >= 0 && value < count, name..., " must be 0 ", count == 2 ? "or " : "to ", count - 1,
-            ", got ", value);
-    return static_cast<Enum>(value);
-}
 
 void check_block(int32_t extent, const char* name) {
     require(extent == 16 || extent == 32 || extent == 64 || extent == 128, name,
             " must be 16, 32, 64 or 128, got ", extent);
-}
-
-void check_extent(int64_t extent, const char* name, DeviceType device) {
-    const int64_t most = device == DeviceType::cuda ? kMaxDeviceExtent : kMaxExtent;
-    require(extent >= 0 && extent <= most, name, " must be 0 to ", most,
-            device == DeviceType::cuda ? " on a CUDA device" : "", ", got ", extent);
-}
-
-void check_features(int64_t features, int32_t block, const char* name, const char* block_name,
-                    DeviceType device) {
-    check_extent(features, name, device);
-    require(features % block == 0, name, " must be a multiple of ", block_name, ", got ", features);
-}
-
-// No address space holds more elements, and nothing that is worked out from so many overflows.
-constexpr int64_t kMaxElements = int64_t{1} << 47;
-
-void check_elements(int64_t tokens, int64_t features, const char* name) {
-    require(features == 0 || tokens <= kMaxElements / features, name, " must have at most ", kMaxElements,
-            " elements, got ", tokens, " tokens of ", features, " features");
-}
-
-// An empty matrix is neither read nor written: its address is dropped.
-Matrix check_matrix(const ts_matrix& source, int64_t tokens, int64_t features, const char* name) {
-    require(source.reserved == 0, name, ".reserved must be 0, got ", source.reserved);
-    const auto layout = check_enum<Layout>(source.layout, 2, name, ".layout");
-    if (tokens == 0 || features == 0) return {nullptr, 0, layout};
-    check_elements(tokens, features, name);
-    return {source.data, source.ld, layout};
 }
 
 // 0: the dtype of the activations; d + 1: the dtype d.
@@ -238,72 +197,6 @@ DeviceType check_device_type(int32_t device) { return check_enum<DeviceType>(dev
 
 DType check_value_dtype(int32_t dtype) {
     return check_enum<DType>(dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
-}
-
-ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
-                                             int64_t features) {
-    ActivationGradient gradient{};
-    gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    if (gradient.dtype == DType::float64)
-        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
-    require(activation >= TS_RELU && activation <= TS_SILU, "activation must be 1 to 3, got ", activation);
-    gradient.activation = static_cast<Activation>(activation);
-    check_extent(tokens, "tokens", DeviceType::cuda);
-    check_features(features, 16, "features", "16", DeviceType::cuda);
-    check_elements(tokens, features, "z");
-    gradient.tokens = tokens;
-    gradient.features = features;
-    return gradient;
-}
-
-namespace {
-
-Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name) {
-    check_pointer(source, name);
-    const Matrix matrix = check_matrix(*source, tokens, features, name);
-    require(matrix.layout == Layout::row_major, name, ".layout must be ", TS_ROW_MAJOR, ", got ",
-            source->layout);
-    return matrix;
-}
-
-}  // namespace
-
-Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
-    return check_rows(source, gate.tokens, gate.features, name);
-}
-
-Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* source,
-                const ts_matrix* factor) {
-    Gate gate{};
-    gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    if (gate.dtype == DType::float64)
-        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
-    gate.activation = check_enum<Activation>(activation, TS_SILU + 1, "activation");
-    check_extent(tokens, "tokens", DeviceType::cuda);
-    check_features(features, 16, "features", "16", DeviceType::cuda);
-    gate.tokens = tokens;
-    gate.features = features;
-    gate.gate = check_gate_matrix(gate, source, "gate");
-    gate.factor = check_gate_matrix(gate, factor, "factor");
-    return gate;
-}
-
-Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
-                                int64_t features, const ts_matrix* x, const ts_matrix* quantized) {
-    Quantization of{};
-    of.device = check_device_type(device);
-    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    if (of.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype must not be 0: float64 is not quantized");
-    require(quantized_dtype == TS_INT8 || quantized_dtype == TS_FLOAT8_E4M3FN, "quantized_dtype must be ",
-            TS_INT8, " or ", TS_FLOAT8_E4M3FN, ", got ", quantized_dtype);
-    of.quantized_dtype = static_cast<DType>(quantized_dtype);
-    check_extent(tokens, "tokens", of.device);
-    check_features(features, 16, "features", "16", of.device);
-    of.tokens = tokens;
-    of.features = features;
-    of.x = check_rows(x, tokens, features, "x");
-    of.quantized = check_rows(quantized, tokens, features, "quantized");
-    return of;
 }
 
 NamedDevice check_device(const ts_device_info& info) {

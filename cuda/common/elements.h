@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -23,6 +24,8 @@ template <>
 struct DTypeOf<__nv_bfloat16> : DTypeConstant<DType::bfloat16> {};
 template <>
 struct DTypeOf<int8_t> : DTypeConstant<DType::int8> {};
+template <>
+struct DTypeOf<__nv_fp8_e4m3> : DTypeConstant<DType::float8_e4m3fn> {};
 template <>
 struct DTypeOf<int32_t> : DTypeConstant<DType::int32> {};
 

@@ -128,7 +128,7 @@ inline double dds_cost(const Problem& problem) {
     if (has_long_blocks(problem)) return long_block_cost(problem) / kColumnShare;
     const double density = problem.pattern.density();
     const auto k = static_cast<double>(problem.k_size());
-    const bool thin = problem.k_block() == 16 && problem.input().layout == Layout::row_major;
+    const bool thin = problem.k_block() <= 16 && problem.input().layout == Layout::row_major;
     const double slab = thin ? kThinSlab : 1;
     switch (problem.row_block()) {
         case 16:

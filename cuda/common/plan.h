@@ -8,7 +8,8 @@
 //   the same time; then each its own, where the steps of one may end early.
 //     - tiles [tiles][2]: first step, number of steps; longest first
 //     - rows [tiles][ranks][group_rows]: block rows, -1 where there is none
-//     - masks [steps][ranks]: bit 4 i + j says that features 16 i to 16 i + 15 have a block at quarter j
+//     - masks [steps][ranks]: bit 4 i + j says that features 16 i to 16 i + 15 have a block in quarter j,
+//       which of steps of 128 has room for two blocks of 16
 //     - k [steps][ranks][pieces]: first element of k, -1 where there is none
 //     - slots [steps][ranks][pieces][group_rows]: block in values, -1 where there is none
 //

@@ -34,11 +34,6 @@ enum class Accumulation : int32_t { kept = 0, promoted = 1 };
 
 constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::float8_e4m3fn; }
 
-// True if tensor cores multiply it in either Precision.
-constexpr bool has_precisions(DType input) {
-    return input == DType::float32 || input == DType::float8_e4m3fn;
-}
-
 constexpr int element_size(DType dtype) {
     if (is_quantized(dtype)) return 1;
     if (dtype == DType::float64) return 8;

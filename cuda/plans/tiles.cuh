@@ -62,8 +62,8 @@ __device__ inline void write_columns(const Sets& sets, int own, int other, const
 
 // `in_group`: of a row in its group.
 __device__ inline unsigned dds_mask(int piece, int in_group, const View& view, int pieces) {
-    const int quarters = 4 / pieces, strips = view.row_block / 16;
-    const unsigned columns = ((1u << quarters) - 1) << piece * quarters;
+    const int quarters = max(4 / pieces, 1), strips = view.row_block / 16;
+    const unsigned columns = ((1u << quarters) - 1) << piece * 4 / pieces;
     unsigned mask = 0;
     for (int i = in_group * strips; i < (in_group + 1) * strips; ++i) mask |= columns << 4 * i;
     return mask;

@@ -3,7 +3,9 @@
 // Below, "features" are the columns of the result and k is what is summed over, in either direction.
 // Operands: activations and results row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32
 // products with float32's error); values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4; float32
-// sums.
+// sums. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (multiplied as fp16, float32
+// sums), times a scale for each token and one for each feature; results row-major or column-major, bf16, fp16
+// or float32.
 // A CTA computes tiles of kTileTokens x 128 features, one after another, in bands of 1024 tokens whose
 // activations stay in L2. A tile's features belong to several block rows (see common/plan.h).
 // Warps: 8, which all load and multiply: warps that only load would leave the others 168 registers instead of
@@ -114,6 +116,8 @@ struct Dds {
     }
 
     static const char* refuses(const Problem& problem, const Device& device) {
+        if (!Traits::kColumnMajorInput && problem.input().layout == Layout::column_major)
+            return "it reads row-major x only";
         if (problem.pattern.value_count() / Traits::kChunk > UINT32_MAX)
             return "values of more than 64 GiB are out of its reach";
         if (problem.input().layout == Layout::row_major &&
@@ -153,19 +157,19 @@ struct Dds {
         arguments.lookahead = lookahead(fit.stages);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.metadata = problem.values.metadata;
-        const auto start = input.layout == Layout::row_major
-                               ? ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>
-                               : ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
+        arguments.scales = problem.values.scales;
+        arguments.x_scales = problem.x_scales;
         const int most = fit.resident * device.multiprocessors;
         const int bytes = Traits::shared_bytes(fit.stages);
-        return start(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads, bytes, bytes,
-                     stream);
+        return start_of(problem)(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads,
+                                 bytes, bytes, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Dds>(name);
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
+        if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_tokens = kTileTokens;
@@ -178,6 +182,24 @@ struct Dds {
 
   private:
     static constexpr int64_t kMaxTiles = 1 << 30;  // numbered in 32 bits
+
+    using Start = decltype(&ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>);
+
+    static Start start_of(const Problem& problem) {
+        if constexpr (Traits::kQuantized) {
+            if (problem.result_dtype == DType::float16) return start_for<__half>;
+            if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>;
+        } else if (problem.input().layout == Layout::column_major) {
+            return ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
+        }
+        return start_for<typename Math::Result>;
+    }
+    // Of row-major input, with results of a type.
+    template <class Result>
+    static constexpr Start start_for = ts::sm80::launch<
+        dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>,
+                   true>,
+        DdsArguments>;
 
     static int64_t row_tiles(const Problem& problem) {
         const int group_rows = kTileFeatures / problem.row_block();

@@ -28,6 +28,8 @@ struct DdsArguments {
     int lookahead;  // steps whose copies are under way while one is multiplied
     int plan_key;   // that the plan must have
     const uint32_t* metadata;
+    const float* scales;    // of each feature, and
+    const float* x_scales;  // of each token, of factors in 8 bits
 };
 
 }  // namespace ts::sm80

@@ -2,14 +2,15 @@
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
+#include <type_traits>
 
 #include "common/epilogue.cuh"
 #include "sm80/dds_traits.cuh"
 
 namespace ts::sm80 {
 
-// Adds the bias, applies the activation, adds the residual or multiplies by the gate, and stores a warp's
-// sums through its staging memory.
+// Multiplies a warp's sums by the scales of factors in 8 bits, adds the bias, applies the activation, adds
+// the residual or multiplies by the gate, and stores them through its staging memory.
 template <class Traits>
 class DdsEpilogue {
     using Accumulator = typename Traits::Accumulator;
@@ -45,6 +46,45 @@ class DdsEpilogue {
     static constexpr int kLines = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
     static constexpr int kColumns = (Traits::kWarpFeatures + 31) / 32;
 
+    // Of the features of which a lane has sums.
+    struct FeatureScales {
+        float2 of[2 * Traits::kFeatureTiles];
+    };
+    struct NoScales {};
+    using Scales = std::conditional_t<Traits::kQuantized, FeatureScales, NoScales>;
+
+    __device__ Scales scales_of(int first_feature) const {
+        Scales scales;
+        if constexpr (Traits::kQuantized) {
+#pragma unroll
+            for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
+                const int64_t at = output_feature(first_feature + 8 * n + lane_ % 4 * 2);
+                scales.of[n] =
+                    at < 0 ? float2{} : make_float2(arguments_.scales[at], arguments_.scales[at + 1]);
+            }
+        }
+        return scales;
+    }
+
+    // That of the token of which a lane has sums, of 8 from one on.
+    __device__ float token_scale(int first_token) const {
+        if constexpr (!Traits::kQuantized) return 1;
+        return __ldg(arguments_.x_scales + min(first_token + lane_ / 4, arguments_.tokens - 1));
+    }
+
+    // Two sums, of features 8 n + lane % 4 * 2 on if they have scales. Each product is rounded.
+    __device__ static float2 scaled(const Accumulator* sums, float of_token, const Scales& scales, int n) {
+        if constexpr (Traits::kQuantized) {
+            const auto scale = [&](Accumulator sum, float of_feature) {
+                return __fmul_rn(__fmul_rn(static_cast<float>(sum) * Traits::Math::kSumUnit, of_token),
+                                 of_feature);
+            };
+            return make_float2(scale(sums[0], scales.of[n].x), scale(sums[1], scales.of[n].y));
+        } else {
+            return make_float2(sums[0], sums[1]);
+        }
+    }
+
     // Row-major with nothing but a bias: rounded before it is staged, and all unrolled.
     __device__ void store_plain(const Sums& sums, int token, int first_feature) const {
         constexpr int kLine = Traits::kWarpFeatures * static_cast<int>(sizeof(Result)) + kChunkBytes;
@@ -55,13 +95,15 @@ class DdsEpilogue {
         float2 bias[2 * Traits::kFeatureTiles];
 #pragma unroll
         for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) bias[n] = bias_of(first_feature + 8 * n);
+        const Scales scales = scales_of(first_feature);
 #pragma unroll
         for (int batch = 0; batch < 2 * Traits::kTokenTiles; ++batch) {
+            const float of_token = token_scale(token + batch * kTokens);
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
-                const Accumulator* sum = sums_of(sums, batch, n);
-                Pair<Result> pair = {from_float<Result>(sum[0] + bias[n].x),
-                                     from_float<Result>(sum[1] + bias[n].y)};
+                const float2 sum = scaled(sums_of(sums, batch, n), of_token, scales, n);
+                Pair<Result> pair = {from_float<Result>(sum.x + bias[n].x),
+                                     from_float<Result>(sum.y + bias[n].y)};
                 if constexpr (!kByToken) pair = transposed(pair);
                 *reinterpret_cast<Pair<Result>*>(staged + 8 * n * sizeof(Result)) = pair;
             }
@@ -116,11 +158,12 @@ class DdsEpilogue {
         float bias[kNeighbours];
 #pragma unroll
         for (int j = 0; j < kNeighbours; ++j) bias[j] = bias_at(feature < 0 ? feature : feature + j);
+        const Scales scales = scales_of(first_feature);
         Others others[kLines];
         read_lines(others, token, 0, feature);
 #pragma unroll 1
         for (int batch = 0; batch < kBatches; ++batch) {
-            stage(sums, batch);
+            stage(sums, batch, token_scale(token + batch * kTokens), scales);
 #pragma unroll
             for (int i = 0; i < kLines; ++i) {
                 const int line = line_of(i);
@@ -171,11 +214,12 @@ class DdsEpilogue {
             const int column = lane_ + 32 * i;
             features[i] = column < Traits::kWarpFeatures ? output_feature(first_feature + column) : -1;
         }
+        const Scales scales = scales_of(first_feature);
         Others others[kColumns];
         read_columns(others, token, 0, features);
 #pragma unroll 1
         for (int batch = 0; batch < kBatches; ++batch) {
-            stage(sums, batch);
+            stage(sums, batch, token_scale(token + batch * kTokens), scales);
             const int first = token + batch * kTokens, valid = arguments_.tokens - first;
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) {
@@ -213,7 +257,7 @@ class DdsEpilogue {
     }
 
     // Puts the sums of 8 tokens into shared memory. Registers can only be chosen by branches.
-    __device__ void stage(const Sums& sums, int batch) const {
+    __device__ void stage(const Sums& sums, int batch, float of_token, const Scales& scales) const {
         constexpr int kLine = Traits::kStagingLine;
         float* target =
             floats() + (kByToken ? lane_ / 4 * kLine + lane_ % 4 * 2 : lane_ % 4 * 2 * kLine + lane_ / 4);
@@ -222,11 +266,11 @@ class DdsEpilogue {
             if (batch != i) continue;
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
-                const Accumulator* sum = sums_of(sums, i, n);
+                const float2 sum = scaled(sums_of(sums, i, n), of_token, scales, n);
                 if constexpr (kByToken)
-                    *reinterpret_cast<float2*>(target + 8 * n) = make_float2(sum[0], sum[1]);
+                    *reinterpret_cast<float2*>(target + 8 * n) = sum;
                 else
-                    target[8 * n] = sum[0], target[8 * n + kLine] = sum[1];
+                    target[8 * n] = sum.x, target[8 * n + kLine] = sum.y;
             }
         }
         __syncwarp();

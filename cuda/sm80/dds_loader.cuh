@@ -82,6 +82,10 @@ class DdsLoader {
     static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
     static constexpr int kTileLines = InputTile::kLines / kLinesAtOnce;
 
+    // Of two blocks of 16 that share a quarter of a step and its products, one may be missing. Its weights
+    // are zeros, and the input must be, which otherwise could be NaN.
+    static constexpr bool kFillsInput = Traits::Weight::kMayShareQuarters;
+
     // Threads that only load have the registers to keep where their lines of a tile begin.
     static constexpr bool kKeepsLines = Traits::kOnlyLoad && kRowMajorInput;
     struct KeptLines {
@@ -150,15 +154,17 @@ class DdsLoader {
     __device__ void copy_row_major(uint32_t tile) const {
         if constexpr (kKeepsLines) return copy_lines(tile);
         const int token = cursor_.first_token() + line_, last = arguments_.tokens - 1;
+        const int first_k = kFillsInput ? max(chunk_k_, 0) : chunk_k_;  // to zeros, too, belongs an address
         const char* source = address(arguments_.input, min(token, last), arguments_.input_ld) +
-                             (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Input));
+                             (first_k + chunk_in_piece()) * static_cast<int>(sizeof(Input));
         const uint32_t target = tile + InputTile::offset(line_, chunk_);
+        const bool exists = !kFillsInput || chunk_k_ >= 0;
         const int left = max(last - token, 0);
 #pragma unroll
         for (int i = 0; i < InputTile::kLines / kLinesAtOnce; ++i) {
             const uint32_t chunks = min(i * kLinesAtOnce, left) * kChunkBytes;
-            copy_async_if(chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes,
-                          source + uint64_t{chunks} * arguments_.input_ld);
+            copy_async_if(kFillsInput || chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes,
+                          source + uint64_t{chunks} * arguments_.input_ld, exists ? kChunkBytes : 0);
         }
     }
 

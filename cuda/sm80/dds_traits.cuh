@@ -14,7 +14,8 @@ struct DdsTraits {
     using Input = typename Math::Input;
     using Accumulator = typename Math::Accumulator;
     using Result = typename Math::Result;
-    using Weight = Weight_;  // its format, see dds_weight.cuh
+    static constexpr bool kQuantized = is_quantized(Math::kInput);  // x is, and has scales
+    using Weight = Weight_;                                         // its format, see dds_weight.cuh
     static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kTileFeatures = Weight::kFeatures;
     static constexpr int kWarpTokens = kWarpTokens_;
@@ -29,7 +30,7 @@ struct DdsTraits {
     static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
     static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
-    static constexpr bool kSmallWarps = sizeof(Input) == 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
+    static constexpr bool kSmallWarps = sizeof(Input) <= 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kTokenTiles = kWarpTokens / 16;
     static constexpr int kFeatureTiles = kWarpFeatures / 16;
@@ -45,9 +46,10 @@ struct DdsTraits {
     using WeightReader = typename Weight::template Reader<kFeatureTiles>;
     using Sums = typename Weight::template Sums<kTokenTiles, kFeatureTiles>;
 
-    static constexpr int kInputBytes = InputTile<true>::kBytes > InputTile<false>::kBytes
-                                           ? InputTile<true>::kBytes
-                                           : InputTile<false>::kBytes;
+    static constexpr bool kColumnMajorInput = !kQuantized;  // ldmatrix transposes elements of 16 bits
+    static constexpr int kInputBytes = kColumnMajorInput && InputTile<false>::kBytes > InputTile<true>::kBytes
+                                           ? InputTile<false>::kBytes
+                                           : InputTile<true>::kBytes;
     static constexpr int kStageBytes = kInputBytes + Weight::kBytes;
 
     // Sums of 8 tokens at a time pass through shared memory, so that each lane can store 8 neighbours: of

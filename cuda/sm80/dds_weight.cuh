@@ -18,6 +18,7 @@ struct DenseWeight : DenseStorage {
     static constexpr int kFeatures = kFeatures_;
     using Tile = sm80::Tile<Value, kFeatures, !kTransposed>;
     static constexpr int kBytes = Tile::kBytes;
+    static constexpr bool kMayShareQuarters = Tile::kStep / kQuarters > 16;  // smaller blocks than a quarter
 
     // What warps multiply: tokens are the rows of products and features their columns.
     static constexpr bool kSumsByToken = true;
@@ -92,6 +93,7 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
         const int k_mask = (1 << arguments_.k_shift) - 1;
         const uint32_t block_chunks = (1 << arguments_.row_shift + arguments_.k_shift) / kChunk;
         const uint32_t target = tile + Tile::offset(line_, chunk_);
+        const bool fills = kMayShareQuarters && 1 << arguments_.k_shift < Tile::kStep / kQuarters;
 #pragma unroll
         for (int i = 0; i < kOwnLines; ++i) {
             const int at = kTransposed ? i : 0;
@@ -99,10 +101,13 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
             const int k_offset = (kTransposed ? k << arguments_.row_shift : k) / kChunk;
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-                const uint32_t chunk = slots_[i][panel] * block_chunks + feature_offset_[i][panel] + k_offset;
-                copy_async_if(slots_[i][panel] >= 0,
+                const bool exists = slots_[i][panel] >= 0;
+                const int slot = kMayShareQuarters ? max(slots_[i][panel], 0) : slots_[i][panel];
+                const uint32_t chunk = slot * block_chunks + feature_offset_[i][panel] + k_offset;
+                copy_async_if(exists || fills,
                               target + panel * Tile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
-                              static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes);
+                              static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes,
+                              kMayShareQuarters && !exists ? 0 : kChunkBytes);
             }
         }
     }

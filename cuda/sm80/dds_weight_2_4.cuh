@@ -23,6 +23,7 @@ struct CompressedWeight {
     static constexpr uint32_t kDTypes = 0;
     static constexpr int kFeatures = kFeatures_;
     static constexpr bool kSumsByToken = false;
+    static constexpr bool kMayShareQuarters = false;
     static constexpr int kLoaderWarps = 4;
     using Lines = Tile<typename Math::Value, kFeatures / 2, true>;
     static constexpr int kUnitBytes = 64;               // of the metadata of 16 features by 32 of k

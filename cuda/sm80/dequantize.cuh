@@ -20,6 +20,19 @@ __device__ inline uint32_t permute_bytes(uint32_t word, uint32_t selection) {
 
 __device__ inline __half2 as_half2(uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); }
 
+// The lower two values of float8 of a word, or the upper two, times kScale / 256: in 16 bits exactly.
+template <int kScale>
+__device__ inline __half2 decode_float8(uint32_t word, int pair) {
+    // Exponent and fraction go to their places in a half, whose exponents count from 8 less. The middle
+    // byte has copies of the lower value's sign, one of which is shifted into its place.
+    const auto apart = static_cast<int32_t>(permute_bytes(word, pair == 0 ? 0x1804 : 0x3a24));
+    const __half2 small = as_half2(apart >> 1 & 0xbf80bf80);
+    // What would be 480 is NaN. It alone becomes infinite here, and NaN when multiplied by 0.
+    const __half2 infinite = __hmul2(small, __float2half2_rn(36000));
+    const __half2 scaled = kScale == 1 ? small : __hmul2(small, __float2half2_rn(kScale));
+    return __hfma2(infinite, __float2half2_rn(0), scaled);
+}
+
 // The lower two values of a word, or the upper two, as they are.
 template <DType kDType>
 __device__ inline __half2 decode_pair(uint32_t word, int pair) {
@@ -28,13 +41,7 @@ __device__ inline __half2 decode_pair(uint32_t word, int pair) {
         const uint32_t biased = permute_bytes(word, pair == 0 ? 0x4140 : 0x4342) ^ 0x64806480;
         return __hsub2(as_half2(biased), __float2half2_rn(1152));
     } else {
-        // Exponent and fraction go to their places in a half, whose exponents count from 8 less. The middle
-        // byte has copies of the lower value's sign, one of which is shifted into its place.
-        const auto apart = static_cast<int32_t>(permute_bytes(word, pair == 0 ? 0x1804 : 0x3a24));
-        const __half2 small = as_half2(apart >> 1 & 0xbf80bf80);
-        // What would be 480 is NaN. It alone becomes infinite here, and NaN when multiplied by 0.
-        const __half2 infinite = __hmul2(small, __float2half2_rn(36000));
-        return __hfma2(infinite, __float2half2_rn(0), __hmul2(small, __float2half2_rn(256)));
+        return decode_float8<256>(word, pair);
     }
 }
 

@@ -9,6 +9,7 @@
 #include "common/elements.h"
 #include "common/ldmatrix.cuh"
 #include "common/tf32.cuh"
+#include "sm80/dequantize.cuh"
 
 namespace ts::sm80 {
 
@@ -35,6 +36,7 @@ template <class Elements_, class Instruction>
 struct DirectMath : Elements_ {
     using Sum = typename Elements_::Accumulator;
     static constexpr Precision kPrecision = Precision::highest;
+    static constexpr float kSumUnit = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -50,6 +52,48 @@ struct DirectMath : Elements_ {
 
 using f16 = DirectMath<Uniform<__half>, cute::SM80_16x8x16_F32F16F16F32_TN>;
 using bf16 = DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+
+// Both factors in 8 bits. Results have one of three types, of which this is the widest.
+using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x32_S32S8S8S32_TN>;
+
+// Compute capability 8.0 has no instruction for float8, so its values are multiplied as halves, exactly: of
+// four values of a row that a register holds, the two products of 16 of k take two each. Halves are 2^-8
+// times their values, which saves an instruction for each pair.
+struct f8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float> {
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr float kSumUnit = 65536;  // what sums are multiplied by
+
+    template <int kRegisters>
+    struct Operand {
+        uint32_t low[kRegisters];   // of k from 0 to 15
+        uint32_t high[kRegisters];  // of k from 16 to 31
+    };
+
+    template <int kRegisters>
+    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
+        Operand<kRegisters> result;
+        constexpr int kRows = kRegisters / 2;  // registers of 16 of k: those of the lower 16 come first
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                result.low[pair * kRows + i] = as_word(decode_float8<1>(raw.value[i], pair));
+                result.high[pair * kRows + i] = as_word(decode_float8<1>(raw.value[kRows + i], pair));
+            }
+        }
+        return result;
+    }
+    __device__ static void mma(float (&c)[4], const Operand<4>& a, const Operand<2>& b) {
+        using Instruction = cute::SM80_16x8x16_F32F16F16F32_TN;
+        multiply_add<Instruction>(c, a.low, b.low);
+        multiply_add<Instruction>(c, a.high, b.high);
+    }
+
+  private:
+    __device__ static uint32_t as_word(const __half2& pair) {
+        return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+};
 
 struct tf32 : Uniform<float> {
     static constexpr Precision kPrecision = Precision::tf32;

@@ -41,6 +41,8 @@ struct DdsArguments {
     bool gated;                // the residual is a gate
     int plan_key;              // that the plan must have
     const uint32_t* metadata;  // of compressed values
+    const float* x_scales;     // of 8 bits, for each token
+    const float* scales;       // likewise, for each feature of the output
 };
 
 // The CTAs of a cluster, each of which computes a tile of so many tokens and some block rows. Those of

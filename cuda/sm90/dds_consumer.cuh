@@ -99,16 +99,16 @@ class DdsConsumer {
     __device__ static void clear(Sum (&sums)[Traits::kSums]) {
         asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
-        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0;
     }
 
     __device__ void multiply(Sum (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
-        if constexpr (Traits::Weight::kInRegisters) {
-            release_multiplied(sums);  // they read registers that are written now
-            products_.start(sums, stage, arguments_.tokens_by_k, tokens, add);
+        if constexpr (Traits::Weight::kInRegisters || kPromotes) {
+            release_multiplied(sums);  // they read or write registers that are written now
+            products_.start(sums, stage, arguments_, tokens, add);
         } else {
             Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
                                                                                    tokens, add);

@@ -20,6 +20,7 @@ template <class Traits>
 class DdsEpilogue {
     using Result = typename Traits::Result;
     static constexpr bool kFloat = sizeof(Result) == 4;
+    static constexpr bool kScales = is_quantized(Traits::Math::kInput);
     using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Result>>;
     static constexpr int kSums = Traits::kSums;
 
@@ -51,9 +52,11 @@ class DdsEpilogue {
     // Called when that has arrived; store() does so itself. Any bias will do for a row that the tile does not
     // have: choosing zero would wait for what is read.
     __device__ void read_bias() {
+        const int first = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
+        const int feature = first + thread_ % 32 / 4;
+        if constexpr (kScales) next_scales_ = {arguments_.scales[feature], arguments_.scales[feature + 8]};
         if (arguments_.bias == nullptr) return;
-        const int feature = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
-        const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + thread_ % 32 / 4;
+        const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature;
         next_bias_[0] = bias[0];
         next_bias_[1] = bias[8];
     }
@@ -64,20 +67,27 @@ class DdsEpilogue {
 #pragma unroll
         for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
         bias_ = {next_bias_[0], next_bias_[1]};
+        if constexpr (kScales) {
+            scales_ = next_scales_;
+            read_token_scales();
+        }
         if (arguments_.has_residual) load_residual(0, Traits::kChunks);
     }
 
-    __device__ void store(float (&sums)[kSums]) {
+    __device__ void store(typename Traits::Accumulator (&sums)[kSums]) {
         read_bias();  // of the next tile
+        if constexpr (kScales) scale(sums);
+        auto& scaled = reinterpret_cast<float (&)[kSums]>(sums);
         if (arguments_.bias != nullptr) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += to_float(i / 2 % 2 == 0 ? bias_.first : bias_.second);
+            for (int i = 0; i < kSums; ++i)
+                scaled[i] += to_float(i / 2 % 2 == 0 ? bias_.first : bias_.second);
         }
-        activate_all<Result>(sums, arguments_.activation);
+        activate_all<Result>(scaled, arguments_.activation);
         if (arguments_.output_layout == Layout::row_major)
-            store_as<true>(sums);
+            store_as<true>(scaled);
         else
-            store_as<false>(sums);
+            store_as<false>(scaled);
     }
 
     // Before the CTA ends, its stores must have read shared memory.
@@ -86,10 +96,38 @@ class DdsEpilogue {
   private:
     static constexpr int kAllChunks = Traits::kAllChunks;
     static constexpr int kSumsOfChunk = Traits::kChunkTokens / 2;
+    static constexpr int kTokens = kSums * 128 / Traits::kWarpgroupFeatures;
     static constexpr int kWarpFeatures = 16;
     static constexpr int kMaxRows = Traits::kWarpgroupFeatures / kWarpFeatures;
     static_assert(Traits::kChunks <= 4, "a warp for each");
     static constexpr bool kOneMore = Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;  // chunk
+
+    // A lane keeps those of each 32nd token. They are read early, as all is, and shared memory has no room.
+    __device__ void read_token_scales() {
+#pragma unroll
+        for (int i = 0; i < kTokens / 32; ++i) {
+            const int token = token_ + 32 * i + thread_ % 32;
+            token_scales_[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        }
+    }
+
+    // Makes float32 of the sums where they are: the next products go to these registers, which stay taken. Of
+    // eight tokens a thread has two neighbours, of a feature and of the one 8 on.
+    __device__ void scale(typename Traits::Accumulator (&sums)[kSums]) const {
+        auto& scaled = reinterpret_cast<float (&)[kSums]>(sums);
+#pragma unroll
+        for (int i = 0; i < kSums; i += 4) {
+            const int token = 2 * i, lane = token % 32 + thread_ % 4 * 2;
+            const float of_first = __shfl_sync(~0u, token_scales_[token / 32], lane);
+            const float of_second = __shfl_sync(~0u, token_scales_[token / 32], lane + 1);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float of_token = j % 2 == 0 ? of_first : of_second;
+                const float of_feature = j / 2 == 0 ? scales_.x : scales_.y;
+                scaled[i + j] = __fmul_rn(__fmul_rn(static_cast<float>(sums[i + j]), of_token), of_feature);
+            }
+        }
+    }
 
     __device__ int warp() const { return thread_ / 32; }
     __device__ bool is_first_lane() const { return thread_ % 32 == 0; }
@@ -269,6 +307,8 @@ class DdsEpilogue {
     Pair<Result> bias_;   // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
     Result next_bias_[2];
+    float2 scales_, next_scales_;  // of 8 bits, likewise
+    float token_scales_[kTokens / 32];
     int next_warp_row_;  // that has the features of the warp
 };
 

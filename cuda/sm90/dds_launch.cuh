@@ -24,8 +24,7 @@ struct Dds {
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, Traits::kRanks)) return reason;
-        if constexpr (Weight::kInRegisters)
-            if (const char* reason = Weight::refuses(problem)) return reason;
+        if (const char* reason = Weight::refuses(problem)) return reason;
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
         if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
@@ -48,6 +47,7 @@ struct Dds {
         Kernel row = make_row<Dds>(name);
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
+        if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
         row.precision = Math::kPrecision;
         row.tile_tokens = kSpanTokens;
         row.tile_features = kClusterFeatures;
@@ -77,7 +77,7 @@ struct Dds {
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
                                 void* stream) {
         auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
-        if constexpr (!Weight::kInRegisters)
+        if constexpr (!Weight::kAlongK)
             if (problem.input().layout != Layout::row_major)
                 start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
@@ -115,6 +115,8 @@ struct Dds {
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
+        arguments.x_scales = problem.x_scales;
+        arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);
         arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
                                                 static_cast<int>(parts), band_spans(arguments.k_size));

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
         chunk * (Chunk::kSums / 4 * 128);
     constexpr int64_t kDistance = Traits::kRanks * Traits::kWarpgroups * (Traits::kSums / 4 * 128);
     cudaGridDependencySynchronize();
-    float sums[Chunk::kSums] = {};
+    typename Chunk::Accumulator sums[Chunk::kSums] = {};
     add_parts(partial, kDistance, arguments.schedule.by_parts.divisor, sums);
     epilogue.store(sums);
     epilogue.finish_stores();

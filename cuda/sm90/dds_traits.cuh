@@ -97,7 +97,8 @@ Operand describe_input(const DdsArguments& arguments, Layout layout) {
     constexpr int kBytes = Traits::kInputElementBytes, kProduct = 32 / kBytes;  // of k
     const int width = k_width<Traits>(arguments);
     const bool row_major = layout == Layout::row_major;
-    Operand tokens = row_major ? operand(kBytes * width, 0) : operand(128, 128 * width);
+    Operand tokens =
+        row_major ? line_operand(kBytes * width, width * Traits::kTokenBytes) : operand(128, 128 * width);
     for (int i = 0; i < 4; ++i) {
         const int piece = kProduct * i / width, within = kProduct * i % width;
         const int offset = piece * width * Traits::kTokenBytes + within * (row_major ? kBytes : 128);

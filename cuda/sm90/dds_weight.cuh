@@ -15,8 +15,31 @@ namespace ts::sm90 {
 // Of formats whose products read the weight from shared memory.
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
+    static constexpr bool kAlongK = false;  // products read both operands along k alone
+    static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
+};
+
+// Promoted accumulation: the sums of each step are added to those of the tile. Neither is kept from one tile
+// to the next.
+template <class Math, int kSums>
+class PromotedSums {
+    using Sum = typename Math::Accumulator;
+    static constexpr bool kPromotes = Math::kAccumulation == Accumulation::promoted;
+
+  public:
+    __device__ void begin(Sum (&sums)[kSums]) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
+    }
+    __device__ void add(Sum (&sums)[kSums]) const {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
+    }
+
+  protected:
+    Sum step_[kPromotes ? kSums : 1];
 };
 
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
@@ -42,7 +65,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
-        return encode(arguments.values, problem.values.dtype, problem.values.data,
+        return encode(arguments.values, Math::kMapType, problem.values.data,
                       {{columns, 1, kTransposed ? rows : width},
                        {arguments.value_rows, columns, kTransposed ? width : rows}});
     }
@@ -51,7 +74,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static Operand operand(const DdsArguments& arguments) {
         const int width = k_width(arguments), rows = arguments.row_width;
         Operand result = kTransposed ? sm90::operand(kValueBytes * rows, kStep * kValueBytes * rows)
-                                     : sm90::operand(kValueBytes * width, 0);
+                                     : line_operand(kValueBytes * width, kValueBytes * width * kFeatures);
         constexpr int kProduct = 32 / kValueBytes;  // of k
         for (int i = 0; i < 4; ++i) {
             const int piece = kProduct * i / width, within = kProduct * i % width;

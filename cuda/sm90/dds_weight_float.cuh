@@ -17,6 +17,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     using Base::kFeatures;
     using Base::kTransposed;
     static constexpr bool kInRegisters = true;
+    static constexpr bool kAlongK = true;
     static constexpr int kStep = 32;
     static constexpr int kWidth = 32;  // of a line
     static constexpr int kLine = 4 * kWidth;
@@ -58,12 +59,13 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     // 8 at k and at k + 4, in this order. They are read while those before are multiplied, and multiplied
     // from others when these have been waited for.
     template <int kTokens>
-    class Products {
+    class Products : public PromotedSums<Math, kFeatures * kTokens / 128> {
         using Sum = typename Math::Accumulator;
         static constexpr int kSums = kFeatures * kTokens / 128;
         static constexpr bool kSplit = Math::kParts > 1;
         using Atom = typename Math::template RegisterAtom<cute::SM90::GMMA::Major::K, kTokens>;
         using Fragment = WeightFragment;
+        using PromotedSums<Math, kSums>::step_;
         static constexpr int kFragments = kStep / 8;
 
       public:
@@ -71,7 +73,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
 
         // Starts the products of a step, sums (+)= weight tokens, or what add() will add to them. No others
         // may be under way. `tokens`: where their operand is.
-        __device__ void start(Sum (&sums)[kSums], const char* stage, const Operand& tokens_by_k,
+        __device__ void start(Sum (&sums)[kSums], const char* stage, const DdsArguments& arguments,
                               uint32_t tokens, bool add) {
             Fragment weight[kFragments], rest[kFragments];
 #pragma unroll
@@ -82,7 +84,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
             cute::warpgroup_arrive();
 #pragma unroll
             for (int i = 0; i < kFragments; ++i) {
-                const uint64_t operand = tokens_by_k.at(tokens, i);
+                const uint64_t operand = arguments.tokens_by_k.at(tokens, i);
                 if constexpr (kSplit) {  // small ones first
                     constexpr uint32_t kBehind = kTokens * kStep * 4 / 16;
                     wgmma<Atom>(step_, rest[i], operand, i > 0);
@@ -93,17 +95,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
                 }
             }
             cute::warpgroup_commit_batch();
-        }
-
-        // Promoted accumulation: the sums of each step are added to those of the tile. Neither is kept from
-        // one tile to the next.
-        __device__ void begin(Sum (&sums)[kSums]) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = step_[i] = 0.0f;
-        }
-        __device__ void add(Sum (&sums)[kSums]) const {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] += step_[i];
         }
 
       private:
@@ -156,7 +147,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
         }
 
         uint32_t place_;
-        Sum step_[kSplit ? kSums : 1];
     };
 };
 

@@ -69,6 +69,45 @@ struct tf32x3 : Uniform<float, Accumulation::promoted>, Tf32Products {
     static constexpr int kParts = 2;
 };
 
+// Activations and values in 8 bits, which wgmma reads along k alone.
+struct Int8Products {
+    template <int kColumns>
+    using ByteAtom =
+        std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN,
+                           std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN,
+                                              cute::SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN>>;
+};
+struct Float8Products {
+    template <int kColumns>
+    using ByteAtom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x32_F32E4M3E4M3_SS_TN<>,
+        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                           cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>>;
+};
+template <class Elements, class Products, Precision kPrecision_>
+struct Bytes : Elements, Products {
+    static constexpr Precision kPrecision = kPrecision_;
+    static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    static constexpr int kParts = 1;
+};
+template <class Result>
+using Int8 = Bytes<Elements<int8_t, int8_t, int32_t, Result>, Int8Products, Precision::highest>;
+// Tensor cores keep about 14 bits of sums of float8. `Promoted` adds those of 128 of k to sums in float32.
+template <class Result>
+using Float8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result>, Float8Products, Precision::fast>;
+template <class Result>
+using PromotedFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::promoted>,
+                             Float8Products, Precision::highest>;
+using int8_bf16 = Int8<__nv_bfloat16>;
+using int8_f16 = Int8<__half>;
+using int8_f32 = Int8<float>;
+using float8_bf16 = Float8<__nv_bfloat16>;
+using float8_f16 = Float8<__half>;
+using float8_f32 = Float8<float>;
+using float8_promoted_bf16 = PromotedFloat8<__nv_bfloat16>;
+using float8_promoted_f16 = PromotedFloat8<__half>;
+using float8_promoted_f32 = PromotedFloat8<float>;
+
 // Two sums as results that lie side by side.
 template <class Result>
 __device__ inline uint32_t rounded(float first, float second) {

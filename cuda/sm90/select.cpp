@@ -65,7 +65,7 @@ double dds_step_time(int tokens, int block, bool shares_weight) {
     constexpr double kSharedWeight[2][3] = {{0.755, 0.325, 0.46}, {0.945, 0.515, 0.64}};
     const double time = shares_weight ? kSharedWeight[tokens > 128][place]
                                       : kSharedInput[tokens > 128 ? 2 : tokens > 64][place];
-    return block == 16 ? 3 * time : time;  // more copies
+    return block <= 16 ? 3 * time : time;  // more copies
 }
 
 // Steps that a tile has in the mean, and how many more the longest one, of random patterns: as many as its
@@ -99,6 +99,22 @@ double dds_time_of_medium_batch(const Kernel& kernel, const Problem& problem, co
     const double walked = rounds(pieces, pairs(device), kWhole) * steps.mean + kLongest * steps.more / all;
     const double work = step * walked / parts + kRound * all;
     return kBegin + std::hypot(work, memory_time(problem, kRate)) + (parts > 1 ? kReduction : 0);
+}
+
+// --- 8 bits ---
+
+// A product of 8 bits moves the bytes of one of 16 bits with half of k, in blocks of half of k, and tensor
+// cores take as long for a byte.
+Problem of_16_bits(Problem problem) {
+    problem.input_dtype = problem.values.dtype = DType::bfloat16;
+    problem.values.scales = nullptr;
+    problem.pattern.in_features /= 2;
+    problem.pattern.block_cols /= 2;
+    return problem;
+}
+Kernel of_16_bits(Kernel kernel) {
+    kernel.plan.step /= 2;
+    return kernel;
 }
 
 // --- narrow blocks ---
@@ -201,11 +217,20 @@ double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Devi
     return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
 }
 
+// What is promoted is added beside the products of the other warpgroup.
+double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Device& device) {
+    const double time = estimate_dds(of_16_bits(kernel), of_16_bits(problem), device);
+    return kernel.precision == Precision::highest && problem.input_dtype == DType::float8_e4m3fn ? 1.15 * time
+                                                                                                 : time;
+}
+
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device) {
     return dds_time(kernel, problem, device, float_share(kernel), kCluster);
 }
 
 Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (is_quantized(problem.input_dtype))
+        return {dds_parts(of_16_bits(kernel), of_16_bits(problem), device)};
     return {dds_parts(kernel, problem, device)};
 }
 

@@ -31,13 +31,16 @@ __device__ inline uint32_t operand_address(const char* address) {
     return operand_address(cute::cast_smem_ptr_to_uint(address));
 }
 
-// Lines of `width` bytes (128, 64 or 32), swizzled over that width. With k along the lines, `outer` is
-// unused; with k across the lines it is the distance in bytes from one line-wide column to the next.
+// Lines of `width` bytes (128, 64, 32, or 16 of 8-bit elements), swizzled over that width, but for 16.
+// `outer` is the distance in bytes from one line-wide column to the next.
 inline Operand operand(int width, int outer) {
-    const uint32_t layout = width == 128 ? 1 : width == 64 ? 2 : 3;
+    const uint32_t layout = width == 128 ? 1 : width == 64 ? 2 : width == 32 ? 3 : 0;
     const uint32_t eight_lines = 8 * width / 16;
     return {static_cast<uint32_t>(outer / 16) << 16, eight_lines | layout << 30, {}};
 }
+
+// Likewise with k along the lines. Only of lines of 16 bytes an instruction reads two columns.
+inline Operand line_operand(int width, int outer) { return operand(width, width == 16 ? outer : 0); }
 
 // What a thread holds of an operand in registers for one instruction: four words.
 using WeightFragment = uint32_t[4];

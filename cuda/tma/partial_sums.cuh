@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ts::tma {
 
@@ -12,24 +13,37 @@ __device__ inline float4* partial_sums(float4* partial, int64_t place) {
     return partial + place * (kSums / 4 * 128) + threadIdx.x % 128;
 }
 
-template <int kSums>
-__device__ inline void store_sums(float4* to, const float (&sums)[kSums]) {
-#pragma unroll
-    for (int i = 0; i < kSums / 4; ++i)
-        to[128 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+// A sum, float or int32, as the words that are kept.
+__device__ inline float as_word(float sum) { return sum; }
+__device__ inline float as_word(int32_t sum) { return __int_as_float(sum); }
+template <class Sum>
+__device__ inline Sum from_word(float word) {
+    if constexpr (std::is_same_v<Sum, int32_t>)
+        return __float_as_int(word);
+    else
+        return word;
 }
 
-__device__ inline void add_vector(const float4& vector, float* sums) {
-    sums[0] += vector.x;
-    sums[1] += vector.y;
-    sums[2] += vector.z;
-    sums[3] += vector.w;
+template <class Sum, int kSums>
+__device__ inline void store_sums(float4* to, const Sum (&sums)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i)
+        to[128 * i] = make_float4(as_word(sums[4 * i]), as_word(sums[4 * i + 1]), as_word(sums[4 * i + 2]),
+                                  as_word(sums[4 * i + 3]));
+}
+
+template <class Sum>
+__device__ inline void add_vector(const float4& vector, Sum* sums) {
+    sums[0] += from_word<Sum>(vector.x);
+    sums[1] += from_word<Sum>(vector.y);
+    sums[2] += from_word<Sum>(vector.z);
+    sums[3] += from_word<Sum>(vector.w);
 }
 
 // Of so many parts, which lie `distance` apart, always in the same order. Several are read at a time: memory
 // takes long to answer.
-template <int kSums>
-__device__ inline void add_parts(const float4* from, int64_t distance, int parts, float (&sums)[kSums]) {
+template <class Sum, int kSums>
+__device__ inline void add_parts(const float4* from, int64_t distance, int parts, Sum (&sums)[kSums]) {
     constexpr int kAtOnce = 4, kVectors = kSums / 4;
     for (int first = 0; first < parts; first += kAtOnce) {
         float4 next[kAtOnce][kVectors];

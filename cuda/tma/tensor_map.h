@@ -45,7 +45,8 @@ inline cudaError_t find_encoder(Encoder& encoder) {
 inline CUtensorMapSwizzle swizzle_of(int bytes) {
     return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
            : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                         : CU_TENSOR_MAP_SWIZZLE_32B;
+           : bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                         : CU_TENSOR_MAP_SWIZZLE_NONE;
 }
 
 // How TMA calls the elements.
@@ -56,6 +57,7 @@ inline CUtensorMapDataType map_type(DType dtype) {
 }
 
 inline int element_bytes(CUtensorMapDataType type) {
+    if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) return 1;
     return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 ? 4 : 2;
 }
 
@@ -104,8 +106,8 @@ struct KnownMaps {
 };
 static_assert(KnownMaps::kPlaces == 1 << 8);  // of the hash, the bits that all words reach
 
-// Describes a tensor. The innermost box is 32, 64 or 128 bytes wide, and shared memory is swizzled over its
-// width. What lies outside of the tensor reads as zero and is not written.
+// Describes a tensor. The innermost box is 16, 32, 64 or 128 bytes wide, and shared memory is swizzled over
+// its width, but for 16. What lies outside of the tensor reads as zero and is not written.
 inline cudaError_t encode(CUtensorMap& map, CUtensorMapDataType type, const void* data,
                           std::initializer_list<Extent> extents,
                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {

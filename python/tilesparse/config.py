@@ -15,6 +15,7 @@ from ._checks import (
     as_number,
     check_block_shape,
     check_compressible,
+    check_exact_sums,
     check_policy,
     check_shapes,
     checked_count,
@@ -22,7 +23,7 @@ from ._checks import (
 from .errors import InvalidArgumentError
 from .storage.registry import STORAGES as STORAGES
 from .storage.registry import storage_of
-from .storage.values import SCALES
+from .storage.values import PER_FEATURE, SCALES
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -45,8 +46,11 @@ class BlockSparseConfig:
             `BlockSparseLinear.to_storage`.
         transposable: keep two of each four weights in a column as well, so that the gradient of x is a 2:4
             product, too.
-        scales: what has a scale of its own in 8 bits, a "row" of a block or a "block".
+        scales: what has a scale of its own in 8 bits, a "row" of a block or a "block"; it becomes "feature"
+            with `activations`.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
+        activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
+            bits as well, see `functional.quantized_linear`. Not with ``nm``.
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
@@ -65,6 +69,7 @@ class BlockSparseConfig:
     transposable: bool = False
     scales: str = "row"
     policy: str = "sparse"
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         density = as_number(self.density)
@@ -75,11 +80,12 @@ class BlockSparseConfig:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        if self.scales not in SCALES:
-            raise InvalidArgumentError(f"scales must be 'row' or 'block', got {shown(self.scales)}")
+        check_quantized_activations(self.activations, self.storage, self.nm)
+        scales = checked_scales("scales", self.scales, self.activations)
         check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
-        for name, value in (("density", density), ("block_shape", block_shape), ("nm", as_nm(self.nm))):
+        own = {"density": density, "block_shape": block_shape, "nm": as_nm(self.nm), "scales": scales}
+        for name, value in own.items():
             object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,8 +102,8 @@ class LayerSpec:
         block_shape: (bn, bk).
         nnz: number of kept blocks.
         dtype: of the dense blocks: float64, float32, float16 or bfloat16.
-        storage, nm, transposable, policy: as in `BlockSparseConfig`.
-        scales: "row" or "block" where the storage has 8 bits, otherwise None.
+        storage, nm, transposable, policy, activations: as in `BlockSparseConfig`.
+        scales: "row" or "block" where the storage has 8 bits, "feature" with activations, otherwise None.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -112,6 +118,7 @@ class LayerSpec:
     transposable: bool = False
     scales: str | None = None
     policy: str = "sparse"
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         block_shape = check_block_shape(self.block_shape)
@@ -123,11 +130,14 @@ class LayerSpec:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
+        check_quantized_activations(self.activations, self.storage, self.nm, shape[1])
         allowed = storage_of(self.storage).scales or (None,)
+        if self.activations is not None:
+            allowed = (PER_FEATURE,)
         if self.scales not in allowed:
             raise InvalidArgumentError(
-                f"scales must be one of {list(allowed)} with storage {self.storage!r}, "
-                f"got {shown(self.scales)}"
+                f"scales must be one of {list(allowed)} with storage {self.storage!r} and activations "
+                f"{self.activations!r}, got {shown(self.scales)}"
             )
         check_policy(self.policy)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
@@ -155,14 +165,16 @@ class LayerSpec:
         """The dtype in which values are stored."""
         return storage_of(self.storage).dtype or self.dtype
 
-    def with_storage(self, storage: str, scales: str = "row") -> LayerSpec:
+    def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
-        return replace(self, storage=storage, scales=scales if storage_of(storage).scales else None)
+        check_quantized_activations(activations, storage, self.nm, self.shape[1])
+        own = checked_scales("scales", scales, activations) if storage_of(storage).scales else None
+        return replace(self, storage=storage, scales=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint's manifest for this layer."""
-        return {
+        """Return the entry of a checkpoint's manifest for this layer; activations are in it only if set."""
+        entry = {
             "shape": list(self.shape),
             "block_shape": list(self.block_shape),
             "nnz": self.nnz,
@@ -173,6 +185,7 @@ class LayerSpec:
             "scales": self.scales,
             "policy": self.policy,
         }
+        return entry if self.activations is None else {**entry, "activations": self.activations}
 
     @classmethod
     def from_json(cls, entry: object) -> LayerSpec:
@@ -182,7 +195,7 @@ class LayerSpec:
             InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
         """
         names = [field.name for field in fields(cls)]
-        if not isinstance(entry, Mapping) or set(entry) != {*names}:
+        if not isinstance(entry, Mapping) or {*entry, "activations"} != {*names}:
             raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")
         pairs = {name: entry[name] for name in ("shape", "block_shape")}
         for name, pair in pairs.items():
@@ -197,6 +210,33 @@ class LayerSpec:
             if not isinstance(entry[name], str) or entry[name] not in allowed:
                 raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
         return cls(**{**entry, "dtype": _DTYPES[entry["dtype"]]})
+
+
+def check_quantized_activations(
+    activations: object, storage: str, nm: object, in_features: int | None = None
+) -> None:
+    """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
+    if activations is None:
+        return
+    if storage_of(storage).dtype is None or activations != storage:
+        raise InvalidArgumentError(
+            f"activations must be None, or the dtype of the storage where that has 8 bits, got "
+            f"{shown(activations)} with storage {storage!r}"
+        )
+    if nm is not None:
+        raise InvalidArgumentError(f"nm must be None with activations={activations!r}, got {shown(nm)}")
+    if in_features is not None:
+        check_exact_sums("in_features", in_features, storage_of(storage).dtype)
+
+
+def checked_scales(name: str, scales: object, activations: str | None) -> str:
+    """Return what has a scale of its own: with 8-bit activations a feature, whatever the default is."""
+    if activations is not None and scales in ("row", PER_FEATURE):
+        return PER_FEATURE
+    if activations is not None or scales not in SCALES:
+        allowed = f"{PER_FEATURE!r} with 8-bit activations" if activations else "'row' or 'block'"
+        raise InvalidArgumentError(f"{name} must be {allowed}, got {shown(scales)}")
+    return str(scales)
 
 
 def check_flag(name: str, value: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import Index
+from ._checks import LARGEST, QUANTIZED, Index
 from ._ops.activations import activated
 from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
@@ -15,9 +15,10 @@ from .errors import UnsupportedError
 __all__ = ["decompositions"]
 
 _FIELDS = len(Index._fields)
+_LEAST_SCALE = 2.0**-116  # of activations, see `functional.quantize`
 
 
-def decompositions() -> dict[Any, Callable[..., Tensor]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return a table for `torch.export.ExportedProgram.run_decompositions`.
 
     The products of an exported model become dense ones of a weight that the program writes out, zeros
@@ -35,6 +36,9 @@ def decompositions() -> dict[Any, Callable[..., Tensor]]:
     return {
         ops.dds_nt.default: _dds_nt,
         ops.dds_nn.default: _dds_nn,
+        ops.dds_nt_quantized.default: _dds_nt_quantized,
+        ops.row_scales.default: _row_scales,
+        ops.quantize.default: _quantize,
         ops.expand.default: _expand,
         ops.expand_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
     }
@@ -49,6 +53,35 @@ def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
         return y * activated(options.gate, name)
     y = activated(y, name)
     return y if options.residual is None else y + options.residual
+
+
+def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    bias, residual, activation, _, scales, gate, x_values, x_scales, _ = rest[_FIELDS:]
+    weight = _expand(values.float(), *rest[:_FIELDS])
+    y: Tensor = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
+    y = y if bias is None else y + bias.float()
+    name = list(ACTIVATIONS)[activation]
+    if gate is not None:
+        return (y * activated(gate, name).float()).to(x.dtype)
+    y = activated(y, name)
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+def _row_scales(scales: Tensor, *pattern: Any) -> Tensor:
+    _, col, slot, _, (bn, _) = pattern
+    in_order = scales.view(-1, bn)[_block_rows(pattern[0], col)]
+    return torch.empty_like(in_order).index_put((slot.long(),), in_order)
+
+
+def _quantize(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
+    dtype = {number: dtype for dtype, number in QUANTIZED.items()}[code]
+    largest = LARGEST[dtype]
+    x = x.float()
+    is_finite = x.isfinite().all(-1)
+    scales = (x.abs().amax(-1) / largest).clamp(min=_LEAST_SCALE)
+    scaled = torch.where(is_finite[..., None], x * (1 / scales)[..., None], 0.0).clamp(-largest, largest)
+    values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return values, torch.where(is_finite, scales, torch.nan)
 
 
 def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -77,9 +110,13 @@ def _expand(
 ) -> Tensor:
     (out_features, in_features), (bn, bk) = shape, block_shape
     rows, cols = out_features // bn, in_features // bk
-    # In operators that exporters know, which repeat_interleave and searchsorted are not.
-    entries = torch.arange(col.shape[0], device=col.device)
-    row = (entries[:, None] >= crow[1:]).sum(1)
+    row = _block_rows(crow, col)
     blocks = values.new_zeros(rows * cols, bn, bk)
     blocks = blocks.index_put((row * cols + col,), values[slot.long()])
     return blocks.view(rows, cols, bn, bk).transpose(1, 2).reshape(out_features, in_features)
+
+
+def _block_rows(crow: Tensor, col: Tensor) -> Tensor:
+    """Return the block row of each entry, in operators that exporters know: no repeat_interleave."""
+    entries = torch.arange(col.shape[0], device=col.device)
+    return (entries[:, None] >= crow[1:]).sum(1)

@@ -23,6 +23,8 @@ updates. torch.compile takes patterns as inputs of its graphs, so that an update
 
 A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory of
 the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
+
+The file is long because most of it is documentation.
 """
 
 import torch
@@ -37,6 +39,7 @@ from ._ops.autocast import autocast
 from ._ops.autograd import call, records_gradient
 from ._ops.linear import extras_of, linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO
+from ._ops.scaled import quantized_linear_on
 from ._runtime.private import is_any_autocast_enabled
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern.block_pattern import BlockPattern
@@ -98,6 +101,69 @@ def linear(
         raise
     except Exception:  # types are checked only now, so that correct calls spend no time on it
         check_types(linear, locals())
+        raise
+
+
+def quantized_linear(
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    residual: Tensor | None = None,
+    feature_major_output: bool = False,
+    policy: str = "sparse",
+    gate: Tensor | None = None,
+    use_fast_accum: bool = True,
+) -> Tensor:
+    """Return activation(x Wᵀ + bias) + residual, multiplied in 8 bits on both sides.
+
+    x is quantized as by `quantize`, in the dtype of ``values``, and the product is
+    ``x_scales[:, None] * (x_values valuesᵀ) * scales``: scales stay outside of the sums. Sums of int8 are
+    exact, and all of them are rounded once, after bias, activation and residual. A token with an infinity or
+    a NaN has NaN.
+
+    On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
+    such products take as long as reading the weight, which quantizing x does not shorten. On the CPU all
+    numbers of tokens are quantized.
+
+    The gradient of x is that of x Wᵀ with the dequantized W (straight-through); values and scales have none.
+
+    Args:
+        x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
+        values: int8 or float8_e4m3fn [nnz, bn, bk], contiguous; int8 for in_features below 2¹⁷.
+        pattern: positions of the blocks.
+        scales: float32 [out_features], see `storage.quantize` with ``per="feature"``.
+        bias: [out_features] or None.
+        activation: as in `linear`.
+        residual: [..., out_features], or None.
+        feature_major_output: make the result column-major.
+        policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
+            in its own dtype by it.
+        gate: [..., out_features], or None; in the place of a residual.
+        use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
+            where that is faster; False adds their sums in float32 every 128 products.
+
+    Returns:
+        [..., out_features] in the dtype of x.
+
+    Raises:
+        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
+        UnsupportedError: no kernel of the library computes it on that device.
+        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
+    """
+    check_policy(policy)
+    try:
+        if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
+            check_types(quantized_linear, locals())
+        index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
+        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)
+    except UnsupportedError:
+        raise
+    except Exception:
+        check_types(quantized_linear, locals())
         raise
 
 

@@ -26,6 +26,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores PyTorch's number of threads, which the kernels use too."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_report_header() -> str:
     selected = "selected" if torch.cuda.is_available() else "deselected, PyTorch finds no CUDA device"
     return f"GPU tests: {selected}"

@@ -167,6 +167,14 @@ class Stored(NamedTuple):
         return Stored(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
 
 
+def bytes_of(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The bits, as int8, of random numbers of 8 bits: all but NaN."""
+    values = torch.randint(-128, 128, size, generator=seeded(seed), dtype=torch.int8)
+    if dtype == torch.float8_e4m3fn:
+        values[values.bitwise_and(127) == 127] = 0  # NaN
+    return values
+
+
 def stored_values(
     pattern: BlockPattern, form: Storage, *, dtype: torch.dtype, device: str = "cpu", seed: int = 7
 ) -> Stored:
@@ -174,10 +182,7 @@ def stored_values(
     size = (pattern.nnz, *pattern.block_shape)
     values, metadata, scales = random_values(pattern, dtype=dtype, device=device, seed=seed), None, None
     if form.quantized is not None:
-        values = torch.randint(-128, 128, size, generator=seeded(seed), dtype=torch.int8)
-        if form.quantized == torch.float8_e4m3fn:
-            values[values.bitwise_and(127) == 127] = 0  # NaN
-        values = values.view(form.quantized).to(device)
+        values = bytes_of(size, form.quantized, seed).view(form.quantized).to(device)
         scales = torch.rand(size[: 1 + form.row_scales], generator=seeded(seed + 1)).to(device) / 64 - 1 / 128
     if form.compressed:
         scores = torch.rand(size, generator=seeded(seed + 2))

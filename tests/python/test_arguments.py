@@ -328,6 +328,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "functional.linear": lambda: {"x": tokens(), "values": values(), "pattern": pattern()},
     "functional.gated": lambda: {"y": tokens()},
     "functional.quantize": lambda: {"x": tokens()},
+    "functional.quantized_linear": lambda: {
+        "x": tokens(),
+        "values": values().to(torch.int8),
+        "pattern": pattern(),
+        "scales": torch.ones(32),
+    },
     "functional.dds": lambda: {"a": tokens(), "values": values(), "pattern": pattern()},
     "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
     "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
@@ -545,6 +551,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "storage.compress": lambda: {"values": values(), "mask": storage.two_of_four(values())},
     "storage.expand": lambda: {"values": values()},
     "storage.quantize": lambda: {"values": values(), "dtype": torch.int8},
+    "storage.row_scales": lambda: {"scales": torch.ones(32), "pattern": pattern()},
     "train.AveragedModel": lambda: {"model": layered()},
     "train.AveragedModel.update_parameters": lambda: (
         train.AveragedModel(layered()).update_parameters,

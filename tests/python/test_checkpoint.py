@@ -41,6 +41,8 @@ FORMS = {
     "float8 by row": (None, "float8_e4m3fn", "row"),
     "2:4 int8 by row": ((2, 4), "int8", "row"),
     "2:4 float8 by block": ((2, 4), "float8_e4m3fn", "block"),
+    "int8 W8A8": (None, "int8", "feature"),
+    "float8 W8A8": (None, "float8_e4m3fn", "feature"),
 }
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -74,7 +76,7 @@ def sparse_layer(
     mask[0, :2] = True
     pattern = shuffled(BlockPattern.from_block_mask(mask, block_shape=block_shape))
     layer = BlockSparseLinear(64, 64, pattern=pattern, nm=nm, dtype=dtype, **options)
-    return layer.to_storage(storage, per=per)
+    return layer.to_storage(storage, per=per, activations=storage if per == "feature" else None)
 
 
 def sparse_net(form: str = "int8 by row", dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
@@ -126,7 +128,8 @@ def test_what_is_saved_is_loaded(form: str, dtype: torch.dtype, size: str | int,
     assert_same(loaded, saved)
     assert loaded.output.weight is loaded.embedding.weight
     tokens = torch.arange(8)
-    assert torch.equal(loaded.eval()(tokens), saved.eval()(tokens))
+    if "W8A8" not in form or dtype != torch.float64:  # which no such product has
+        assert torch.equal(loaded.eval()(tokens), saved.eval()(tokens))
     assert (tmp_path / WEIGHTS).exists() == (size == "5GB")
 
 
@@ -923,8 +926,10 @@ def test_documented_reader(tmp_path: Path) -> None:
     exec(code, names)
     for form in FORMS:
         net = sparse_net(form, torch.bfloat16)
-        net.stored = BlockSparseLinear(64, 64, density=0, bias=False, block_shape=32).to_storage("int8")
-        tilesparse.save(net, tmp_path)
-        for name in ("sparse", "stored", "masked"):
-            weight = names["dense"](str(tmp_path), name)
-            assert torch.equal(weight, getattr(net, name).to_linear().weight), (form, name)
+        empty = BlockSparseLinear(64, 64, density=0, bias=False, block_shape=32).to_storage("int8")
+        for stored in (net.stored, empty):
+            net.stored = stored
+            tilesparse.save(net, tmp_path)
+            for name in ("sparse", "stored", "masked"):
+                weight = names["dense"](str(tmp_path), name)
+                assert torch.equal(weight, getattr(net, name).to_linear().weight), (form, name)

@@ -32,7 +32,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
     for kernel in _C.kernels():  # what its values are is said where they are not plain
         line = next(line for line in listed.splitlines() if line.split()[:1] == [kernel.name])
         assert ("2:4" in line) == bool(kernel.storages & 0b10)
-        assert ("int8" in line) == bool(kernel.values_dtypes >> 4 & 1)
+        assert ("int8" in line) == bool((kernel.values_dtypes | kernel.dtypes) >> 4 & 1)
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
     for op in OPS:

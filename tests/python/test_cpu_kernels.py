@@ -8,7 +8,6 @@ out leaves NaN in it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -89,14 +88,6 @@ def row(request: pytest.FixtureRequest) -> Row:
     if reason:
         pytest.skip(reason)
     return row
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restores PyTorch's number of threads, which the kernels use too."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def refusal(row: Row) -> str:

@@ -7,7 +7,6 @@ amid poison, as in test_cpu_kernels.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from helpers import (
     OPTIONS,
     PATTERNS,
     assert_within,
+    bytes_of,
     dense_weight,
     make_pattern,
     randn,
@@ -97,22 +97,6 @@ def row(request: pytest.FixtureRequest) -> Row:
     if reason:
         pytest.skip(reason)
     return row
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restores PyTorch's number of threads, which the kernels use too."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def bytes_of(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """All numbers of 8 bits but NaN."""
-    values = torch.randint(-128, 128, size, generator=seeded(seed), dtype=torch.int8)
-    if dtype == FLOAT8:
-        values[values.bitwise_and(127) == 127] = 0
-    return values
 
 
 @dataclass

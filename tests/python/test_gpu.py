@@ -527,12 +527,12 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "misaligned out": (
         lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),
         InvalidArgumentError,
-        "out: must be aligned to 16 bytes",
+        "out must be aligned to 16 bytes",
     ),
     "wrong in_features": (
         lambda p, x, y, v, b: functional.linear(x[:, :-32], v, p),
         InvalidArgumentError,
-        "x: last dimension",
+        "x must have last dimension",
     ),
     "the kernel of another product": (
         lambda p, x, y, v, b: with_kernel(a_kernel(1, SDD_TN), p, x, v),
@@ -931,7 +931,7 @@ entries = [prepared(p.index_on(p.device)) for p in (a, b)]
 product = _C.Product(entries[1].descriptor, 0, 3, 1, 8192, ldx=1024, ldy=1024)
 kernel, plan = product.resolve()
 assert plan, "the kernel walks no plan"
-memory = entries[0]._plan(0, kernel, plan).memory
+memory = entries[0].plans.get(0, kernel, plan)
 product.use_plan(memory.data_ptr(), memory.numel(), 0)
 product.workspace_size()
 product.run(x.data_ptr(), y.data_ptr(), values.data_ptr(), 0, 0, 0, torch.cuda.current_stream().cuda_stream)

@@ -47,9 +47,10 @@ from tilesparse._runtime.prepared import Prepared
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-CUDA, TF32 = 1, 1
+CUDA, TF32, FAST, PER_FEATURE = 1, 1, 1, 2
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 CHUNK = 16  # bytes, the alignment of operands
+CODES = DTYPES | QUANTIZED  # of what is multiplied
 GUARD = 128 * 128 * 8  # bytes of poison before and after an operand, as long as the largest block
 # By the size of an element. As int8 it is a number, which spoils results all the same.
 POISON = {
@@ -74,6 +75,16 @@ class Row(NamedTuple):
     storage: Storage | None
     result: torch.dtype
 
+    @property
+    def of_8_bits(self) -> bool:
+        """True if x has 8 bits, and so values and scales of its own."""
+        return self.dtype in QUANTIZED
+
+    @property
+    def of_y(self) -> torch.dtype:
+        """The dtype of y, bias and residual."""
+        return self.result if self.op == DDS_NT else self.dtype
+
     def __str__(self) -> str:
         names = [name for name, storage in STORAGES.items() if storage == self.storage]
         if self.result != self.dtype:
@@ -83,6 +94,8 @@ class Row(NamedTuple):
 
 def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | None]:
     """What a kernel reads as it is, of 8 bits with either kind of scales."""
+    if dtype in QUANTIZED:
+        return [None]
     own = kernel.values_dtypes == 0 or kernel.values_dtypes >> DTYPES[dtype] & 1
     found: list[Storage | None] = [None] if kernel.storages & 1 and own else []
     for storage in STORAGES.values():
@@ -117,15 +130,15 @@ ROWS = [
     if kernel.device == CUDA
     for op in (DDS_NT, DDS_NN, SDD_TN)
     if kernel.ops >> op & 1
-    for dtype, code in DTYPES.items()
+    for dtype, code in CODES.items()
     if kernel.dtypes >> code & 1
     for storage in storages_of(kernel, dtype)
     for result in results_of(kernel, dtype)
 ]
-ROWS_OF_FEW_TOKENS = [row for row in ROWS if row.max_tokens]
+ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
-ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN]
+ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.of_8_bits]
 
 
 def runs_here(row: Row) -> bool:
@@ -152,7 +165,8 @@ def accepted_shapes(row: Row) -> list[tuple[int, int]]:
 @cache
 def accepted_layouts(row: Row) -> list[tuple[int, int]]:
     """The layouts of x and y a kernel accepts."""
-    layouts = [layouts for layouts in LAYOUTS if accepts(row, accepted_shapes(row)[0], *layouts)]
+    possible = [(0, 0), (0, 1)] if row.of_8_bits else LAYOUTS
+    layouts = [layouts for layouts in possible if accepts(row, accepted_shapes(row)[0], *layouts)]
     assert (0, 0) in layouts, "the kernel refuses row-major activations"
     return layouts
 
@@ -166,7 +180,7 @@ def accepts(
     product = _C.Product(
         prepared_on("cpu", pattern).descriptor,
         row.op,
-        DTYPES[row.dtype],
+        CODES[row.dtype],
         CUDA,
         tokens,
         precision=row.precision,
@@ -185,6 +199,8 @@ def accepts(
 def form_of(row: Row) -> dict[str, Any]:
     """How values are stored, and results, as `_C.Product` takes it."""
     storage = row.storage
+    if row.of_8_bits:
+        return {"row_scales": PER_FEATURE, "result_dtype": DTYPES[row.result]}
     if storage is None:
         return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
@@ -254,18 +270,22 @@ class Operands:
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
         stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
-        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
+        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else row.of_y
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
-            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
+            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, row.of_y),
             "values": Guarded(1, stored.values.numel(), stored.values.dtype),
             "bias": Guarded(1, pattern.out_features, of_bias, alignment=of_bias.itemsize),
-            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=CHUNK),
+            "residual": _guarded_matrix(
+                problem, pattern.out_features, problem.y_layout, row.of_y, more=CHUNK
+            ),
         }
         if stored.metadata is not None:
             self.buffers["metadata"] = Guarded(1, stored.metadata.numel(), torch.int32)
         if stored.scales is not None:
             self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
+        if row.of_8_bits:
+            self.buffers["x_scales"] = Guarded(1, problem.tokens, torch.float32)
         self.output = self.buffers[OUTPUTS[row.op]]
         self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
@@ -275,12 +295,14 @@ class Operands:
         given = stored._asdict()
         for seed, (name, buffer) in enumerate(self.buffers.items()):
             if buffer not in self.outputs:
-                random = normal(buffer.lines.shape, dtype, seed) if name not in given else given[name]
+                random = some(name, buffer, seed) if name not in given else given[name]
                 buffer.lines.copy_(random.view_as(buffer.lines))
         transposed = {"x": problem.x_layout == 1, "y": problem.y_layout == 1}
         self.x, self.y = (
             self.buffers[name].lines.t() if transposed[name] else self.buffers[name].lines for name in "xy"
         )
+        if row.of_8_bits:
+            self.x_scales, self.scales = (self.buffers[name].lines[0] for name in ("x_scales", "scales"))
         self.values = self.buffers["values"].lines.view(stored.values.shape)
         self.plain = stored.plain
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
@@ -299,6 +321,9 @@ class Operands:
 def random_stored(pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype) -> Stored:
     if storage is not None:
         return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
+    if dtype in QUANTIZED:
+        values = of_8_bits(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
+        return Stored(values, None, scales_of_8_bits(pattern.out_features, 11), values)
     values = normal(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
     return Stored(values, None, None, values)
 
@@ -313,6 +338,31 @@ def _guarded_matrix(
 def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(size, dtype=dtype, device=DEVICE, generator=generator)
+
+
+def some(name: str, buffer: Guarded, seed: int) -> Tensor:
+    """Random contents for an operand."""
+    size, dtype = buffer.lines.shape, buffer.lines.dtype
+    if name == "x_scales":
+        return scales_of_8_bits(size[1], seed)
+    return of_8_bits(size, dtype, seed) if dtype in QUANTIZED else normal(size, dtype, seed)
+
+
+def of_8_bits(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
+    """All numbers of int8; of float8 normal ones and a few of the others, but NaN."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    bits = torch.randint(-128, 128, size, dtype=torch.int8, device=DEVICE, generator=generator)
+    if dtype == torch.int8:
+        return bits
+    bits[bits.bitwise_and(127) == 127] = 0  # NaN
+    rare = torch.rand(size, device=DEVICE, generator=generator) < 0.01
+    return torch.where(rare, bits.view(dtype).float(), normal(size, torch.float32, seed)).to(dtype)
+
+
+def scales_of_8_bits(count: int, seed: int) -> Tensor:
+    """Scales of either sign, small enough for sums in float16."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.rand(count, device=DEVICE, generator=generator) - 0.5) / 64
 
 
 def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any) -> _C.Product:
@@ -336,7 +386,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         **form_of(row),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
-    product = _C.Product(descriptor, row.op, DTYPES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
+    product = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
     assert product.resolve() == (row.number - 1, row.plan), "another kernel was chosen"
     return product
 
@@ -399,6 +449,8 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     else:
         left, right = operands.y, dense_weight(operands.plain, pattern)
     left, right = left.double(), right.double()
+    if row.of_8_bits:
+        left, right = left * operands.x_scales[:, None].double(), right * operands.scales.double()
     expected, magnitude = left @ right, left.abs() @ right.abs()
     if row.op == SDD_TN:
         expected, magnitude = blocks_of(expected, pattern), blocks_of(magnitude, pattern)
@@ -410,9 +462,9 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if problem.gated:
         gate = operands.residual.double()
         gate, error = activated(row, problem, gate, torch.zeros_like(gate))
-        error = rounded(gate, error, row.dtype)
+        error = rounded(gate, error, row.result)
         tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
-        return expected * gate, rounded(expected * gate, tolerance, row.dtype)
+        return expected * gate, rounded(expected * gate, tolerance, row.result)
     expected, tolerance = activated(row, problem, expected, tolerance)
     if operands.residual is not None:
         expected = expected + operands.residual.double()
@@ -428,7 +480,7 @@ def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> 
     # what the C header states.
     unit = sums_unit(row.dtype)
     tolerance = 1.13 * tolerance + 8 * unit * values.abs()
-    if problem.activation == "gelu" and row.dtype.itemsize == 2:
+    if problem.activation == "gelu" and row.result.itemsize == 2:
         tolerance = tolerance + 1e-5
     return FUNCTIONS[problem.activation](values), tolerance
 
@@ -441,10 +493,17 @@ def relative_error(row: Row, terms: int) -> float:
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
+    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
+    12 bits and more where they add 32 products of float8 and their sum, which promoted sums leave after 128.
     """
     if row.dtype == torch.float64:
         return 2 * (terms + 4) * rounding_unit(torch.float64)
     unit = rounding_unit(torch.float32)
+    if row.dtype == torch.int8:
+        return 8 * unit
+    if row.dtype == torch.float8_e4m3fn and row.capability == 90:
+        added = terms if row.precision == FAST else min(terms, 128)
+        return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32:
         return 2 * (terms + 4) * unit
     if row.precision == TF32:
@@ -629,7 +688,7 @@ def test_expanded_values(row: Row) -> None:
             check(given, Problem(pattern, within(row, draw.choice((17, 130))), *layouts, **options))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
+@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
 def test_every_number_of_few_tokens(row: Row) -> None:
     draw = random.Random(f"{row} few tokens")
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
@@ -640,7 +699,7 @@ def test_every_number_of_few_tokens(row: Row) -> None:
         make_product(row, problem, Operands(row, problem))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_FEW_TOKENS, ids=str, indirect=True)
+@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
 def test_many_rows_and_a_long_one(row: Row) -> None:
     """More rows than multiprocessors, and one of many more blocks than the others; columns of dds_nn."""
     draw = random.Random(f"{row} rows")
@@ -684,7 +743,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
 
 
 def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, Any]]]:
-    residual, size = operands.buffers["residual"], row.dtype.itemsize
+    residual, size = operands.buffers["residual"], row.of_y.itemsize
     good = {"residual": residual.address}
     gated = {"arguments": {"gated": True}}
     if row.op != DDS_NT:
@@ -704,7 +763,7 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
 def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
     """Of what a storage has beside values."""
     found: list[tuple[str, dict[str, Any]]] = []
-    for name, least in (("metadata", CHUNK), ("scales", 4)):
+    for name, least in (("metadata", CHUNK), ("scales", 4), ("x_scales", CHUNK)):
         if name in operands.buffers:
             address = operands.buffers[name].address
             found += [

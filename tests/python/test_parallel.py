@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,8 +237,8 @@ def fsdp_of_2_4(rank: int) -> None:
 
 def fsdp_in_8_bits(rank: int) -> None:
     x = randn(4, WIDTH, dtype=torch.float32, device=here())
-    for storage in ("int8", "float8_e4m3fn"):
-        model = known(make(storage=storage))
+    for storage, activations in product(("int8", "float8_e4m3fn"), (False, True)):
+        model = known(make(storage=storage, activations=storage if activations else None))
         expected = model(x)
         try:
             y = sharded(model)(x)
@@ -366,6 +367,7 @@ def tensor_parallel_storages(rank: int) -> None:
         {"nm": (2, 4), "storage": "compressed"},
         {"storage": "int8"},
         {"storage": "float8_e4m3fn"},
+        {"storage": "int8", "activations": "int8", "policy": "dense"},
         {"policy": "dense"},
         {"bias": False},
     ):
@@ -393,6 +395,33 @@ def tensor_parallel_storages(rank: int) -> None:
         assert model[0].weight.dtype == torch.float8_e4m3fn
         y = alone.to(torch.bfloat16)(x.bfloat16())
         torch.testing.assert_close(model(x.bfloat16()), y, rtol=0.02, atol=0.02)
+
+
+def tensor_parallel_activations(rank: int) -> None:
+    """In 8 bits: scales of W are those of its rows, and every process quantizes the features that it has."""
+    x = randn(8, WIDTH, dtype=torch.float32, device=here())
+    for name in ("int8", "float8_e4m3fn"):
+        options: Any = {"storage": name, "activations": name}
+        alone, model = make(**options).eval(), parallelize_module(make(rank, **options).eval(), mesh(), PLAN)
+        up, down = layers_of(model)
+        assert up.scales.placements == (Shard(0),) and down.scales.placements == (Replicate(),)
+        for layer, own in zip((up, down), layers_of(alone), strict=True):
+            assert layer.spec == own.spec and layer.scales.shape == own.scales.shape
+            assert torch.equal(whole(layer.scales), own.scales)
+        alike(whole(DTensor.from_local(model[0](x), mesh(), [Shard(1)])), alone[0](x))
+        torch.testing.assert_close(model(x), alone(x), rtol=0.05, atol=0.05)
+        other = parallelize_module(make(5, **options).eval(), mesh(), PLAN)
+        other.load_state_dict(model.state_dict())
+        alike(other(x), model(x))
+        given = x.clone().requires_grad_()
+        model(given).sum().backward()
+        assert bool(given.grad.isfinite().all()) and bool(given.grad.abs().sum() > 0)
+        empty = parallelize_module(make(device="meta", **options), mesh(), PLAN).to_empty(device=here())
+        empty.load_state_dict(model.state_dict())
+        alike(empty(x), model(x))
+        model.to(torch.bfloat16)
+        assert model[0].weight.to_local().element_size() == 1 and model[0].scales.dtype == torch.float32
+        assert model(x.bfloat16()).dtype == torch.bfloat16
 
 
 def tensor_parallel_from_meta(rank: int) -> None:
@@ -745,6 +774,7 @@ SCENES: dict[int, tuple[Callable[[int], None], ...]] = {
         layouts,
         beside_dense_layers,
         tensor_parallel_storages,
+        tensor_parallel_activations,
         tensor_parallel_from_meta,
         moved_blocks,
         compiled,

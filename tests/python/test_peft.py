@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from helpers import DEVICES, dense_weight, randn, seeded
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -653,7 +654,12 @@ def test_base_and_adapter_come_back_from_their_folders(storage: str, tmp_path: P
 def test_models_of_transformers_add_adapters_by_themselves() -> None:
     model, batch = llama(), tokens()
     plain = model(**batch).logits
-    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    try:
+        model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    except ValueError as error:
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(f"Transformers {transformers.__version__} refuses PEFT {peft.__version__}: {error}")
     assert isinstance(model.model.layers[0].self_attn.q_proj, LoraLinear)
     assert not torch.allclose(model(**batch).logits, plain)
     model.disable_adapters()

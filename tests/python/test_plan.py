@@ -18,7 +18,7 @@ from helpers import DEVICES, PATTERNS, make_pattern, seeded, shuffled
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._checks import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES, QUANTIZED
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.prepared import Prepared
@@ -156,10 +156,13 @@ def strip_shapes(tiles: int, units: int, unit_blocks: int) -> dict[str, tuple[in
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
     """Whether a kernel accepts a product on that pattern."""
     kernel = _C.kernels()[index]
-    dtype = next(bit for bit in range(4) if kernel.dtypes >> bit & 1)
+    dtype = next(bit for bit in range(6) if kernel.dtypes >> bit & 1)
     h100 = _C.DeviceInfo(1, 90, 132, 232448)  # runs every kernel there is
     descriptor = prepared_on("cpu", pattern).descriptor
-    product = _C.Product(descriptor, op, dtype, 1, 1024, precision=kernel.precision, kernel=index + 1)
+    result: dict[str, Any] = {"row_scales": 2, "result_dtype": 1} if dtype in QUANTIZED.values() else {}
+    product = _C.Product(
+        descriptor, op, dtype, 1, 1024, precision=kernel.precision, kernel=index + 1, **result
+    )
     try:
         product.select(h100)
     except UnsupportedError:
@@ -244,7 +247,8 @@ def visit_step(
 def mask_of(piece: int, in_group: int, row_block: int, pieces: int) -> int:
     """Bit 4 i + j for the 16-feature strips i and the quarters j of the step that a block covers."""
     strips = range(in_group * row_block // 16, (in_group + 1) * row_block // 16)
-    quarters = range(piece * 4 // pieces, (piece + 1) * 4 // pieces)
+    first = piece * 4 // pieces  # of a quarter, or half of one
+    quarters = range(first, first + max(4 // pieces, 1))
     return sum(1 << 4 * i + j for i in strips for j in quarters)
 
 

@@ -21,6 +21,7 @@ from tilesparse import (
     InvalidPatternError,
     PseudoBlockSparseLinear,
     UnsupportedError,
+    functional,
 )
 from tilesparse.config import LayerSpec
 from tilesparse.storage import STORAGES, two_of_four
@@ -36,9 +37,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "float8": {"storage": "float8_e4m3fn"},
     "2:4 int8": {"nm": NM, "storage": "int8"},
     "2:4 float8": {"nm": NM, "transposable": True, "storage": "float8_e4m3fn"},
+    "int8 W8A8": {"storage": "int8", "activations": "int8"},
+    "float8 W8A8": {"storage": "float8_e4m3fn", "activations": "float8_e4m3fn"},
 }
 MASKED = ["masked", "transposable"]
-STORED = ["compressed", "int8", "float8", "2:4 int8", "2:4 float8"]
+STORED = ["compressed", "int8", "float8", "2:4 int8", "2:4 float8", "int8 W8A8", "float8 W8A8"]
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -64,6 +67,14 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     )
 
 
+def rounded(layer: Any, x: Tensor) -> Tensor:
+    """The activations that a layer multiplies: x, or what 8 bits hold of it, with the gradient of x."""
+    if layer.activations is None or layer.policy == "dense":
+        return x
+    values, scales = functional.quantize(x, getattr(torch, layer.activations))
+    return x + ((values.float() * scales[..., None]).to(x.dtype) - x).detach()
+
+
 def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> None:
     """That a layer computes, and differentiates by x, as a dense one with these values."""
     dense = nn.Linear(IN, OUT, device=layer.weight.device, dtype=values.dtype)
@@ -72,7 +83,7 @@ def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> No
     dense.weight = nn.Parameter(blocks.transpose(1, 2).reshape(OUT, IN))
     dense.bias = layer.bias
     x = randn(5, IN, dtype=values.dtype, device=values.device).requires_grad_()
-    results = [(y, *torch.autograd.grad(y.square().sum(), x)) for y in (layer(x), dense(x))]
+    results = [(y, *torch.autograd.grad(y.square().sum(), x)) for y in (layer(x), dense(rounded(layer, x)))]
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
@@ -83,11 +94,11 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
     assert_multiplies(layer, layer.plain_values())
     x, residual = randn(2, 3, IN, device=device), randn(2, 3, OUT, device=device)
     dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
-    for other in (dense(x) + residual, twin(x, residual=residual)):
+    for other in (dense(rounded(layer, x)) + residual, twin(x, residual=residual)):
         torch.testing.assert_close(layer(x, residual=residual), other, rtol=1e-5, atol=1e-5)
     for policy in ("dense", "auto"):
         layer.policy = policy
-        torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer(x), dense(rounded(layer, x)), rtol=1e-5, atol=1e-5)
     assert torch.equal(twin.weight, layer.plain_values())
 
 
@@ -398,7 +409,8 @@ def test_an_adapter_trains_beside_a_stored_layer(device: str, name: str) -> None
         return (product(hidden) + hidden @ down.t() @ up.t() - target).square().mean()
 
     dense = layer.to_linear()
-    results = [torch.autograd.grad(loss(product), (down, up, first)) for product in (layer, dense)]
+    products = layer, lambda hidden: dense(rounded(layer, hidden))
+    results = [torch.autograd.grad(loss(product), (down, up, first)) for product in products]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     optimizer = torch.optim.Adam((down, up, first), lr=1e-2)
     before_training = loss(layer).detach()
@@ -567,6 +579,10 @@ def test_conversions_change_the_dtype_of_activations_alone(name: str, conversion
     else:
         assert layer.weight.dtype == dtype
     plain = layer.plain_values()
+    if layer.activations is not None and dtype == torch.float64:
+        with pytest.raises(InvalidArgumentError, match="x must be float32, float16 or bfloat16"):
+            layer(randn(3, IN, dtype=dtype))
+        return
     assert plain.dtype == dtype and layer(randn(3, IN, dtype=dtype)).dtype == dtype
     assert_multiplies(layer, plain, 1e-9 if dtype == torch.float64 else 3e-2)
     assert layer.to_storage("plain").weight.dtype == dtype
@@ -593,7 +609,8 @@ def test_autocast(device: str, policy: str, name: str) -> None:
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), layer.to_linear()(x), rtol=3e-2, atol=3e-2)
+    of_x = rounded(layer, x.bfloat16()).float()  # which is rounded first
+    torch.testing.assert_close(y.float(), layer.to_linear()(of_x), rtol=3e-2, atol=3e-2)
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32
     if layer.weight.requires_grad:
@@ -632,9 +649,11 @@ def test_exports(name: str) -> None:
 @every_layer
 @pytest.mark.usefixtures("compressed")
 def test_transforms(name: str) -> None:
-    layer = make(name, dtype=torch.float64)
-    dense = layer.to_linear()
-    x = randn(4, IN, dtype=torch.float64)
+    dtype = torch.float32 if "W8A8" in name else torch.float64
+    layer = make(name, dtype=dtype)
+    dense = nn.Sequential(layer.to_linear())
+    dense.register_forward_pre_hook(lambda _, args: rounded(layer, *args))
+    x = randn(4, IN, dtype=dtype)
     for transform in (func.grad, lambda f: func.vmap(func.grad(f))):
         results = [transform(lambda t, m=module: m(t).square().sum())(x) for module in (layer, dense)]
         torch.testing.assert_close(*results)
@@ -736,6 +755,8 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", MASKED + STORED)
 def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float64 and "W8A8" in name:
+        pytest.skip("no product in 8 bits has results in float64")
     layer = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(), **{"block_shape": 32, **LAYERS[name]}
     )

@@ -8,6 +8,7 @@
 #include <tilesparse/operand.hpp>
 #include <tilesparse/pattern.hpp>
 #include <tilesparse/plan.hpp>
+#include <tilesparse/product_operands.hpp>
 #include <tilesparse/span.hpp>
 #include <tilesparse/types.hpp>
 
@@ -49,30 +50,30 @@ class Product {
     // x [tokens, in_features], y, residual and gate [tokens, out_features]. `ld` is the number of elements
     // from one row (column-major: column) to the next; 0 stands for no gap.
     Product& x(Array x, Layout layout = Layout::row_major, std::int64_t ld = 0) {
-        return set(x_, desc_.x, x, layout, ld);
+        return set(given_.x, desc_.x, x, layout, ld);
     }
     Product& y(Array y, Layout layout = Layout::row_major, std::int64_t ld = 0) {
-        return set(y_, desc_.y, y, layout, ld);
+        return set(given_.y, desc_.y, y, layout, ld);
     }
     // In y's layout and dtype.
     Product& residual(Array residual, std::int64_t ld = 0) {
-        return set(residual_, desc_.residual, residual, Layout::row_major, ld);
+        return set(given_.residual, desc_.residual, residual, Layout::row_major, ld);
     }
     // A GLU gate, in place of a residual. The activation then applies to the gate.
     Product& gate(Array gate, std::int64_t ld = 0) {
-        return set(gate_, desc_.gate, gate, Layout::row_major, ld);
+        return set(given_.gate, desc_.gate, gate, Layout::row_major, ld);
     }
     // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata.
     Product& values(Array values) {
         forget_packed();
-        values_ = detail::given(values);
+        given_.values = detail::given(values);
         desc_.values = values.data();
         return *this;
     }
     // Words [nnz, cols / 32, rows / 16, 8, 2] of values that are TS_STORAGE_2_4.
     Product& metadata(Span<const std::uint32_t> metadata) {
         forget_packed();
-        metadata_size_ = metadata.size();
+        given_.metadata = metadata.size();
         desc_.metadata = metadata.data();
         desc_.storage = TS_STORAGE_2_4;
         return *this;
@@ -80,26 +81,26 @@ class Product {
     // [nnz] or [nnz, rows], of values of 8 bits; [out_features] where x has 8 bits, too.
     Product& scales(Span<const float> scales) {
         forget_packed();
-        scales_size_ = scales.size();
+        given_.scales = scales.size();
         desc_.scales = scales.data();
         return *this;
     }
     // [tokens], of x in 8 bits.
     Product& x_scales(Span<const float> scales) {
-        x_scales_size_ = scales.size();
+        given_.x_scales = scales.size();
         desc_.x_scales = scales.data();
         return *this;
     }
     // [out_features], in the dtype of the activations; of y where x has 8 bits.
     Product& bias(Array bias) {
-        bias_ = detail::given(bias);
+        given_.bias = detail::given(bias);
         desc_.bias = bias.data();
         return *this;
     }
     // Op::sdd_tn only: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
     // Receives the sums over tokens of y, which are added to what is there if `accumulate` says so.
     Product& bias_gradient(Array gradient, bool accumulate = false) {
-        bias_gradient_ = detail::given(gradient);
+        given_.bias_gradient = detail::given(gradient);
         desc_.bias_gradient = gradient.data();
         desc_.accumulate_bias = accumulate;
         return *this;
@@ -230,29 +231,29 @@ class Product {
     // For the functions of tilesparse.h, sizes and dtypes checked; valid while the Product stays where it is.
     // Throws InvalidArgumentError.
     ts_matmul_desc c() const {
-        detail::check_given("x", x_, desc_.op == TS_DDS_NN);
-        detail::check_given("y", y_, desc_.op == TS_DDS_NT);
-        detail::check_given("values", values_, desc_.op == TS_SDD_TN);
-        if (bias_gradient_.is_given) detail::check_given("bias_gradient", bias_gradient_, true);
-        check_dtypes();
+        detail::check_given("x", given_.x, desc_.op == TS_DDS_NN);
+        detail::check_given("y", given_.y, desc_.op == TS_DDS_NT);
+        detail::check_given("values", given_.values, desc_.op == TS_SDD_TN);
+        if (given_.bias_gradient.is_given) detail::check_given("bias_gradient", given_.bias_gradient, true);
+        given_.check_dtypes(desc_.op);
         ts_matmul_desc desc = desc_;
         desc.pattern = &pattern_;
         const bool is_forward = desc.op == TS_DDS_NT;
         const auto code = [](const detail::Operand& operand) {
             return static_cast<std::int32_t>(operand.dtype);
         };
-        desc.dtype = code(desc.op == TS_DDS_NN ? y_ : x_);
-        desc.values_dtype = code(values_) + 1;
-        desc.result_dtype = code(is_forward ? y_ : desc.op == TS_DDS_NN ? x_ : values_) + 1;
-        if (desc.scales != nullptr) desc.row_scales = scales_per();
-        if (residual_.is_given) desc.residual.layout = desc.y.layout;
-        if (gate_.is_given) desc.gate.layout = desc.y.layout;
-        if (bias_gradient_.is_given) desc.bias_gradient_dtype = code(bias_gradient_) + 1;
-        detail::finish_matrix("x", x_, desc.x, desc.tokens, pattern_.in_features);
-        detail::finish_matrix("y", y_, desc.y, desc.tokens, pattern_.out_features);
-        detail::finish_matrix("residual", residual_, desc.residual, desc.tokens, pattern_.out_features);
-        detail::finish_matrix("gate", gate_, desc.gate, desc.tokens, pattern_.out_features);
-        check_sizes();
+        desc.dtype = code(desc.op == TS_DDS_NN ? given_.y : given_.x);
+        desc.values_dtype = code(given_.values) + 1;
+        desc.result_dtype = code(is_forward ? given_.y : desc.op == TS_DDS_NN ? given_.x : given_.values) + 1;
+        if (desc.scales != nullptr) desc.row_scales = given_.scales_per(pattern_);
+        if (given_.residual.is_given) desc.residual.layout = desc.y.layout;
+        if (given_.gate.is_given) desc.gate.layout = desc.y.layout;
+        if (given_.bias_gradient.is_given) desc.bias_gradient_dtype = code(given_.bias_gradient) + 1;
+        detail::finish_matrix("x", given_.x, desc.x, desc.tokens, pattern_.in_features);
+        detail::finish_matrix("y", given_.y, desc.y, desc.tokens, pattern_.out_features);
+        detail::finish_matrix("residual", given_.residual, desc.residual, desc.tokens, pattern_.out_features);
+        detail::finish_matrix("gate", given_.gate, desc.gate, desc.tokens, pattern_.out_features);
+        given_.check_sizes(desc, pattern_);
         return desc;
     }
 
@@ -270,48 +271,9 @@ class Product {
         desc_.packed_key = 0;
     }
 
-    void check_dtypes() const {
-        if (desc_.op == TS_SDD_TN) detail::check_same_dtype("y", y_, "x", x_);
-        if (is_quantized(x_.dtype))
-            detail::check_same_dtype("bias", bias_, "y", y_);
-        else
-            detail::check_same_dtype("bias", bias_, "x", x_);
-        detail::check_same_dtype("residual", residual_, "y", y_);
-        detail::check_same_dtype("gate", gate_, "y", y_);
-    }
-
-    std::int32_t scales_per() const {
-        if (x_.is_given && is_quantized(x_.dtype)) return TS_SCALES_PER_FEATURE;
-        return scales_size_ == static_cast<std::size_t>(pattern_.nnz) ? TS_SCALES_PER_BLOCK
-                                                                      : TS_SCALES_PER_ROW;
-    }
-
-    void check_sizes() const {
-        const auto is_block = [](std::int32_t extent) { return extent > 0 && extent <= 128; };
-        if (!is_block(pattern_.block_rows) || !is_block(pattern_.block_cols) || pattern_.nnz < 0 ||
-            pattern_.nnz > INT32_MAX)
-            return;  // of which ts_matmul says what is wrong
-        const std::int64_t rows = pattern_.nnz * pattern_.block_rows;
-        const bool is_2_4 = desc_.storage == TS_STORAGE_2_4;
-        detail::check_count("values", values_.size, rows * pattern_.block_cols / (is_2_4 ? 2 : 1));
-        if (is_2_4) detail::check_count("metadata", metadata_size_, rows * (pattern_.block_cols / 32));
-        if (desc_.scales != nullptr) {
-            const std::int32_t per = scales_per();
-            detail::check_count("scales", scales_size_,
-                                per == TS_SCALES_PER_FEATURE ? pattern_.out_features
-                                : per == TS_SCALES_PER_ROW   ? rows
-                                                             : pattern_.nnz);
-        }
-        if (desc_.x_scales != nullptr) detail::check_count("x_scales", x_scales_size_, desc_.tokens);
-        if (bias_.is_given) detail::check_count("bias", bias_.size, pattern_.out_features);
-        if (bias_gradient_.is_given)
-            detail::check_count("bias_gradient", bias_gradient_.size, pattern_.out_features);
-    }
-
     ts_pattern pattern_;
     ts_matmul_desc desc_{};  // without its pattern, dtypes and what follows from them
-    detail::Operand x_, y_, residual_, gate_, values_, bias_, bias_gradient_;
-    std::size_t metadata_size_ = 0, scales_size_ = 0, x_scales_size_ = 0;
+    detail::ProductOperands given_;
     Buffer<std::byte> workspace_;
 };
 

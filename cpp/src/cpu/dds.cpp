@@ -48,8 +48,7 @@ class Dds {
 
     void run() const {
         // With gaps between its lines the memory is not the result's alone.
-        const bool row_major = output_.layout == Layout::row_major;
-        if (output_.ld == (row_major ? features_ : p_.tokens))
+        if (output_.ld == (output_.layout == Layout::row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
         if (steps_.x_offset) std::memset(zeros_, steps_.x_offset, input_features_);
         in_parallel(threads_, [this](Member& member) {

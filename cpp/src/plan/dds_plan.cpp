@@ -104,8 +104,8 @@ class DdsPlanBuilder {
 
     // `in_group`: of a row in its group.
     uint32_t block_mask(int32_t piece, int32_t in_group) const {
-        const int32_t quarters = 4 / pieces_, tiles = view_.row_block / 16;
-        const uint32_t columns = ((1u << quarters) - 1) << piece * quarters;
+        const int32_t quarters = std::max(4 / pieces_, 1), tiles = view_.row_block / 16;
+        const uint32_t columns = ((1u << quarters) - 1) << piece * 4 / pieces_;
         uint32_t mask = 0;
         for (int32_t i = in_group * tiles; i < (in_group + 1) * tiles; ++i) mask |= columns << 4 * i;
         return mask;

@@ -15,7 +15,9 @@ BLOCK_SIZES = (16, 32, 64, 128)
 INT32_MAX = 2**31 - 1
 POLICIES = ("sparse", "auto", "dense")
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-QUANTIZED = {torch.int8: 4, torch.float8_e4m3fn: 5}  # of values that have scales
+QUANTIZED = {torch.int8: 4, torch.float8_e4m3fn: 5}  # of values and activations that have scales
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
+EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
 
 
 def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
@@ -149,6 +151,14 @@ def check_writable(name: str, path: Path) -> None:
         raise InvalidArgumentError(
             f"{name} must be a path that can be written, got {str(path)!r}: {error}"
         ) from error
+
+
+def check_exact_sums(name: str, in_features: int, dtype: torch.dtype | None) -> None:
+    """Refuse more features than sums of int8 products are exact for."""
+    if dtype == torch.int8 and in_features >= EXACT_FEATURES:
+        raise InvalidArgumentError(
+            f"{name} must be below {EXACT_FEATURES} with activations in int8, got {in_features}"
+        )
 
 
 def check_shapes(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
-from .arguments import DTYPES, QUANTIZED, check_block_shape, check_shapes
+from .arguments import DTYPES, QUANTIZED, check_block_shape, check_exact_sums, check_shapes
 
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
 COMPRESSIBLE = 32  # what the side of a block that is cut into groups of four must be a multiple of
@@ -68,6 +68,60 @@ def check_dds(
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
             _check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
+
+
+def check_quantized_dds(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scales: Tensor,
+    gate: Tensor | None = None,
+) -> None:
+    """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
+    nnz, (bn, bk), (out_features, in_features) = index.col_indices.shape[0], index.block_shape, index.shape
+    check_activations("x", x, in_features)
+    check_quantizable(x)
+    if values.dtype not in QUANTIZED:
+        raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
+    check_exact_sums("in_features", in_features, values.dtype)
+    _check_array("values", values, "[nnz, bn, bk]", (nnz, bn, bk))
+    _check_same_device("x", x, "values", values)
+    _check_device("values", values, index)
+    check_feature_scales(scales, index)
+    if bias is not None:
+        _check_added("bias", bias, (out_features,), "x", x)
+    check_one(residual, gate)
+    for other, tensor in (("residual", residual), ("gate", gate)):
+        if tensor is not None:
+            _check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
+
+
+def check_quantizable(x: Tensor) -> None:
+    """Check the dtype of activations that have 8 bits in a product."""
+    if x.dtype not in DTYPES or x.dtype == torch.float64:
+        raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+
+
+def check_quantized_x(x: Tensor, x_values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> None:
+    """Check activations in 8 bits, and their scales, beside those that they were made from."""
+    for name, tensor, shape, wanted in (
+        ("x_values", x_values, x.shape, dtype),
+        ("x_scales", x_scales, x.shape[:-1], torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != wanted:
+            raise InvalidArgumentError(
+                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
+                f"{tensor.dtype}"
+            )
+        _check_same_device(name, tensor, "x", x)
+
+
+def check_feature_scales(scales: Tensor, index: Index) -> None:
+    """Check a scale for each output feature."""
+    _check_array("scales", scales, "[out_features]", (index.shape[0],), torch.float32)
+    _check_device("scales", scales, index)
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:

@@ -41,6 +41,7 @@ class Product(NamedTuple):
             factors, each of which is there if it is needed, and the extras.
         transformed: the operator for the transforms of ``torch.func``.
         looks: True for products that begin a forward pass, see `lookup.prepared`.
+        kept: slice of the extras that gradients take; only these are saved for them.
     """
 
     op: Callable[..., Tensor]
@@ -49,6 +50,7 @@ class Product(NamedTuple):
     gradients: Gradients
     transformed: Callable[..., Tensor]
     looks: bool
+    kept: slice = slice(None)
 
 
 def call(
@@ -96,12 +98,13 @@ class _Recorded(torch.autograd.Function):
     ) -> Tensor:
         need = ctx.needs_input_grad
         product, pattern, index, activation, feature_major, extras = how
-        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(extras))
+        kept = extras[product.kept]
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(kept))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         shape = None if weight is None else weight.shape
         ctx.of = product, index, pattern, pattern.generation, weight, shape
-        ctx.extras = without_tensors(extras)
+        ctx.extras = without_tensors(kept)
         return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
 
     @staticmethod
@@ -154,9 +157,12 @@ def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
     return tuple(next(following) if extra is Tensor else extra for extra in extras)
 
 
-def is_plain(tensors: Tensors) -> bool:
-    """Return True if only autograd would intercept a call with these, so the dispatcher can be bypassed."""
-    if is_compiling() or may_be_watched():
+def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
+    """Return True if only autograd would intercept a call with these, so the dispatcher can be bypassed.
+
+    ``profiled``: whether a profiler may see it.
+    """
+    if is_compiling() or may_be_watched(profiled):
         return False
     for tensor in tensors:
         if tensor is not None and (
@@ -181,7 +187,9 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the dispatcher path ----
 
 
-def autograd_of(gradients: Gradients, factors: int, optional: int, options: int) -> Any:
+def autograd_of(
+    gradients: Gradients, factors: int, optional: int, options: int, kept: slice = slice(None)
+) -> Any:
     """Make (backward, setup_context) for ``torch.library.register_autograd``.
 
     Args:
@@ -189,6 +197,7 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         factors: number of tensors before the pattern.
         optional: number of optional tensors after it.
         options: number of arguments after these that are no tensors; extras follow.
+        kept: see `Product`.
     """
     fields = len(Index._fields)
 
@@ -203,8 +212,8 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         need = ctx.needs_input_grad
         first = inputs[0] if factors > 1 and need[1] else None
         given = inputs[factors + fields + optional + options :]
-        ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given))
-        ctx.shapes, ctx.extras = index[3:], without_tensors(given)
+        ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given[kept]))
+        ctx.shapes, ctx.extras, ctx.count = index[3:], without_tensors(given[kept]), len(given)
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, second, crow, col, slot, *tensors = ctx.saved_tensors
@@ -213,7 +222,7 @@ def autograd_of(gradients: Gradients, factors: int, optional: int, options: int)
         needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
         given = with_tensors(ctx.extras, tensors)
         of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional), *given)
-        rest = (None,) * (options + len(given))
+        rest = (None,) * (options + ctx.count)
         return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *rest)
 
     return backward, setup_context

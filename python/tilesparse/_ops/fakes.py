@@ -5,7 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import Index, check_dds, check_dense, check_nothing_added, check_sdd, check_values
+from .._checks import (
+    Index,
+    check_dds,
+    check_dense,
+    check_feature_scales,
+    check_nothing_added,
+    check_quantized_dds,
+    check_quantized_x,
+    check_sdd,
+    check_values,
+)
 from .._runtime.layout import empty, result_form
 from .._runtime.native import DDS_NN, DDS_NT
 from .schemas import DdsOptions
@@ -30,6 +40,18 @@ def dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> 
     check_values("values", values, index)
     bias, residual, activation, feature_major, compressed, metadata, *_ = rest
     return dds_nt_fake(x, compressed, index, bias, residual, activation, feature_major, metadata)
+
+
+def dds_nt_quantized_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
+    bias, residual, _, feature_major, scales, gate, x_values, x_scales, _ = rest
+    check_quantized_dds(x, values, index, bias, residual, scales, gate)
+    check_quantized_x(x, x_values, x_scales, values.dtype)
+    return empty(x, result_form(x, index.shape[0], feature_major))
+
+
+def row_scales_fake(scales: Tensor, _: None, index: Index, *__: object) -> Tensor:
+    check_feature_scales(scales, index)
+    return scales.new_empty(index.col_indices.shape[0], index.block_shape[0])
 
 
 def sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:

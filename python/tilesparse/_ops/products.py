@@ -68,18 +68,14 @@ def _dds_nt_gradients(
 ) -> Tensors:
     stored, gate = extras[:3], extras[3:]
     refuse_gradient(needs[1], *stored)
-    if gate and gate[0] is not None:
-        raise UnsupportedError(
-            "gate must be None where a gradient is recorded: a fused gate has none; functional.linear "
-            "multiplies by it after the product"
-        )
+    refuse_fused_gate(*gate)
     return (
         call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
-        *_other_gradients(grad, x, index, needs),
+        *other_gradients(grad, x, index, needs),
     )
 
 
-def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
+def other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
     """Return the gradients of values, bias and residual."""
     of_residual = grad if needs[3] else None
     both = weight_and_bias_gradients(grad, x, index) if needs[1] and needs[2] else None
@@ -90,6 +86,15 @@ def _other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool
         bias_gradient(grad) if needs[2] else None,
         of_residual,
     )
+
+
+def refuse_fused_gate(gate: Tensor | None = None) -> None:
+    """Raise if a gradient is needed through a gate that the product has multiplied by."""
+    if gate is not None:
+        raise UnsupportedError(
+            "gate must be None where a gradient is recorded: a fused gate has none; functional.linear "
+            "multiplies by it after the product"
+        )
 
 
 def refuse_gradient(
@@ -122,7 +127,7 @@ def _dds_nt_through_gradients(
         kept = transposed, (transposed_metadata, None, True)
     return (
         call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,
-        *_other_gradients(grad, x, index, needs),  # as if the weight were plain
+        *other_gradients(grad, x, index, needs),  # as if the weight were plain
     )
 
 
@@ -168,7 +173,7 @@ SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, _fakes.sdd_tn_into_fake)
 # ---- work ----
 
 
-def _flops(
+def flops(
     first: Sequence[int], _: Sequence[int], crow: Any, col: Sequence[int], *rest: Any, **__: Any
 ) -> int:
     """Count two operations for each kept element and token."""
@@ -178,4 +183,4 @@ def _flops(
 
 
 for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
-    register_flop_formula(getattr(torch.ops.tilesparse, _name))(_flops)
+    register_flop_formula(getattr(torch.ops.tilesparse, _name))(flops)

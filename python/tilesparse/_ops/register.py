@@ -80,14 +80,15 @@ def differentiable(
     optional: int = 0,
     options: int = 0,
     looks: bool = False,
+    kept: slice = slice(None),
 ) -> Product:
     kernel, fake, gradients = functions
     absent = _REST[: len(_REST) - optional - options]
     op = register(name, factors, kernel, fake, absent, looks)
-    backward, setup_context = autograd_of(gradients, factors, optional, options)
+    backward, setup_context = autograd_of(gradients, factors, optional, options, kept)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
     rest = slice(len(absent), None)
-    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context), looks)
+    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context), looks, kept)
 
 
 def register_plainly(

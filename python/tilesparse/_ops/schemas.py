@@ -24,6 +24,11 @@ LIB.define(
     "bool feature_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
     "Tensor? transposed_metadata) -> Tensor"
 )
+LIB.define(
+    f"dds_nt_quantized(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
+    "bool feature_major, Tensor scales, Tensor? gate, Tensor x_values, Tensor x_scales, bool fast) -> Tensor"
+)
+LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
 LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")

@@ -12,7 +12,9 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .batches import mapped, moved
 
-_HIDDEN = "hidden_states"  # the keyword of a block's input in Transformers' models
+# Keywords of Transformers' models: of a block's input, and of caches, whose name is another one since 5.24.
+_HIDDEN = "hidden_states"
+_CACHES = ("past_key_values", "cache")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Call:
 
     def has_cache(self) -> bool:
         """Return True if the module is given keys and values that it would append to."""
-        return self.kwargs.get("past_key_values") is not None
+        return any(self.kwargs.get(name) is not None for name in _CACHES)
 
     def _keyword(self) -> str:
         return _HIDDEN if _HIDDEN in self.kwargs else next(iter(self.kwargs), _HIDDEN)

@@ -15,6 +15,8 @@ from .prepared import MAX_CALLS
 from .private import constant_when_compiled, is_exporting, of_example, tf32_allowed
 
 EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
+# Up to as many tokens a product on a GPU is bound by reading the weight, and quantizing x is not worth it.
+DECODE_TOKENS = 64
 _SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
 _COMPRESSED = 1  # TS_STORAGE_2_4
 
@@ -24,6 +26,17 @@ def prefers_dense(x: Tensor, index: Index, storage: dict[str, Any]) -> bool:
     what = _to_choose_by(x, index)
     faster: bool = what is not None and _is_dense_faster(*what, _AUTO, tuple(storage.items()))
     return faster
+
+
+def multiplies_as_decode(x: Tensor, index: Index) -> bool:
+    """Return True if weights in 8 bits are better multiplied in the dtype of x, as in decode on a GPU.
+
+    A program made by torch.export (strict=False) has one answer for all numbers of tokens, as in `_tokens`.
+    """
+    tokens: int | None = x.numel() // index.shape[1] if x.is_cuda else None
+    if tokens is not None and is_exporting() and not torch.compiler.is_dynamo_compiling():
+        tokens = of_example(tokens)
+    return tokens is not None and tokens <= DECODE_TOKENS
 
 
 def multiplies_compressed(x: Tensor, index: Index) -> bool:

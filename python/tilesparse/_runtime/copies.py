@@ -1,4 +1,4 @@
-"""Copies of values kept from call to call: prepacked for a kernel, or dequantized and decompressed."""
+"""Tensors made from values and scales and kept from call to call: prepacked for a kernel, or expanded."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -28,8 +28,8 @@ class Packed:
         self.product.pack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
 
 
-class Expanded:
-    """Dense blocks made from stored values on the CPU, made anew once these have changed."""
+class Derived:
+    """A tensor made from others, as dense blocks from stored values; made anew once these have changed."""
 
     def __init__(self) -> None:
         self._kept: tuple[Hashable, list[weakref.ref[Tensor]], Tensor] | None = None

@@ -73,6 +73,14 @@ def row_stride(matrix: Tensor) -> int | None:
     return None if lines is None else lines[1]
 
 
+def row_major(matrix: Tensor) -> tuple[Tensor, int]:
+    """Return activations that are row-major, copied where they are not, and their leading dimension."""
+    ld = row_stride(matrix)
+    if ld is not None or matrix.numel() == 0:
+        return matrix, matrix.shape[-1] if ld is None else ld
+    return _dense(matrix), matrix.shape[-1]
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, or an aligned copy."""
     return _dense(tensor) if is_misaligned(tensor) else tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import _C
 from .._checks import Index, check_index
-from .copies import Expanded, Packed
+from .copies import Derived, Packed
 from .device import Run, allocate, on, refuse_capture, run_on, scratch
 from .indices import block_indices, validate
 from .layout import Form, allocation
@@ -78,6 +78,7 @@ class Prepared:
         packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
         plain: dense blocks that are kept on the CPU.
+        scales: scales of the rows of blocks, made from those of output features.
         plans: plans of CUDA kernels.
     """
 
@@ -89,7 +90,7 @@ class Prepared:
         self.device = index.col_indices.device
         self.generation = 0
         self.packs = False
-        self.plain = Expanded()
+        self.plain, self.scales = Derived(), Derived()
         self._packed: dict[tuple[int, int, int], Packed] = {}
         self.state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
@@ -209,7 +210,7 @@ class Prepared:
         self.packs = keep
         self.forget_calls()
         self._packed.clear()
-        self.plain = Expanded()
+        self.plain = Derived()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Have `run` do the same from now on."""

@@ -111,14 +111,17 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def may_be_watched() -> bool:
-    """Return True if a mode, transform, tracer or profiler may act on operators, or this is unknown."""
+def may_be_watched(profiled: bool = False) -> bool:
+    """Return True if a mode, transform, tracer or profiler may act on operators, or this is unknown.
+
+    ``profiled``: whether a profiler may.
+    """
     return (
         not _CAN_TELL
         or torch._C._dispatch_tls_local_include_set().raw_repr() not in _PLAIN_MODES
         or torch._C._len_torch_function_stack() > 0
         or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
+        or (not profiled and profiler._is_profiler_enabled)
     )
 
 

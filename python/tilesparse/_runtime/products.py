@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._checks import ALIGNMENT, DTYPES, check_dds, check_nothing_added, check_one, check_sdd, check_separate
+from .._checks import (
+    ALIGNMENT,
+    DTYPES,
+    QUANTIZED,
+    check_dds,
+    check_nothing_added,
+    check_one,
+    check_sdd,
+    check_separate,
+)
 from . import kernels as _kernels
 from .kernels import preferred
 from .layout import Form, Lines, aligned, empty, like_result, result_form, usable
@@ -21,6 +30,7 @@ from .private import current_device, current_stream, tf32_allowed
 from .values import expanded, storage_of
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
+_NUMBERS = {**DTYPES, **QUANTIZED}
 
 
 def dds(
@@ -70,7 +80,7 @@ def dds(
 def _dds(request: Request, pattern: Prepared) -> Tensor:
     """Run a product that `Prepared.run` does not know."""
     op, source, values, bias, other, activation, feature_major, metadata, scales, _, gated = request
-    context = _context(source)
+    context = context_of(source)
     key: Hashable = (
         op,
         source.shape,
@@ -81,11 +91,11 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
         values.stride(),
         values.dtype,
         values.get_device(),
-        None if bias is None else _form(bias),
-        None if other is None else _form(other),
+        None if bias is None else form_of(bias),
+        None if other is None else form_of(other),
         gated,
-        None if metadata is None else _form(metadata),
-        None if scales is None else _form(scales),
+        None if metadata is None else form_of(metadata),
+        None if scales is None else form_of(scales),
         activation,
         feature_major,
         context,
@@ -123,7 +133,7 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
         form = result_form(source, index.shape[op], feature_major)
         stored = storage_of(values, metadata, scales)
         added = {"residual": other_lines, "gated": gated, "activation": activation}
-        product = _dds_product(op, pattern, source, lines, form, context, added | stored)
+        product = dds_product(op, pattern, source, lines, form, context, added | stored)
         call = pattern.call(key, product, op, source.itemsize, form)
         pattern.keep(request, product, call)
     result = empty(source, call.form)
@@ -191,9 +201,9 @@ def _write_sdd(
     of_bias: Tensor | None,
     accumulate_bias: bool,
 ) -> None:
-    context = _context(x)
+    context = context_of(x)
     sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
-    key = (SDD_TN, _form(y), _form(x), accumulate, sums_y, out.dtype, context)
+    key = (SDD_TN, form_of(y), form_of(x), accumulate, sums_y, out.dtype, context)
     call = pattern.find(key)
     y_at, x_at = y.data_ptr(), x.data_ptr()
     if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
@@ -225,7 +235,7 @@ def _write_sdd(
     call.run(x_at, y_at, out.data_ptr(), bias_at, 0, workspace_at, context[1])
 
 
-def _context(operand: Tensor) -> Context:
+def context_of(operand: Tensor) -> Context:
     """Return the state that a call depends on besides its arguments."""
     device = operand.get_device()
     if device < 0:
@@ -234,12 +244,12 @@ def _context(operand: Tensor) -> Context:
     return _kernels.asked_kernel, current_stream(device), current_device(), int(tf32)
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
+def form_of(tensor: Tensor) -> tuple[object, ...]:
     """Return all of a tensor but its memory. Only tensors on the CPU (-1) and CUDA devices come here."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def _dds_product(
+def dds_product(
     op: int,
     pattern: Prepared,
     source: Tensor,
@@ -248,6 +258,7 @@ def _dds_product(
     context: Context,
     options: dict[str, Any],
 ) -> _C.Product:
+    """Describe a product of dense and sparse whose result has this form."""
     shape, strides = form
     result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
     x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
@@ -268,7 +279,7 @@ def _product(
     return _C.Product(
         pattern.descriptor,
         op,
-        DTYPES[like.dtype],
+        _NUMBERS[like.dtype],
         int(device >= 0),
         x[0],
         precision=precision,

@@ -1,13 +1,15 @@
 """Activations in 8 bits, by the library's kernels."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from .. import _C
 from .._checks import DTYPES, QUANTIZED
 from .device import on
-from .layout import row_stride
-from .private import current_stream
+from .layout import row_major
+from .private import current_device, current_stream
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -16,10 +18,9 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return values, scales
     features = x.shape[-1]
-    stride = row_stride(x)
-    if stride is None:
-        x, stride = x.clone(memory_format=torch.contiguous_format), features
-    with on(x.device):
+    x, stride = row_major(x)
+    here = not x.is_cuda or x.get_device() == current_device()
+    with nullcontext() if here else on(x.device):
         _C.quantize(
             int(x.is_cuda),
             DTYPES[x.dtype],

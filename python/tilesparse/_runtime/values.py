@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._checks import COMPRESSIBLE, DTYPES, QUANTIZED, check_dense, check_stored, check_values
+from .._checks import (
+    COMPRESSIBLE,
+    DTYPES,
+    QUANTIZED,
+    check_dense,
+    check_feature_scales,
+    check_stored,
+    check_values,
+)
 from ..errors import InvalidArgumentError
 from .device import on
 from .indices import blocks_of
 from .layout import aligned
 from .native import DDS_NT
 from .prepared import Prepared
+from .private import current_stream
 
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
@@ -65,6 +74,31 @@ def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dty
         raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
     check_stored(values, metadata, scales)
     return expand_values(values, metadata, scales, dtype)
+
+
+def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
+    """Return float32 [nnz, bn]: for each row of a block the scale of its output feature."""
+    check_feature_scales(scales, pattern.index())
+    with pattern.launching():
+        rows, _ = pattern.block_indices()
+        return scales.view(-1, pattern.block_shape[0])[rows]
+
+
+def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
+    """Return the same, kept from call to call until scales or pattern change; only to be read.
+
+    In a CUDA graph that is captured they are made in every replay, which so follows both.
+    """
+    with pattern.launching():
+        if not scales.is_cuda:
+            stream = 0
+        elif torch.cuda.is_current_stream_capturing():
+            return row_scales(scales, pattern)
+        else:
+            stream = current_stream(scales.get_device())
+        return pattern.scales.follow(
+            lambda scales, *_: row_scales(scales, pattern), scales, pattern.generation, stream
+        )
 
 
 def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentEr
 from ..nn.linear import BlockSparseLinear
 from .files import CONFIG
 
-VERSION = 1  # of the section
+VERSION = 2  # of sections with 8-bit activations, which earlier readers refuse; others are of version 1
 _KEYS = {"version", "layers", "ties", "files"}
 
 
@@ -26,14 +26,15 @@ def section(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``{"version": 1, "layers": {name: entry}}`` with `LayerSpec.to_json` of each `BlockSparseLinear` as
-        entry. A layer that the model has under several names is listed under the first.
+        entry. A layer that the model has under several names is listed under the first. With 8-bit
+        activations the version is 2.
     """
     layers = {
         name: module.spec.to_json()
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear)
     }
-    return {"version": VERSION, "layers": layers}
+    return {"version": VERSION if any(map(_is_newer, layers.values())) else 1, "layers": layers}
 
 
 def forms(folder: Path) -> Mapping[str, LayerSpec]:
@@ -67,7 +68,17 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
         )
     if not isinstance(layers, Mapping) or not all(isinstance(name, str) for name in layers):
         raise InvalidArgumentError(f"layers must have an entry for each layer's name, got {shown(layers)}")
+    for name, entry in layers.items():
+        if version < VERSION and _is_newer(entry):
+            raise InvalidArgumentError(
+                f"version must be {VERSION}, as layer {shown(name)} has activations, got {shown(version)}"
+            )
     return {name: _spec(name, entry) for name, entry in layers.items()}
+
+
+def _is_newer(entry: object) -> bool:
+    """Return True for an entry with what version 1 does not have."""
+    return isinstance(entry, Mapping) and "activations" in entry
 
 
 def _spec(name: str, entry: object) -> LayerSpec:

@@ -17,7 +17,7 @@ from ..tuning import loading
 from ..tuning.devices import KINDS, Device, runs_on
 from ..tuning.products import OPS, Product, dtype_name
 from ..tuning.selection import choose
-from .options import DTYPES, add_layer, chosen_ops, describe_layer, product_of
+from .options import KERNEL_DTYPES, add_layer, chosen_ops, describe_layer, product_of
 
 STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that
     (storage, dtype)
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"  {where:{width}}{op:9}{kernel_and_reason}")
     print("kernels:")
     for kernel in _C.kernels():
-        dtypes = _members(kernel.dtypes, DTYPES)
+        dtypes = _members(kernel.dtypes, KERNEL_DTYPES)
         values = "".join(f"; {_stored_name(*stored)}" for stored in STORED if _reads(kernel, *stored))
         print(f"  {kernel.name:32} {KINDS[kernel.device]:6}{_members(kernel.ops, OPS)}; {dtypes}{values}")
 
@@ -95,7 +95,7 @@ def _families(device: _C.DeviceInfo) -> str:
     for kernel in _kernels_for(device):
         family = kernel.name.partition("_")[0]
         dtypes[family] = dtypes.get(family, 0) | kernel.dtypes
-    return ", ".join(f"{family} ({_members(bits, DTYPES)})" for family, bits in dtypes.items())
+    return ", ".join(f"{family} ({_members(bits, KERNEL_DTYPES)})" for family, bits in dtypes.items())
 
 
 def _kernels_for(device: _C.DeviceInfo) -> list[_C.KernelInfo]:
@@ -129,7 +129,9 @@ def _readers(kernels: Iterable[_C.KernelInfo]) -> str:
         tokens = f" up to {kernel.max_tokens} tokens" if kernel.max_tokens else ""
         reader = kernel.name.partition("_")[0], _members(kernel.ops, OPS) + tokens
         dtypes[reader] = dtypes.get(reader, 0) | kernel.dtypes
-    return ", ".join(f"{family} ({ops}; {_members(bits, DTYPES)})" for (family, ops), bits in dtypes.items())
+    return ", ".join(
+        f"{family} ({ops}; {_members(bits, KERNEL_DTYPES)})" for (family, ops), bits in dtypes.items()
+    )
 
 
 def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:

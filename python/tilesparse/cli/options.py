@@ -13,6 +13,7 @@ from ..tuning.devices import KINDS
 from ..tuning.products import OPS, Product, dtype_name
 
 DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
+KERNEL_DTYPES = tuple(map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))  # in the order of their numbers
 
 
 def parse_count(text: str) -> int:

@@ -12,7 +12,7 @@ from .._checks import Index, check_block_shape, check_shapes
 from .._reports import empty_of
 from .._runtime.indices import blocks_of
 from .._runtime.private import refuse_fakes
-from ..config import LayerSpec, check_nm, check_storage
+from ..config import LayerSpec, check_nm, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
@@ -42,7 +42,7 @@ def from_spec(
         transposable=spec.transposable,
         device="meta",
         dtype=spec.dtype,
-    ).to_storage(spec.storage, per=spec.scales or "row")
+    ).to_storage(spec.storage, per=spec.scales or "row", activations=spec.activations)
     device = torch.empty(0, device=device).device
     return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -57,6 +57,7 @@ def from_linear(
     scores: Tensor | None,
     parts: tuple[int, int],
     storage: str,
+    activations: str | None,
     **options: Any,
 ) -> _Layer:
     """Return a layer with the best blocks of a dense one, see `BlockSparseLinear.from_linear`."""
@@ -71,6 +72,7 @@ def from_linear(
         _warn_of_empty(pattern)
     check_nm(nm, options["transposable"])
     check_storage(storage, nm)
+    check_quantized_activations(activations, storage, nm)
     (out_features, in_features), has_bias = weight.shape, bias is not None
     options |= {"pattern": pattern, "device": "meta", "dtype": weight.dtype}
     layer = cls(in_features, out_features, has_bias, **options).to_empty(device=weight.device)
@@ -85,7 +87,7 @@ def from_linear(
         if nm is not None and not weight.is_meta:
             by_weight = scores if scores is not None and scores.shape == weight.shape else weight.abs()
             layer.update_mask_(BlockSparseMatrix.from_dense(by_weight, on_device).values)
-    layer.to_storage(storage).train(linear.training)
+    layer.to_storage(storage, activations=activations).train(linear.training)
     return layer
 
 
@@ -159,7 +161,8 @@ def convert_storage(layer: StoredWeight, spec: LayerSpec) -> float:
         layer.allocate(spec, layer.weight.device)
         return layer.storage_error
     blocks = layer.plain_values()
-    layer.assign(spec, storage_of(spec.storage).store(blocks, layer.kept_mask(), spec))
+    pattern = None if spec.activations is None else layer.pattern
+    layer.assign(spec, storage_of(spec.storage).store(blocks, layer.kept_mask(), spec, pattern))
     norm = torch.linalg.vector_norm(blocks, dtype=torch.float64)
     lost = torch.linalg.vector_norm(layer.plain_values().double() - blocks.double())
     return float(lost / norm) if float(norm) > 0 else 0.0

@@ -44,7 +44,7 @@ def reset(layer: BlockSparseLinear, generator: torch.Generator | None) -> None:
     if layer.mask is not None:
         fill(layer.mask, two_of_four(drawn.abs(), transposable=layer.transposable))
     if not sharded:
-        layer.to_storage(wanted.storage, per=wanted.scales or "row")
+        layer.to_storage(wanted.storage, per=wanted.scales or "row", activations=wanted.activations)
     if layer.bias is not None:
         _draw(layer.bias, bound.repeat_interleave(bn, output_size=layer.out_features), generator)
 

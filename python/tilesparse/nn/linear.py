@@ -1,4 +1,7 @@
-"""Block-sparse drop-in replacements of `torch.nn.Linear`."""
+"""Block-sparse drop-in replacements of `torch.nn.Linear`.
+
+The file is long because it is one class, most of it documentation.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from .._ops.activations import activation_code
 from .._ops.autocast import autocast
 from .._ops.autograd import records_gradient
 from .._ops.linear import combined, linear_on
+from .._ops.scaled import quantized_linear_on
 from .._runtime.lookup import prepared
 from .._runtime.private import refuse_fakes
 from ..config import LayerSpec, as_nm, check_nm
@@ -65,6 +69,7 @@ class BlockSparseLinear(StoredWeight):
         transposable: whether two of each four neighbours in a column are kept as well, so that the gradient
             of x is a 2:4 product, too.
         storage: "plain", "compressed" (2:4 alone), "int8" or "float8_e4m3fn", see `to_storage`.
+        activations: None, or with a storage of 8 bits its name: x is multiplied in 8 bits, too.
         device: of the parameters and buffers.
         dtype: of the parameters: float64, float32, float16 or bfloat16.
         generator: a CPU generator for the pattern and the initial values.
@@ -74,7 +79,8 @@ class BlockSparseLinear(StoredWeight):
         bias: Parameter [out_features] or None.
         mask: bools [nnz, bn, bk] of plain 2:4, otherwise None.
         metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
-        scales: float32 [nnz, bn] or [nnz] of 8 bits, otherwise None; see `storage.quantize`.
+        scales: float32 [nnz, bn] or [nnz] of 8 bits, [out_features] with `activations`, otherwise None; see
+            `storage.quantize`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
@@ -98,6 +104,7 @@ class BlockSparseLinear(StoredWeight):
         nm: Sequence[int] | None = None,
         transposable: bool = False,
         storage: str = "plain",
+        activations: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -120,7 +127,7 @@ class BlockSparseLinear(StoredWeight):
             nm=as_nm(nm),
             transposable=transposable,
             policy=policy,
-        ).with_storage(storage)
+        ).with_storage(storage, activations=activations)
         super().__init__(pattern, spec, like.device)
         self.register_parameter("bias", nn.Parameter(like.new_empty(spec.shape[0])) if bias else None)
         self.reset_parameters(generator)
@@ -156,6 +163,7 @@ class BlockSparseLinear(StoredWeight):
         nm: Sequence[int] | None = None,
         transposable: bool = False,
         storage: str = "plain",
+        activations: str | None = None,
     ) -> BlockSparseLinear:
         """Return a layer with the best blocks of a dense one: same values, dtype, device and mode.
 
@@ -177,6 +185,7 @@ class BlockSparseLinear(StoredWeight):
             nm: (2, 4) or None.
             transposable: whether masks keep two of four weights in columns as well.
             storage: "plain", "compressed", "int8" or "float8_e4m3fn".
+            activations: None, or the name of a storage of 8 bits.
 
         Raises:
             InvalidArgumentError: `linear` is neither of the two or cannot be cut into these blocks, its
@@ -185,7 +194,8 @@ class BlockSparseLinear(StoredWeight):
         """
         options: Any = {"policy": policy, "nm": nm, "transposable": transposable}
         blocks: Any = {"block_shape": block_shape, "pattern": pattern, "scores": scores, "parts": parts}
-        return convert.from_linear(cls, linear, density, storage=storage, **blocks, **options)
+        stored: Any = {"storage": storage, "activations": activations}
+        return convert.from_linear(cls, linear, density, **stored, **blocks, **options)
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
@@ -286,6 +296,9 @@ class BlockSparseLinear(StoredWeight):
         if mask is not None:
             how: Any = {"policy": self._policy, "transposable": self._transposable}
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
+        elif self._activations is not None:
+            of_y = bias, activation, residual, column_major, self._policy, gate
+            y = quantized_linear_on(x, weight, buffers["scales"], index, *of_y)
         else:
             stored = buffers["metadata"], buffers["scales"]
             y = linear_on(
@@ -337,7 +350,8 @@ class BlockSparseLinear(StoredWeight):
         text = representation(self) + ("" if self.policy == "sparse" else f", policy={self.policy!r}")
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""
-        return text + ("" if storage_of(self.storage).trainable else f", storage={self.storage!r}")
+        text += "" if storage_of(self.storage).trainable else f", storage={self.storage!r}"
+        return text + ("" if self.activations is None else f", activations={self.activations!r}")
 
 
 def representation(layer: Any) -> str:

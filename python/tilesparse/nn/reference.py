@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._arguments import checked
 from .._checks import check_activations
 from ..errors import InvalidArgumentError
+from ..functional import quantize
+from ..storage.registry import storage_of
 from .linear import BlockSparseLinear, representation
 
 
@@ -16,7 +19,7 @@ class PseudoBlockSparseLinear(nn.Module):
 
     Each call builds the dense weight from the kept blocks, so results, gradients and optimizer states of the
     two layers correspond one to one. Use it to tell whether a problem lies in the sparse kernels or
-    elsewhere.
+    elsewhere. With 8-bit activations x is rounded as the layer rounds it, and has the same gradient.
 
     Args:
         layer: the layer to copy: parameters with their ``requires_grad``, device, dtype and mode.
@@ -32,13 +35,14 @@ class PseudoBlockSparseLinear(nn.Module):
     bias: nn.Parameter | None
     block_rows: Tensor
     block_cols: Tensor
+    activations: str | None = None
 
     @checked
     def __init__(self, layer: BlockSparseLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.block_shape, self.density = layer.block_shape, layer.density
-        self.storage_error = layer.storage_error
+        self.storage_error, self.activations = layer.storage_error, layer.activations
         self._grid = layer.pattern.grid
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
@@ -61,6 +65,7 @@ class PseudoBlockSparseLinear(nn.Module):
             y [..., out_features].
         """
         check_activations("x", x, self.in_features)
+        x = x if self.activations is None else _rounded(x, storage_of(self.activations).dtype)
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
@@ -73,3 +78,11 @@ class PseudoBlockSparseLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return what `BlockSparseLinear` returns."""
         return representation(self)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return x as 8 bits and a scale for each token hold it, with the gradient of x."""
+    assert dtype is not None
+    values, scales = quantize(x, dtype)
+    rounded = (values.float() * scales[..., None]).to(x.dtype)
+    return x + (rounded - x).detach()

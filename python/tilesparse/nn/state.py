@@ -48,17 +48,28 @@ def move(layer: StoredWeight, fn: Callable[[Tensor], Tensor], apply: Callable[[]
     layer.origin = PatternOrigin(Source.MISSING if empty else layer.origin.source, layer.index())
 
 
+def note_activations(layer: StoredWeight, destination: Any, prefix: str) -> None:
+    """Note 8-bit activations in the metadata that PyTorch keeps beside a state dict."""
+    noted = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
+    if noted is not None and layer.activations is not None:
+        noted["activations"] = layer.activations
+
+
 def load(
     layer: StoredWeight,
     state_dict: MutableMapping[str, Any],
     prefix: str,
-    errors: list[str],
+    others: tuple[Any, ...],
     load: Callable[[], Any],
 ) -> None:
-    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them."""
+    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them.
+
+    ``others``: what `torch.nn.Module` passes on: metadata first, and the list of errors last.
+    """
+    noted, *_, errors = others
     own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
     try:
-        pattern = _checked(layer, own)
+        pattern = _checked(layer, own, noted)
     except (ValueError, TypeError, RuntimeError) as error:
         errors.append(f"{prefix}{error}")
         for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
@@ -75,11 +86,12 @@ def load(
         layer.origin = PatternOrigin.loaded(layer.index())
 
 
-def _checked(layer: StoredWeight, state: Mapping[str, Any]) -> BlockPattern | None:
+def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> BlockPattern | None:
     """Return the pattern of a saved layer, None without one, once all that is saved fits together."""
     for name in ("weight", "bias", *INDEX_NAMES, *STORED_NAMES):
         if name in state and not isinstance(state[name], Tensor):
             raise InvalidArgumentError(f"{name} must be a tensor, got {type(state[name]).__name__}")
+    _check_activations(layer, state, noted)
     # With parametrizations and the like the weight has other names.
     there = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
     there += [name for name in INDEX_NAMES if name in state]
@@ -132,6 +144,26 @@ def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"weight must be {layer.weight.dtype}, got {state['weight'].dtype}; {own}")
 
 
+def _check_activations(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError unless scales are of features where the layer's are, and only there.
+
+    A state dict without metadata tells by their number alone.
+    """
+    scales, mine = state.get("scales"), layer.activations
+    if scales is None or layer.scales is None:
+        return
+    of_features = tuple(scales.shape) == (layer.out_features,)
+    if mine is None:  # those of blocks may be as many
+        of_features = of_features and len(state.get("col_indices", ())) != layer.out_features
+    saved = noted.get("activations") if "version" in noted else mine
+    if of_features != (mine is not None) or saved != mine:
+        wanted = "[nnz, bn] or [nnz]" if mine is None else "[out_features]"
+        raise InvalidArgumentError(
+            f"scales must be {wanted} of a layer with activations={mine!r}, got shape "
+            f"{tuple(scales.shape)} and activations={saved!r}; call to_storage to have them alike"
+        )
+
+
 def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec) -> None:
     shapes = {name: shape for name, (shape, _) in forms_of(spec).items()}
     for name, expected in (*shapes.items(), ("bias", (layer.out_features,))):
@@ -147,6 +179,8 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
 
 def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     """Return what has a scale of its own in a saved layer."""
+    if layer.activations is not None:
+        return layer.spec.scales
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked, shown
+from .._arguments import checked
 from .._checks import Index, check_policy
 from .._runtime.private import constant_when_compiled
-from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks
+from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES
 from ..storage.registry import forms_of, storage_of
-from ..storage.values import SCALES
+from ..storage.values import PER_FEATURE
 from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask
@@ -32,7 +32,7 @@ from .tensors import INDEX_NAMES, is_sharded
 # What a layer takes over from another one of its shape: all but hooks and mode.
 _STATE = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "origin", "_storage", "_storage_error"),
-    *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_thaws"),
+    *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws"),
 )
 
 
@@ -58,6 +58,7 @@ class StoredWeight(nn.Module):
     observe: Callable[[Tensor, Tensor], Tensor] | None = None
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
+    _activations: str | None = None
 
     def __init__(self, pattern: BlockPattern, spec: LayerSpec, device: torch.device) -> None:
         super().__init__()
@@ -80,8 +81,9 @@ class StoredWeight(nn.Module):
             storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            scales=storage.scales_of(self.scales),
+            scales=storage.scales_of(self.scales) if self._activations is None else PER_FEATURE,
             policy=self._policy,
+            activations=self._activations,
         )
 
     def update_spec(self, **changes: Any) -> None:
@@ -92,7 +94,7 @@ class StoredWeight(nn.Module):
         # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
-        self._storage = spec.storage
+        self._storage, self._activations = spec.storage, spec.activations
 
     def assign(self, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> None:
         """Become a layer of this spec, with these tensors as its weight and what is stored beside it."""
@@ -170,6 +172,11 @@ class StoredWeight(nn.Module):
         return self._storage
 
     @property
+    def activations(self) -> str | None:
+        """The dtype in which x is multiplied, "int8" or "float8_e4m3fn"; None is its own."""
+        return self._activations
+
+    @property
     def storage_error(self) -> float:
         """Error of the last `to_storage`: the Frobenius norm of the change of W, over that of W."""
         return self._storage_error
@@ -222,7 +229,8 @@ class StoredWeight(nn.Module):
     def plain_values(self) -> Tensor:
         """Return a copy of the dense blocks [nnz, bn, bk], zero where a mask says so, without gradient."""
         check_whole(self, "plain_values")
-        return storage_of(self._storage).dense_blocks(self._stored(), self._dtype)
+        pattern = None if self._activations is None else self.pattern
+        return storage_of(self._storage).dense_blocks(self._stored(), self.spec, pattern)
 
     def kept_mask(self) -> Tensor | None:
         """Return the mask of 2:4 [nnz, bn, bk], however it is stored; None without 2:4."""
@@ -230,7 +238,9 @@ class StoredWeight(nn.Module):
 
     @checked
     @torch.no_grad()
-    def to_storage(self: _Weight, storage: str, *, per: str = "row") -> _Weight:
+    def to_storage(
+        self: _Weight, storage: str, *, per: str = "row", activations: str | None = None
+    ) -> _Weight:
         """Store the weight in another way, in place.
 
         ``weight`` becomes another Parameter, so optimizers have to be built again. Only "plain" has a
@@ -239,11 +249,14 @@ class StoredWeight(nn.Module):
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
                 8 bits and scales, of 2:4 the kept half alone.
-            per: of 8 bits, what has a scale of its own: "row" of a block or "block".
+            per: of 8 bits, what has a scale of its own: "row" of a block or "block"; an output feature with
+                `activations`, whatever it is.
+            activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
+                then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
 
         Raises:
             InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
-                bits.
+                bits; `activations` of another dtype.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
         check_whole(self, "to_storage")
@@ -251,10 +264,9 @@ class StoredWeight(nn.Module):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        if per not in SCALES:
-            raise InvalidArgumentError(f"per must be 'row' or 'block', got {shown(per)}")
+        checked_scales("per", per, activations)
         spec = self.spec
-        wanted = spec.with_storage(storage, per)
+        wanted = spec.with_storage(storage, per, activations)
         if wanted != spec:
             self._storage_error = convert.convert_storage(self, wanted)
         return self
@@ -335,10 +347,11 @@ class StoredWeight(nn.Module):
         if self.origin.source is Source.MISSING and not is_sharded(self.weight):
             self.validate_pattern()
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        state.note_activations(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
-        state.load(self, state_dict, prefix, others[-1], load)
+        state.load(self, state_dict, prefix, others, load)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):

@@ -17,6 +17,7 @@ from .._checks import Index, check_like_product
 from .._ops.autocast import autocast
 from .._ops.linear import linear_on
 from .._ops.masks import straight_through
+from .._ops.scaled import quantized_linear_on
 from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -62,8 +63,9 @@ class ColwiseParallel(_Style, _Colwise):
 
     Every process gets equally many block rows of W, with equally many blocks in them. ``weight`` becomes a
     DTensor that is sharded by slots, and so do ``mask``, ``metadata`` and ``scales``; ``bias`` is sharded as
-    that of a dense layer. The buffers of the pattern go on to describe the whole W in every process, so a
-    state dict is that of the whole layer. Slots are numbered anew, row by row.
+    that of a dense layer, and so are ``scales`` of output features. The buffers of the pattern go on to
+    describe the whole W in every process, so a state dict is that of the whole layer. Slots are numbered
+    anew, row by row.
 
     Everything else, and what it does for other modules, is as PyTorch documents it. Sequence parallelism is
     ``input_layouts=Shard(1)``.
@@ -84,7 +86,8 @@ class RowwiseParallel(_Style, _Rowwise):
     """`torch.distributed.tensor.parallel.RowwiseParallel` that knows `BlockSparseLinear` as well.
 
     Every process gets equally many block columns of W, with equally many blocks in them; ``bias`` is
-    replicated, and added once. Slots are numbered anew, column by column. Everything else is as in
+    replicated, and added once. With 8-bit activations every process quantizes its own features of x, and
+    ``scales`` are replicated. Slots are numbered anew, column by column. Everything else is as in
     `ColwiseParallel`; sequence parallelism is ``output_layouts=Shard(1)``.
 
     Raises:
@@ -196,6 +199,8 @@ class TensorShard(LayerShard):
         if mask is not None:
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
+        elif layer.activations is not None:
+            y = quantized_linear_on(local, weight, scales, index, bias, policy=layer.policy)
         else:
             y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
@@ -249,11 +254,13 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
         return _sharded(blocks if order is None else blocks[order], mesh, source)
 
     layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
+    placement: Placement = Shard(0) if style.dim == 0 else Replicate()  # of what output features have
     for name in STORED_NAMES:
-        if layer._buffers[name] is not None:
+        if name == "scales" and layer.activations is not None:
+            layer.scales = _distributed(layer.get_buffer(name), mesh, placement, source)
+        elif layer._buffers[name] is not None:
             layer._buffers[name] = sharded(layer.get_buffer(name))
     if layer.bias is not None:
-        placement: Placement = Shard(0) if style.dim == 0 else Replicate()
         bias = _distributed(layer.bias.detach(), mesh, placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
     layer.shard = shard

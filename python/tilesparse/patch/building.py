@@ -39,7 +39,7 @@ def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
         _check_can_be_stored(module, config.storage)
     layer = BlockSparseLinear.from_linear(
         module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
-    ).to_storage(config.storage, per=config.scales)
+    ).to_storage(config.storage, per=config.scales, activations=config.activations)
     return PseudoBlockSparseLinear(layer) if options.pseudo_linear else layer
 
 

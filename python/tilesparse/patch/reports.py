@@ -34,9 +34,10 @@ class Size:
 class PatchedLayer:
     """One replaced layer.
 
-    `shape` is (out_features, in_features). `policy`, `nm` and `storage` are those of the `BlockSparseLinear`;
-    for a reference layer (`PseudoBlockSparseLinear`), whose weight is plain, `policy` is "pseudo". `error` is
-    the layer's `storage_error`: how much 8 bits change the weights that are kept, not what pruning removes.
+    `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
+    `BlockSparseLinear`; for a reference layer (`PseudoBlockSparseLinear`), whose weight is plain, `policy` is
+    "pseudo". `error` is the layer's `storage_error`: how much 8 bits change the weights that are kept, not
+    what pruning removes.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
 
@@ -52,6 +53,7 @@ class PatchedLayer:
     after: Size
     empty_rows: int
     empty_columns: int
+    activations: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class PatchReport:
                 shape,
                 block,
                 f"{layer.density:.3f}",
-                storage_of(layer.storage).describe(layer.nm),
+                storage_of(layer.storage).describe(layer.nm, layer.activations),
                 error,
                 layer.policy,
             )
@@ -241,7 +243,9 @@ def _patched(target: Target) -> PatchedLayer:
     else:
         places = new.pattern.block_indices()
     empty = empty_of(places, shape, new.block_shape)
-    return PatchedLayer(name, shape, new.block_shape, new.density, *stored, new.storage_error, *sizes, *empty)
+    activations = new.activations if isinstance(new, BlockSparseLinear) else None
+    spec = shape, new.block_shape, new.density, *stored, new.storage_error
+    return PatchedLayer(name, *spec, *sizes, *empty, activations)
 
 
 def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:

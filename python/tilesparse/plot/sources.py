@@ -120,7 +120,7 @@ def _of_checkpoint(
     crow, col, slot = (own[array] for array in INDEX_NAMES)
     with named(shown(name)):
         pattern = BlockPattern(crow, col, slot=slot, shape=form.shape, block_shape=form.block_shape)
-    return pattern, storage_of(form.storage).dense_blocks(own, form.dtype)
+    return pattern, storage_of(form.storage).dense_blocks(own, form, pattern)
 
 
 def block_norms(name: str, layer: Layer) -> Map:

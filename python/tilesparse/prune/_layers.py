@@ -76,5 +76,5 @@ def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
     if config is None:
         return "dense", "", ""
     bn, bk = block_shape_of(config)
-    storage = storage_of(config.storage).describe(config.nm)
+    storage = storage_of(config.storage).describe(config.nm, config.activations)
     return f"{config.density:.4g}", f"{bn}x{bk}", storage

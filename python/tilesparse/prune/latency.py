@@ -281,7 +281,8 @@ def time_layers(
 
 
 def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
-    return config.block_shape, config.nm, config.storage, config.scales, config.policy
+    stored = config.storage, config.scales, config.activations
+    return config.block_shape, config.nm, *stored, config.policy
 
 
 def _module(
@@ -305,7 +306,7 @@ def _module(
                 dtype=dtype,
                 generator=torch.Generator().manual_seed(0),
             )
-            .to_storage(config.storage, per=config.scales)
+            .to_storage(config.storage, per=config.scales, activations=config.activations)
             .pack()
             .eval()
         )
@@ -330,7 +331,7 @@ def _config_of(entry: Mapping[str, Any] | None) -> BlockSparseConfig | None:
         return None
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    others = {name: entry[name] for name in ("scales", "policy") if name in entry}
+    others = {name: entry[name] for name in ("scales", "policy", "activations") if name in entry}
     config = BlockSparseConfig(entry["density"], (bn, bk), nm, entry["storage"], **others)
     return checked_config("config", config)
 

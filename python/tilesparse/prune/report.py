@@ -87,7 +87,7 @@ class PruneReport:
                     "{}x{}".format(*layer.shape),
                     "{}x{}".format(*block_shape_of(config)),
                     f"{layer.density:.3f}",
-                    storage_of(config.storage).describe(config.nm),
+                    storage_of(config.storage).describe(config.nm, config.activations),
                     f"{layer.tokens:,}",
                     f"{layer.damping:.2g}",
                     f"{layer.error_before_refit:.4f}",

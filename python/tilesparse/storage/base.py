@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from .._checks import QUANTIZED
+from .._runtime.native import SCALES_PER_FEATURE
 from .values import expand
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
+    from ..pattern.block_pattern import BlockPattern
 
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 STORED_NAMES = ("mask", "metadata", "scales")  # what some storages keep besides the weight
@@ -46,18 +48,27 @@ class Storage(ABC):
         """Return shape and dtype of each tensor of a layer with this spec."""
 
     @abstractmethod
-    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+    def store(
+        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks; of 2:4 only what the mask keeps counts.
+
+        ``pattern``: needed where features have scales.
 
         Raises:
             InvalidArgumentError: the storage cannot represent a value.
         """
 
-    def dense_blocks(self, tensors: Mapping[str, Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Return a copy [nnz, bn, bk] of what products multiply by; 8 bits are dequantized to ``dtype``."""
+    def dense_blocks(
+        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> Tensor:
+        """Return a copy [nnz, bn, bk] of what products multiply by; 8 bits become the spec's dtype.
+
+        ``pattern``: needed where features have scales.
+        """
         weight, metadata, scales = (tensors.get(name) for name in ("weight", "metadata", "scales"))
         assert weight is not None
-        return expand(weight, metadata, scales, dtype)
+        return expand(weight, metadata, scales, spec.dtype)
 
     @abstractmethod
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
@@ -75,14 +86,15 @@ class Storage(ABC):
         """Return the name of the storage in which kernels read the values; conversions are done before."""
         return self.name
 
-    def describe(self, nm: Sequence[int] | None) -> str:
-        """Return the storage as reports name it, with 2:4: "int8", "2:4 int8"."""
-        return self.name if nm is None else f"2:4 {self.name}"
+    def describe(self, nm: Sequence[int] | None, activations: str | None = None) -> str:
+        """Return the storage as reports name it: "int8", "2:4 int8", with activations "int8 W8A8"."""
+        name = self.name if activations is None else f"{self.name} W8A8"
+        return name if nm is None else f"2:4 {name}"
 
-    def product_fields(self, nm: tuple[int, int] | None) -> dict[str, Any]:
+    def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
         return {
             "storage": int(nm is not None),
             "values_dtype": -1 if self.dtype is None else QUANTIZED[self.dtype],
-            "row_scales": bool(self.scales),
+            "row_scales": SCALES_PER_FEATURE if activations is not None else int(bool(self.scales)),
         }

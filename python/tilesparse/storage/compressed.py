@@ -14,6 +14,7 @@ from .values import compress, expand
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
+    from ..pattern.block_pattern import BlockPattern
 
 
 class CompressedStorage(Storage):
@@ -30,7 +31,9 @@ class CompressedStorage(Storage):
             "metadata": ((nnz, bk // COMPRESSIBLE, bn), torch.int32),
         }
 
-    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+    def store(
+        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         assert mask is not None
         weight, metadata = compress(blocks, mask)

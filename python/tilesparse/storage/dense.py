@@ -14,6 +14,7 @@ from .compressed import COMPRESSED
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
+    from ..pattern.block_pattern import BlockPattern
 
 
 class DenseStorage(Storage):
@@ -27,11 +28,15 @@ class DenseStorage(Storage):
         forms: dict[str, Form] = {"weight": (spec.values_shape, spec.dtype)}
         return forms if spec.nm is None else {**forms, "mask": (spec.values_shape, torch.bool)}
 
-    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+    def store(
+        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}
 
-    def dense_blocks(self, tensors: Mapping[str, Tensor | None], dtype: torch.dtype) -> Tensor:
+    def dense_blocks(
+        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> Tensor:
         """Return a masked copy of the weight."""
         weight, mask = tensors["weight"], tensors.get("mask")
         assert weight is not None
@@ -45,6 +50,6 @@ class DenseStorage(Storage):
         """Return "compressed" for 2:4, of which products multiply the kept half."""
         return self.name if nm is None else COMPRESSED.name
 
-    def describe(self, nm: Sequence[int] | None) -> str:
+    def describe(self, nm: Sequence[int] | None, activations: str | None = None) -> str:
         """Return "plain", or "2:4" for dense blocks with a mask."""
         return self.name if nm is None else "2:4"

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from .base import Form, Storage
 from .compressed import COMPRESSED
-from .values import SCALES, quantize
+from .values import PER_FEATURE, SCALES, quantize, row_scales
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
+    from ..pattern.block_pattern import BlockPattern
 
 
 class QuantizedStorage(Storage):
-    """Weight [nnz, bn, bk] in 8 bits with float32 scales [nnz, bn] or [nnz]; 2:4 is compressed as well."""
+    """Weight [nnz, bn, bk] in 8 bits with float32 scales; 2:4 is compressed as well.
+
+    Scales are [nnz, bn] or [nnz], and [out_features] where x has 8 bits, too.
+    """
 
     dtype: torch.dtype
     needs_finite = True
@@ -32,13 +36,28 @@ class QuantizedStorage(Storage):
         forms: dict[str, Form] = {"weight": (spec.values_shape, spec.value_dtype)}
         if spec.nm is not None:
             forms = COMPRESSED.forms(spec)
-        return {**forms, "scales": ((nnz,) if spec.scales == "block" else (nnz, bn), torch.float32)}
+        shapes = {"block": (nnz,), PER_FEATURE: spec.shape[:1]}
+        return {**forms, "scales": (shapes.get(spec.scales or "row", (nnz, bn)), torch.float32)}
 
-    def store(self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec) -> dict[str, Tensor]:
+    def store(
+        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
-        weight, scales = quantize(blocks, self.dtype, per=spec.scales or "row")
-        stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec)
+        per = spec.scales or "row"
+        weight, scales = quantize(
+            blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None
+        )
+        stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec, pattern)
         return {**stored, "scales": scales}
+
+    def dense_blocks(
+        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> Tensor:
+        """Return a copy [nnz, bn, bk] of the weight, dequantized to the spec's dtype."""
+        scales = tensors["scales"]
+        if spec.scales == PER_FEATURE and scales is not None and pattern is not None:
+            tensors = {**tensors, "scales": row_scales(scales, pattern)}
+        return super().dense_blocks(tensors, spec)
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""

@@ -7,7 +7,7 @@ Values [nnz, bn, bk] become smaller in two ways, which may be combined:
   or 128. With a transposable choice the same holds for each four neighbours in a column.
 - **8 bits**: int8 or float8_e4m3fn with float32 scales, for each row of a block [nnz, bn] or for each block
   [nnz]. The weight that products multiply by is value times scale in float32, rounded to the dtype of the
-  activations.
+  activations. Where x has 8 bits as well, scales are those of output features [out_features].
 
 `functional.linear` and `functional.dds` take such values with their ``metadata`` and ``scales``. Kernels that
 read them as they are exist where `tilesparse info` says so; elsewhere the library expands them in every call.
@@ -19,13 +19,15 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from .._arguments import checked
-from .._checks import check_content
+from .._arguments import checked, shown
+from .._checks import LARGEST, check_content, check_values
+from .._ops.scaled import row_scales_on
 from .._ops.values import COMPRESS, expand_values
 from ..errors import InvalidArgumentError
+from ..pattern.block_pattern import BlockPattern
 
 SCALES = ("row", "block")  # what may have a scale of its own in 8 bits
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+PER_FEATURE = "feature"  # what has one where x has 8 bits as well
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 
@@ -141,25 +143,29 @@ def expand(
 
 
 @checked
-def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[Tensor, Tensor]:
+def quantize(
+    values: Tensor, dtype: torch.dtype, *, per: str = "row", pattern: BlockPattern | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize values to 8 bits: rounded to the nearest, without calibration.
 
     Args:
         values: [nnz, bn, bk or less], finite.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        per: what has a scale of its own, "row" of a block or "block"; the largest magnitude there becomes the
+        per: what has a scale of its own, "row" of a block, "block", or "feature", an output feature over all
+            its blocks, as `functional.quantized_linear` takes them; the largest magnitude there becomes the
             largest of the dtype, 127 or 448.
+        pattern: where the blocks lie; with "feature" alone.
 
     Returns:
-        (values, scales): of that dtype, and float32 [nnz, bn] or [nnz].
+        (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
 
     Raises:
-        InvalidArgumentError: another dtype, `per`, or a value that is not finite.
+        InvalidArgumentError: another dtype or `per`, a value that is not finite, or another pattern.
     """
-    if dtype not in _LARGEST:
-        raise InvalidArgumentError(f"dtype must be one of {list(_LARGEST)}, got {dtype}")
-    if per not in SCALES:
-        raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
+    if dtype not in LARGEST:
+        raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
+    if per not in (*SCALES, PER_FEATURE):
+        raise InvalidArgumentError(f"per must be 'row', 'block' or 'feature', got {per!r}")
     check_content("values", values)
     if values.dim() != 3 or values.is_complex():
         raise InvalidArgumentError(
@@ -169,10 +175,44 @@ def quantize(values: Tensor, dtype: torch.dtype, *, per: str = "row") -> tuple[T
     if not bool(values.isfinite().all()):
         raise InvalidArgumentError("values must be finite: 8-bit storage cannot represent inf or nan")
     largest = values.abs().amax((1, 2) if per == "block" else 2)
-    scales = torch.where(largest > 0, largest / _LARGEST[dtype], 1.0)
+    rows = _rows_of_features(values, per, pattern)
+    if rows is not None and pattern is not None:
+        features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
+        largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
+    scales = torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
     # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
     limits = torch.finfo(torch.float32)
-    scales = scales.clamp(limits.tiny, limits.max / _LARGEST[dtype] * (1 - 2 * limits.eps))
-    scaled = values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
-    scaled = scaled.clamp(-_LARGEST[dtype], _LARGEST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scales
+    scales = scales.clamp(limits.tiny, limits.max / LARGEST[dtype] * (1 - 2 * limits.eps))
+    divisors = scales if rows is None else scales[rows]
+    scaled = values / divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim()))
+    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
+    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous()
+    return stored, scales if rows is None else scales.flatten()
+
+
+def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) -> Tensor | None:
+    """Return the block row of each block where features have scales, otherwise None."""
+    if (pattern is not None) != (per == PER_FEATURE):
+        wanted = "a BlockPattern" if pattern is None else "None"
+        raise InvalidArgumentError(f"pattern must be {wanted} with per={per!r}, got {shown(pattern)}")
+    if pattern is None:
+        return None
+    check_values("values", values, pattern.index_on(values.device))
+    return pattern.block_indices()[0].to(values.device)
+
+
+@checked
+def row_scales(scales: Tensor, pattern: BlockPattern) -> Tensor:
+    """Return the scales of output features as those of the rows of blocks, which `expand` takes.
+
+    Args:
+        scales: float32 [out_features].
+        pattern: where the blocks lie.
+
+    Returns:
+        float32 [nnz, bn].
+
+    Raises:
+        InvalidArgumentError: they do not fit together.
+    """
+    return row_scales_on(scales.detach(), pattern.index_on(scales.device)).clone()

@@ -196,6 +196,8 @@ def merged(document: Mapping[str, Any], measurement: Measurement) -> dict[str, A
     """Add a measurement to a document, replacing one of the same product on the same device."""
     device = _recorded(measurement.device)
     fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
+    if fields["activations"] is None:  # as entries were before there were any
+        del fields["activations"]
     entry = {
         "product": json.loads(json.dumps(fields)),
         "microseconds": dict(measurement.microseconds),

@@ -19,7 +19,7 @@ from .. import functional
 from .._arguments import checked
 from .._checks import checked_count, checked_device
 from .._runtime import values as _values
-from .._runtime.choice import measurements_changed
+from .._runtime.choice import DECODE_TOKENS, measurements_changed
 from .._runtime.kernels import ask_for
 from .._runtime.lookup import prepared
 from .._runtime.timing import Call, medians, own_numbers
@@ -28,7 +28,7 @@ from ..checkpoint import manifest as checkpoint
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
-from ..storage.values import expand
+from ..storage.values import expand, row_scales
 from .devices import KINDS, Device, default_device
 from .document import Measurement, alone_in, file, kernel_number, measurements, merged, read, write
 from .loading import count_measurement
@@ -145,6 +145,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
         block_shape=product.block_shape,
         nm=product.nm,
         storage=product.storage,
+        activations=product.activations,
         device=device,
         dtype=product.dtype,
         generator=torch.Generator().manual_seed(0),
@@ -165,13 +166,18 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
     source = x if forward else y
 
     def sparse() -> Tensor:
+        if product.activations is not None and scales is not None:
+            return functional.quantized_linear(source, values, pattern, scales)
         if product.feature_major:
             return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)
 
     def dense() -> Tensor:
         stored = metadata is not None or scales is not None
-        plain = expand(values, metadata, scales, product.dtype) if stored else values
+        of_blocks = scales
+        if scales is not None and product.activations is not None:
+            of_blocks = row_scales(scales, pattern)
+        plain = expand(values, metadata, of_blocks, product.dtype) if stored else values
         weight = _values.expand(plain, kept)
         return F.linear(source, weight) if forward else source @ weight
 
@@ -207,7 +213,10 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
             if op == "wgrad" and not storage_of(form.storage).trainable:
                 continue
             storage, nm = multiplied(op, form.storage, form.nm)
+            sizes = density, (bn, bk), form.dtype, op, storage, nm
             for count in tokens:
-                product = Product(columns, rows, count, density, (bn, bk), form.dtype, op, storage, nm)
-                found[product] = None
+                if form.activations is None or op != "forward" or count <= DECODE_TOKENS:
+                    found[Product(columns, rows, count, *sizes)] = None
+                if form.activations is not None and op == "forward":
+                    found[Product(columns, rows, count, *sizes, activations=form.activations)] = None
     return list(found)

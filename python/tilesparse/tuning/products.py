@@ -9,9 +9,10 @@ import torch
 
 from .. import _C
 from .._arguments import checked
-from .._checks import DTYPES, check_block_shape, check_shapes, checked_count, checked_fraction
+from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
+from .._runtime.choice import DECODE_TOKENS
 from .._runtime.private import tf32_allowed
-from ..config import check_nm, check_nm_blocks, check_storage
+from ..config import check_nm, check_nm_blocks, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
@@ -36,6 +37,7 @@ class Product:
             "float8_e4m3fn".
         nm: (2, 4) for values that are 2:4 and not stored plain.
         feature_major: True for column-major (transposed) x and y, as in `functional.dsd`.
+        activations: None, or the name of the storage: x is multiplied in 8 bits, too; op is "forward" then.
         tf32: True multiplies float32 in TF32 on CUDA devices; None takes PyTorch's current setting. It
             becomes False for other dtypes.
 
@@ -54,6 +56,7 @@ class Product:
     nm: tuple[int, int] | None = None
     feature_major: bool = False
     tf32: bool | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features", "tokens"):
@@ -76,17 +79,33 @@ class Product:
             raise InvalidArgumentError("nm must be None with storage 'plain': kernels read 2:4 compressed")
         if not storage.trainable and self.op == "wgrad":
             raise InvalidArgumentError(f"storage must be 'plain' for wgrad, got {self.storage!r}")
+        self._check_activations()
         if not isinstance(self.feature_major, bool):
             raise InvalidArgumentError(f"feature_major must be True or False, got {self.feature_major!r}")
         if not isinstance(self.tf32, bool | None):
             raise InvalidArgumentError(f"tf32 must be True, False or None, got {self.tf32!r}")
         tf32 = tf32_allowed() if self.tf32 is None else self.tf32
-        object.__setattr__(self, "tf32", self.dtype == torch.float32 and tf32)
+        is_tf32 = self.dtype == torch.float32 and tf32 and self.activations is None
+        object.__setattr__(self, "tf32", is_tf32)
+
+    def _check_activations(self) -> None:
+        if self.activations is None:
+            return
+        check_quantized_activations(self.activations, self.storage, self.nm, self.in_features)
+        for name, wanted in (("op", "forward"), ("feature_major", False)):
+            if getattr(self, name) != wanted:
+                raise InvalidArgumentError(
+                    f"{name} must be {wanted!r} with activations, got {getattr(self, name)!r}"
+                )
+        if self.dtype == torch.float64:
+            raise InvalidArgumentError("dtype must have 16 or 32 bits with activations, got torch.float64")
 
     @classmethod
     @checked
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
         """Describe a product of a layer; while it trains with 2:4, the product with compressed values.
+
+        Layers with 8-bit activations multiply gradients, and few tokens on CUDA, in their own dtype.
 
         Args:
             layer: a BlockSparseLinear.
@@ -99,6 +118,7 @@ class Product:
         bn, bk = layer.block_shape
         blocks = layer.out_features // bn * (layer.in_features // bk)
         storage, nm = multiplied(op, layer.storage, layer.nm)
+        few = layer.weight.is_cuda and tokens <= DECODE_TOKENS
         return cls(
             layer.in_features,
             layer.out_features,
@@ -109,6 +129,7 @@ class Product:
             op,
             storage,
             nm,
+            activations=None if few or op != "forward" else layer.activations,
         )
 
     @property
@@ -136,26 +157,32 @@ class Product:
         """
         shape = self.out_features, self.in_features
         layout = int(self.feature_major)
+        eight = QUANTIZED[getattr(torch, self.activations)] if self.activations is not None else None
+        stored = storage_of(self.storage).product_fields(self.nm, self.activations)
+        on_cuda = device.device == KINDS.index("cuda")
+        fast = self.tf32 if eight is None else self.activations == "float8_e4m3fn"
         ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
         return _C.Product(
             _C.Pattern(*self._block_shape, *shape, self.nnz, 0, 0, 0),
             OPS.index(self.op),
-            DTYPES[self.dtype],
+            DTYPES[self.dtype] if eight is None else eight,
             device.device,
             self.tokens,
-            precision=int(bool(self.tf32) and device.device == KINDS.index("cuda")),
+            precision=int(bool(fast) and on_cuda),
+            result_dtype=-1 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
             ldx=ldx,
             y_layout=layout,
             ldy=ldy,
             prefer=prefer,
-            **storage_of(self.storage).product_fields(self.nm),
+            **stored,
         )
 
     def __str__(self) -> str:
         bn, bk = self._block_shape
         extras = [self.storage] * (not storage_of(self.storage).trainable) + ["2:4"] * (self.nm is not None)
+        extras += ["W8A8"] * (self.activations is not None)
         extras += ["column-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
         words = [
             f"{self.op} of {self.in_features} -> {self.out_features} features",

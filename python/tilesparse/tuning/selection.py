@@ -84,7 +84,7 @@ def _kernel_info(kernel: _C.KernelInfo) -> KernelInfo:
         KINDS[kernel.device],
         divmod(capability, 10) if capability else None,
         members(kernel.ops, {op: place for place, op in enumerate(OPS)}),
-        members(kernel.dtypes, DTYPES),
+        members(kernel.dtypes, {**DTYPES, **QUANTIZED}),
         kernel.precision == 1,
         (kernel.tile_tokens, kernel.tile_features) if kernel.tile_tokens else None,
         kernel.max_tokens or None,

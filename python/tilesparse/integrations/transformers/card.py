@@ -78,7 +78,8 @@ The model takes {bytes} bytes.
 
 def _row(name: str, layer: BlockSparseLinear) -> str:
     (bn, bk), shape = layer.block_shape, f"{layer.out_features}x{layer.in_features}"
-    storage = layer.storage if layer.nm is None else f"2:4 {layer.storage}"
+    storage = layer.storage if layer.activations is None else f"{layer.storage} W8A8"
+    storage = storage if layer.nm is None else f"2:4 {storage}"
     held = sum(tensor.nbytes for _, tensor in tensors_of(layer))
     bias = 0 if layer.bias is None else layer.bias.nbytes
     dense = layer.out_features * layer.in_features * layer.spec.dtype.itemsize + bias

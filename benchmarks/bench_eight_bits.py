@@ -1,0 +1,180 @@
+"""Times products whose both factors have 8 bits, against dense products in 8 bits and in bfloat16.
+
+    python benchmarks/bench_eight_bits.py --output eight_bits.json
+
+η is measured against PyTorch's fastest dense product in 8 bits: `torch._scaled_mm` of float8 with a scale
+for each row and fast accumulation. Products of this library are given x in 8 bits, as that one is; what
+quantizing x takes is a result of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from harness import (
+    CudaTimer,
+    block_list,
+    budgeted_parser,
+    density_list,
+    parsed,
+    poisoned,
+    recording,
+    relative_error,
+    run_benchmark,
+    steady_times,
+    subset,
+    warm_up,
+    within_budget,
+)
+from problems import LAYERS, Case, Shape, make_pattern
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilesparse import functional, storage
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.scaled import dds_quantized
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        *LAYERS.values(),
+        Shape("square", 8192, 4096, 4096),
+        Shape("up-m2048", 2048, 14336, 4096),
+        Shape("up-m512", 512, 14336, 4096),
+        Shape("up-m128", 128, 14336, 4096),
+    )
+}
+QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+REPETITIONS = 20
+TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3}  # of results in bfloat16
+
+
+class Layer:
+    """Activations and weights of a case, in bfloat16 and in 8 bits."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.pattern = make_pattern(case, torch.Generator().manual_seed(seed))
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, dtype=torch.bfloat16, device="cuda")
+
+        self.dtype = QUANTIZED[case.precision]
+        self.x, self.blocks = (
+            randn(case.shape.tokens, case.shape.in_features),
+            randn(self.pattern.nnz, *case.block_shape),
+        )
+        self.quantized = functional.quantize(self.x, self.dtype)
+        self.weight = randn(*self.pattern.shape)  # of the dense layer
+        self.values, self.scales = storage.quantize(
+            self.blocks, self.dtype, per="feature", pattern=self.pattern
+        )
+
+    def sparse(self, fast: bool = True) -> Tensor:
+        """Multiply x that is there in 8 bits."""
+        pattern = prepared(self.pattern.index_on(self.x.device))
+        quantized = *self.quantized, fast
+        return dds_quantized(
+            self.x, self.values, pattern, None, None, 0, False, self.scales, None, *quantized
+        )
+
+    def sparse_bf16(self) -> Tensor:
+        return functional.linear(self.x, self.blocks, self.pattern)
+
+    def dense_bf16(self) -> Tensor:
+        return F.linear(self.x, self.weight)
+
+    def exact(self) -> Tensor:
+        """The product of the quantized factors in float32."""
+        values, scales = self.quantized
+        bn, bk = self.pattern.block_shape
+        rows, cols = self.pattern.grid
+        weight = torch.zeros(rows, cols, bn, bk, device="cuda")
+        row, col = (index.cuda() for index in self.pattern.block_indices())
+        weight[row, col] = self.values.float()
+        weight = weight.transpose(1, 2).reshape(self.pattern.shape) * self.scales[:, None]
+        return (values.float() * scales[:, None]) @ weight.t()
+
+
+def dense_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
+    """PyTorch's products in 8 bits of a dense weight, by what they multiply."""
+    x, of_x = functional.quantize(layer.x, torch.float8_e4m3fn)
+    w, of_w = functional.quantize(layer.weight, torch.float8_e4m3fn)
+    factors = x, w.t(), of_x[:, None], of_w[None]
+    multiply = partial(torch._scaled_mm, *factors, out_dtype=torch.bfloat16)
+    return {
+        "dense": partial(multiply, use_fast_accum=True),
+        "dense_exact": partial(multiply, use_fast_accum=False),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
+    parser = budgeted_parser(__doc__, "eight_bits.json", 540.0)
+    parser.add_argument("--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help="(int8,float8)")
+    parser.add_argument("--shapes", type=subset(SHAPES), default=tuple(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser.add_argument("--blocks", type=block_list, default=block_list("128,64,32"), help="(128,64,32)")
+    parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
+    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
+    arguments = parsed(parser, argv)
+    with torch.no_grad():
+        return run_benchmark(arguments, _run)
+
+
+def _run(arguments: Any, document: dict[str, Any]) -> None:
+    start, timer = time.monotonic(), CudaTimer()
+    warm_up()
+    shapes = [SHAPES[name] for name in arguments.shapes]
+    cases = [
+        Case("dds_nt", *one, "random", "row")
+        for one in product(arguments.dtypes, shapes, arguments.blocks, arguments.densities)
+    ]
+    for case in within_budget(cases, arguments, document, start):
+        record = case.record()
+        document["cases"].append(record)
+        result: dict[str, Any] = {"contender": "tilesparse"}
+        record["results"].append(result)
+        with recording(result, str(case)):
+            result |= _measure(Layer(case, arguments.seed), case, timer)
+            print(f"    {result}", flush=True)
+
+
+def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
+    """Microseconds of ours and of those that users would pick instead, and errors of ours."""
+    exact = layer.exact()
+    errors = {case.precision: relative_error(poisoned(layer.sparse), exact)}
+    calls = dense_calls(layer)
+    others = {
+        "dense_exact": calls["dense_exact"],
+        "dense_bf16": layer.dense_bf16,
+        "sparse_bf16": layer.sparse_bf16,
+    }
+    others["quantize"] = lambda: functional.quantize(layer.x, layer.dtype)[0]
+    if case.precision == "float8":
+        promoted = partial(layer.sparse, False)
+        errors["float8 promoted"] = relative_error(poisoned(promoted), exact)
+        others["promoted"] = promoted
+    del exact
+    times = steady_times(layer.sparse, calls["dense"], timer, REPETITIONS)
+    found = {f"{name}_us": round(timer.microseconds(call, REPETITIONS), 2) for name, call in others.items()}
+    dense_us = sum(times.dense_us) / 2
+    return {
+        "sparse_us": round(times.sparse_us, 2),
+        "dense_us": [round(us, 2) for us in times.dense_us],
+        **found,
+        "eta": round(dense_us * layer.pattern.density / times.sparse_us, 3),
+        "speedup": round(dense_us / times.sparse_us, 3),
+        "unsteady": times.unsteady,
+        "errors": errors,
+        "wrong": any(error is None or error > TOLERANCE[name] for name, error in errors.items()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+// From the arguments of element-wise functions to checked problems.
+#include "abi.h"
+#include "checks.h"
+#include "error.h"
+#include "problem.h"
+
+namespace ts {
+
+ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
+                                             int64_t features) {
+    ActivationGradient gradient{};
+    gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (gradient.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
+    require(activation >= TS_RELU && activation <= TS_SILU, "activation must be 1 to 3, got ", activation);
+    gradient.activation = static_cast<Activation>(activation);
+    check_extent(tokens, "tokens", DeviceType::cuda);
+    check_features(features, 16, "features", "16", DeviceType::cuda);
+    check_elements(tokens, features, "z");
+    gradient.tokens = tokens;
+    gradient.features = features;
+    return gradient;
+}
+
+namespace {
+
+Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name) {
+    check_pointer(source, name);
+    const Matrix matrix = check_matrix(*source, tokens, features, name);
+    require(matrix.layout == Layout::row_major, name, ".layout must be ", TS_ROW_MAJOR, ", got ",
+            source->layout);
+    return matrix;
+}
+
+}  // namespace
+
+Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
+    return check_rows(source, gate.tokens, gate.features, name);
+}
+
+Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* source,
+                const ts_matrix* factor) {
+    Gate gate{};
+    gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (gate.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
+    gate.activation = check_enum<Activation>(activation, TS_SILU + 1, "activation");
+    check_extent(tokens, "tokens", DeviceType::cuda);
+    check_features(features, 16, "features", "16", DeviceType::cuda);
+    gate.tokens = tokens;
+    gate.features = features;
+    gate.gate = check_gate_matrix(gate, source, "gate");
+    gate.factor = check_gate_matrix(gate, factor, "factor");
+    return gate;
+}
+
+Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                int64_t features, const ts_matrix* x, const ts_matrix* quantized) {
+    Quantization of{};
+    of.device = check_device_type(device);
+    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    if (of.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype must not be 0: float64 is not quantized");
+    require(quantized_dtype == TS_INT8 || quantized_dtype == TS_FLOAT8_E4M3FN, "quantized_dtype must be ",
+            TS_INT8, " or ", TS_FLOAT8_E4M3FN, ", got ", quantized_dtype);
+    of.quantized_dtype = static_cast<DType>(quantized_dtype);
+    check_extent(tokens, "tokens", of.device);
+    check_features(features, 16, "features", "16", of.device);
+    of.tokens = tokens;
+    of.features = features;
+    of.x = check_rows(x, tokens, features, "x");
+    of.quantized = check_rows(quantized, tokens, features, "quantized");
+    return of;
+}
+
+}  // namespace ts

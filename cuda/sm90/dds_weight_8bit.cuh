@@ -1,0 +1,48 @@
+// The weight format of dds kernels for 8 bits: dense blocks, which wgmma reads along k alone.
+#pragma once
+
+#include "sm90/dds_weight.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace ts::sm90 {
+
+// A stage is that of DenseWeight, in lines of 16 to 128 bytes. Lines of 16 are not swizzled.
+template <class Math>
+struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
+    static constexpr bool kAlongK = true;
+    static constexpr auto kEstimate = estimate_dds_8bit;
+
+    template <int kTokens>
+    using Atom = typename Math::template ByteAtom<kTokens>;
+
+    static const char* refuses(const Problem& problem) {
+        constexpr int kLeastRows = 32;  // of float32 results, see FloatStaging
+        return sizeof(typename Math::Result) == 4 && problem.row_block() < kLeastRows
+                   ? "its results in float32 are of blocks with 32 rows at least"
+                   : nullptr;
+    }
+
+    // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
+    template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
+    __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
+                                    uint32_t tokens, bool add) {
+        static_assert(kRowMajorTokens);
+        multiply_step<Atom<kTokens>>(sums, arguments.weight, operand_address(stage), arguments.tokens_by_k,
+                                     tokens, add);
+    }
+
+    template <int kTokens>
+    class Products : public PromotedSums<Math, DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128> {
+        using Sum = typename Math::Accumulator;
+        static constexpr int kSums = DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128;
+        using PromotedSums<Math, kSums>::step_;
+
+      public:
+        __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
+                              uint32_t tokens, bool) {
+            multiply<true, kTokens>(step_, arguments, stage, tokens, false);
+        }
+    };
+};
+
+}  // namespace ts::sm90

@@ -1,0 +1,100 @@
+"""Linear layers that multiply in 8 bits: x is quantized by token, weights by output feature."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._checks import Index, check_one, check_quantizable
+from .._runtime import values as _values
+from .._runtime.choice import multiplies_as_decode
+from .._runtime.lookup import prepared
+from .._runtime.prepared import Prepared
+from .._runtime.private import is_any_autocast_enabled, transforms_active
+from .._runtime.scaled import dds_quantized
+from . import fakes as _fakes
+from .activations import activation_code
+from .autocast import autocast
+from .autograd import Tensors, call, is_plain, records_gradient
+from .linear import combined, linear_on
+from .products import DDS_NN, flops, other_gradients, refuse_fused_gate, refuse_gradient
+from .quantization import quantized_for
+from .register import differentiable, register
+
+
+def quantized_linear_on(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    feature_major: bool = False,
+    policy: str = "sparse",
+    gate: Tensor | None = None,
+    fast: bool = True,
+) -> Tensor:
+    """Compute `functional.quantized_linear` with the pattern as an `Index`."""
+    code = activation_code(activation)
+    if is_any_autocast_enabled():
+        x, bias, residual, gate = autocast(x, bias, residual, gate)
+    refuse_gradient(records_gradient((values,)), None, scales)
+    if policy == "dense" or multiplies_as_decode(x, index):
+        check_quantizable(x)  # the rest is checked as for other products
+        stored = None, row_scales_on(scales, index)
+        return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
+
+    def product(residual: Tensor | None, code: int, gate: Tensor | None) -> Tensor:
+        extras = scales, gate, *quantized_for(values, x), fast
+        return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, feature_major, extras)
+
+    tensors = x, bias, residual, gate
+    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
+        return product(residual, code, gate)
+    check_one(residual, gate)
+    return combined(product(None, 0, None), activation, residual, gate)
+
+
+def row_scales_on(scales: Tensor, index: Index) -> Tensor:
+    """Return the scales of the rows of blocks [nnz, bn], kept ones in eager mode; only to be read."""
+    if is_plain((scales,)):
+        return _values.kept_row_scales(scales, prepared(index))
+    made: Tensor = _ROW_SCALES(scales, *index)
+    return made
+
+
+def _row_scales(scales: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
+    return _values.row_scales(scales, pattern)
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    needs: Sequence[bool],
+    scales: Tensor,
+    gate: Tensor | None,
+) -> Tensors:
+    """Return the gradients as if x had not been rounded (straight-through)."""
+    refuse_gradient(needs[1], None, scales)
+    refuse_fused_gate(gate)
+    of_x = None
+    if needs[0]:
+        of_x = call(DDS_NN, grad, values, index, extras=(None, row_scales_on(scales, index), False))
+    return of_x, *other_gradients(grad, x, index, needs)
+
+
+_ROW_SCALES = register("row_scales", 1, _row_scales, _fakes.row_scales_fake)
+DDS_NT_QUANTIZED = differentiable(
+    "dds_nt_quantized",
+    2,
+    (dds_quantized, _fakes.dds_nt_quantized_fake, _gradients),
+    2,
+    2,
+    looks=True,
+    kept=slice(2),
+)
+register_flop_formula(torch.ops.tilesparse.dds_nt_quantized)(flops)

@@ -1,0 +1,105 @@
+"""Products of two factors in 8 bits, with scales outside of the sums."""
+
+import torch
+from torch import Tensor
+
+from .._checks import ALIGNMENT, DTYPES, QUANTIZED, check_one, check_quantized_dds, check_quantized_x
+from .layout import aligned, empty, like_result, result_form, row_major
+from .native import DDS_NT, SCALES_PER_FEATURE
+from .prepared import Call, Prepared
+from .products import Context, context_of, dds_product, form_of
+
+
+def dds_quantized(
+    x: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    scales: Tensor,
+    gate: Tensor | None,
+    x_values: Tensor,
+    x_scales: Tensor,
+    fast: bool,
+) -> Tensor:
+    """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
+    with pattern.launching():
+        other, gated = check_one(residual, gate), gate is not None
+        options = activation, feature_major, scales, gated, x_scales, fast
+        return _dds_quantized(x, x_values, values, pattern, bias, other, *options)
+
+
+def _dds_quantized(
+    x: Tensor,
+    x_values: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    other: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    scales: Tensor,
+    gated: bool,
+    x_scales: Tensor,
+    fast: bool,
+) -> Tensor:
+    context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
+    forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other)]
+    forms += map(form_of, (x_values, x_scales, values, scales))
+    key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, feature_major, context
+    if pattern.packs and x.is_cuda:
+        key = *key, torch.cuda.is_current_stream_capturing()
+    call = pattern.find(key)
+    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other)):
+        residual, gate = (None, other) if gated else (other, None)
+        check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate)
+        check_quantized_x(x, x_values, x_scales, values.dtype)
+        operand, ld = row_major(x_values)
+        of_tokens, weight = aligned(x_scales.contiguous()), aligned(values)
+        near, lines = (None, None) if other is None else like_result(other, feature_major)
+        changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
+        if any(one is not given for one, given in changed):
+            rest = activation, feature_major, scales, gated, of_tokens, fast
+            return _dds_quantized(x, operand, weight, pattern, bias, near, *rest)
+        form = result_form(x, pattern.shape[0], feature_major)
+        number = QUANTIZED[values.dtype]
+        added = {"residual": lines, "gated": gated, "activation": activation}
+        stored = {"values_dtype": number, "row_scales": SCALES_PER_FEATURE, "result_dtype": DTYPES[x.dtype]}
+        x_lines = x_scales.numel(), ld, 0
+        product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
+        call = pattern.call(key, product, DDS_NT, x_values.itemsize, form)
+    return _run(call, context, x, x_values, values, pattern, bias, other, scales, x_scales)
+
+
+def _run(
+    call: Call,
+    context: Context,
+    x: Tensor,
+    x_values: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    other: Tensor | None,
+    scales: Tensor,
+    x_scales: Tensor,
+) -> Tensor:
+    result, workspace = empty(x, call.form), x_values.new_empty(call.workspace, dtype=torch.uint8)
+    bias = None if bias is None else bias.contiguous()
+    if call.packed is not None:
+        call.packed.follow(values, pattern.generation, context[1])
+    tensors = x_values, result, values, bias, other, workspace
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    call.run(*addresses, context[1], 0, scales.data_ptr(), x_scales.data_ptr())
+    return result
+
+
+def _context(x: Tensor, fast: bool) -> Context:
+    """Return the state that a call depends on; products in 8 bits have no TF32, but fast sums of float8."""
+    kernel, stream, device, _ = context_of(x)
+    return kernel, stream, device, int(fast and x.is_cuda)
+
+
+def _are_misaligned(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.data_ptr() % ALIGNMENT != 0 for tensor in tensors)
