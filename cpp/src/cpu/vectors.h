@@ -161,20 +161,40 @@ TS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, J...>) {
     a = low;
 }
 
-template <int Half, class V>
-TS_INLINE void transpose_stage(V (&rows)[lanes_of<V>]) {
-    if constexpr (Half < lanes_of<V>) {
+template <int Half, class V, int Count>
+TS_INLINE void transpose_stage(V (&rows)[Count]) {
+    if constexpr (Half < Count) {
         TS_UNROLL
-        for (int i = 0; i < lanes_of<V>; ++i)
+        for (int i = 0; i < Count; ++i)
             if (!(i & Half))
                 exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
         transpose_stage<2 * Half>(rows);
     }
 }
 
-template <class V>
-TS_INLINE void transpose(V (&rows)[lanes_of<V>]) {
+// Of each square of Count lanes that lie side by side in the rows.
+template <class V, int Count>
+TS_INLINE void transpose(V (&rows)[Count]) {
     transpose_stage<1>(rows);
+}
+
+// A vector whose halves come from two places, or from `low` alone where it is no longer than Bytes.
+template <int Bytes, class V>
+TS_INLINE V load_parts(const void* low, const void* high) {
+    if constexpr (sizeof(V) == Bytes) return load<V>(low);
+#ifdef __x86_64__
+    using Half = char[Bytes];
+    V v;
+    asm("vmovdqu32 %1, %t0\n\tvinserti64x4 $1, %2, %0, %0"
+        : "=&v"(v)
+        : "m"(*static_cast<const Half*>(low)), "m"(*static_cast<const Half*>(high)));
+    return v;
+#else
+    V v;
+    std::memcpy(&v, low, Bytes);
+    std::memcpy(reinterpret_cast<char*>(&v) + Bytes, high, Bytes);
+    return v;
+#endif
 }
 
 template <int Half, class V, int Count>
