@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -167,11 +168,19 @@ def measured_apart(arguments: argparse.Namespace, contender: str, density: float
     return result
 
 
+def earlier(output: Path | None) -> dict[tuple[str, float], dict[str, Any]]:
+    """Return the results that a file has, by contender and density."""
+    if output is None or not output.exists():
+        return {}
+    cases = json.loads(output.read_text())["cases"]
+    return {(case.pop("contender"), case.pop("density")): case for case in cases}
+
+
 def compare(arguments: argparse.Namespace) -> None:
     contenders = [(name, 1.0) for name in DENSE]
     contenders += [(name, density) for name in SPARSE for density in arguments.densities]
     contenders = [one for one in contenders if not arguments.only or one[0] in arguments.only]
-    best: dict[tuple[str, float], dict[str, Any]] = {}
+    best = earlier(arguments.output)
     document: dict[str, Any] = {
         "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
         "arguments": {name: getattr(arguments, name) for name in ("batch", "tokens", "block", "rounds")},
@@ -181,10 +190,10 @@ def compare(arguments: argparse.Namespace) -> None:
         for contender in contenders:
             result = measured_apart(arguments, *contender)
             print(*contender, result, flush=True)
-            if contender not in best or result.get("ms", 0) < best[contender].get("ms", 0):
+            if result.get("ms", math.inf) <= best.get(contender, {}).get("ms", math.inf):
                 best[contender] = result
         document["cases"] = [
-            {"contender": name, "density": density, **best[name, density]} for name, density in contenders
+            {"contender": name, "density": density, **result} for (name, density), result in best.items()
         ]
         if arguments.output:
             write_json(arguments.output, document)
@@ -194,14 +203,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="results as JSON, kept up to date")
+    parser.add_argument("--output", type=Path, help="results as JSON; added to what the file has")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="per sentence (%(default)s)")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--densities", type=float, nargs="+", default=(0.5, 0.25))
     parser.add_argument("--repetitions", type=int, default=20, help="of a process (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of all processes (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=(*DENSE, *SPARSE), help="some of the contenders")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*DENSE, *SPARSE),
+        help="some of the contenders, such as those of a second run",
+    )
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--density", type=float, help=argparse.SUPPRESS)
