@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import report_cpu
 from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
@@ -106,6 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "way" in documents[0]["cases"][0]:  # of bench_parallel.py
         _print_parallel(documents[0]["cases"])
         return 0
+    for key, table_of in {"int8_us": report_cpu.eight_bits, "ms": report_cpu.models}.items():
+        if key in documents[0]["cases"][0] and "op" not in documents[0]["cases"][0]:  # not of bench_cpu.py
+            what, header, lines = table_of([case for document in documents for case in document["cases"]])
+            print(f"{what}\n")
+            _print_table(header, lines)
+            return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import bench_checkpoint
 import bench_cpu
+import bench_cpu_eight_bits
 import bench_cpu_storages
 import bench_gradients
 import bench_host
@@ -220,6 +222,38 @@ def test_bench_cpu_storages_prints_a_table(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 + len(bench_cpu_storages.LAYERS)
     assert len({line.count("|") for line in lines[1:]}) == 1
+
+
+def test_products_of_int8_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_cpu_eight_bits, "SHAPES", ((128, 192),))
+    path = tmp_path / "int8.json"
+    sizes = "--rounds 1 --tokens 3 --blocks 32 64 --densities 0.5"
+    bench_cpu_eight_bits.main([*sizes.split(), "--output", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and lines[3].startswith("| 128 → 192 | 3 | 0.5 | 32 | cpu_")
+    assert len({line.count("|") for line in lines[1:]}) == 1
+    cases = json.loads(path.read_text())["cases"]
+    assert all(case["speedup"] > 0 and set(case["own_us"]) == {"float32", "bfloat16"} for case in cases)
+    report.main([str(path)])
+    assert re.search(
+        r"\| 128 → 192 \| 0.5 \| .* ms \(\w+\) \|.*×, .*× \|.*×, .*× \|", capsys.readouterr().out
+    )
+
+
+def test_models_on_a_cpu_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "models.json"
+    cases = [
+        {"contender": "torch", "density": 1.0, "ms": 10.0},
+        {"contender": "openvino", "density": 1.0, "unavailable": "not installed"},
+        {"contender": "tilesparse", "density": 0.5, "ms": 4.0},
+    ]
+    path.write_text(json.dumps({"environment": harness.environment(), "cases": cases}))
+    report.main([str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "|  | dense | density 0.5 |" in lines
+    assert {"| torch | 10.0 | - |", "| openvino | - | - |", "| tilesparse | - | 4.0 |"} <= set(lines)
 
 
 def storages(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:

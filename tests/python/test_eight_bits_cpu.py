@@ -246,7 +246,7 @@ def check(operands: Operands) -> None:
         assert_within(y, *close(operands))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 7, 8, 9, 17, 127])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 7, 8, 11, 12, 17, 127])
 def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
     draw = random.Random(f"{row} {tokens}")
     for block_shape in product(BLOCK_SIZES, BLOCK_SIZES):

@@ -11,7 +11,7 @@ namespace ts::cpu {
 namespace {
 
 constexpr int64_t kLeastChunkTokens = 96;  // for which values are read from memory
-constexpr int64_t kChunkTokens = 256;      // most tokens whose panels are visited together
+constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visited together
 
 class Dds {
   public:
@@ -151,8 +151,7 @@ class Dds {
         const int64_t count = (feature_end - feature) / rows_;
         const int64_t place = thread * (kTaskFeatures / rows_);
         for (int64_t i = 0; i < count; ++i) row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
-        bool has_offsets = steps_.x_offset == 0;
-        for (; token < token_end; token += steps_.tile, has_offsets = true) {
+        for (const int64_t first = token; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
             prefetch_output(output, element_size(p_.result_dtype));
@@ -163,7 +162,7 @@ class Dds {
                     multiply(row_tiles[i], panel(panels, token),
                              offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
                 // The cache holds the values by now.
-                if (!has_offsets) sum_offsets(row_tiles[i], offsets + i * rows_);
+                if (steps_.x_offset && token == first) sum_offsets(row_tiles[i], offsets + i * rows_);
             }
             finish_(output);
         }

@@ -98,15 +98,33 @@ struct WidenedProducts {
 //
 // Narrower: for blocks whose rows are shorter than a vector.
 
-template <int Bytes, bool Avx>
+// `from` as often as there are Copies of it in a vector.
+template <int Copies, class V>
+TS_INLINE V repeated(const void* from) {
+    using Once = char[sizeof(V) / Copies];
+    const Once& once = *static_cast<const Once*>(from);
+    V v;
+    if constexpr (Copies == 1)
+        v = load<V>(from);
+    else if constexpr (sizeof(V) == 32)
+        asm("vbroadcasti128 %1, %0" : "=x"(v) : "m"(once));
+    else if constexpr (Copies == 2)
+        asm("vbroadcasti64x4 %1, %0" : "=v"(v) : "m"(once));
+    else
+        asm("vbroadcasti32x4 %1, %0" : "=v"(v) : "m"(once));
+    return v;
+}
+
+// A vector holds so many Rows of a block.
+template <int Bytes, bool Avx, int Rows = 1>
 struct DecodeGroups : GroupProducts<Bytes, Avx> {
     using Value = int8_t;
     using X = uint8_t;
     using Operand = typename GroupProducts<Bytes, Avx>::Operand;
-    using Narrower = DecodeGroups<Bytes / 2, Avx>;
-    static constexpr int kStep = Bytes;
+    using Narrower = DecodeGroups<Bytes, Avx, 2 * Rows>;
+    static constexpr int kStep = Bytes / Rows, kRows = Rows;
     static TS_INLINE Operand values(const Value* from) { return load<Operand>(from); }
-    static TS_INLINE Operand x(const X* from) { return load<Operand>(from); }
+    static TS_INLINE Operand x(const X* from) { return repeated<Rows, Operand>(from); }
 };
 
 template <int Bytes>
@@ -115,7 +133,7 @@ struct DecodePairs : WidenedProducts<Bytes> {
     using X = int16_t;
     using Operand = typename WidenedProducts<Bytes>::Operand;
     using Narrower = DecodePairs<Bytes / 2>;
-    static constexpr int kStep = Bytes / 2;
+    static constexpr int kStep = Bytes / 2, kRows = 1;
     static TS_INLINE Operand values(const Value* from) { return widened_pairs<Bytes>(from); }
     static TS_INLINE Operand x(const X* from) { return load<Operand>(from); }
 };

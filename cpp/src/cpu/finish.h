@@ -138,9 +138,10 @@ TS_INLINE void store_rows(const Output& o) {
 
 // Two squares at a time: what two stores write is one line of memory where results are float32, and no other
 // line takes its place in the cache in between.
-template <class Codec, class Sums>
-TS_INLINE void store_transposed(const Output& o, const Sums& sums) {
+template <class Codec>
+TS_INLINE void store_transposed(const Output& o) {
     using V = typename Codec::V;
+    const PlainSums sums(o);
     constexpr int lanes = lanes_of<V>, squares = 2;
     for (int64_t column = 0; column < o.columns; column += lanes)
         for (int64_t row = 0; row < o.rows; row += squares * lanes) {
@@ -149,8 +150,7 @@ TS_INLINE void store_transposed(const Output& o, const Sums& sums) {
             TS_UNROLL
             for (int j = 0; j < squares; ++j) {
                 TS_UNROLL
-                for (int i = 0; i < lanes; ++i)
-                    square[j][i] = sums.template at<V>(o, row + j * lanes + i, column);
+                for (int i = 0; i < lanes; ++i) square[j][i] = sums.at<V>(o, row + j * lanes + i, column);
                 transpose(square[j]);
             }
             const int64_t count = o.columns - column;
@@ -171,7 +171,7 @@ TS_INLINE void store_transposed(const Output& o, const Sums& sums) {
 template <class Codec, class Square>
 TS_INLINE void store_output(const Output& o) {
     if (o.transposed)
-        store_transposed<Square>(o, PlainSums(o));
+        store_transposed<Square>(o);
     else
         store_rows<Codec>(o);
 }
@@ -210,13 +210,45 @@ TS_INLINE void store_gated(Output o) {
     store_output<Codec, Square>(o);
 }
 
+// The results that most products of int8 have, in one pass: sums become results once they are transposed, as
+// then what belongs to features stays in registers.
+template <class Codec, int SquareBytes>
+TS_INLINE void store_rescaled(const Output& o) {
+    using V = typename Codec::V;
+    using I = Vector<int32_t, sizeof(V)>;
+    using U = Vector<uint32_t, sizeof(V)>;
+    constexpr int lanes = lanes_of<V>, tokens = SquareBytes / sizeof(int32_t);
+    const BiasedSums<Codec, RescaledSums<true>> numbers(o);
+    for (int64_t column = 0; column < o.columns; column += tokens)
+        for (int64_t row = 0; row < o.rows; row += lanes) {
+            const auto* from = static_cast<const int32_t*>(o.sums) + row * o.sums_ld + column;
+            I square[tokens];
+            TS_UNROLL
+            for (int i = 0; i < tokens; ++i)
+                square[i] = load_parts<SquareBytes, I>(from + i * o.sums_ld, from + (tokens + i) * o.sums_ld);
+            transpose(square);
+            const U offsets = load<U>(numbers.sums.offsets + row);
+            const V scales = load<V>(numbers.sums.feature_scales + row), bias = load<V>(numbers.bias + row);
+            auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
+            const int64_t count = o.columns - column;
+            TS_UNROLL
+            for (int i = 0; i < tokens; ++i) {
+                if (i >= count) continue;
+                const V sum =
+                    __builtin_convertvector(bit_cast_vector<I>(bit_cast_vector<U>(square[i]) - offsets), V);
+                V value = settled(sum * numbers.sums.token_scales[column + i] * scales) + bias;
+                if (o.added) value = with_added(o, value, added_at<Codec>(o, column + i, row));
+                store(to + i * o.ld, Codec::encode(value));
+            }
+        }
+}
+
 // Of a copy, which no store can change: what is read of it stays in registers.
 template <class Codec, class Square>
 TS_INLINE void finish(Output o) {
-    // The results that most products of int8 have need no pass of their own before.
     if constexpr (sizeof(element_t<typename Square::V>) == sizeof(float))
         if (o.rescale.offsets && o.transposed && o.activation == Activation::none && !o.gated)
-            return store_transposed<Square>(o, BiasedSums<Square, RescaledSums<true>>(o));
+            return store_rescaled<Codec, sizeof(typename Square::V)>(o);
     finish_sums<Codec>(o);
     if (o.gated)
         store_gated<Codec, Square>(o);

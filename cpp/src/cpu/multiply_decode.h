@@ -21,23 +21,32 @@ struct DecodeProducts {
     using X = typename XCodec::Stored;
     using Sum = typename Codec::V;
     static constexpr int kStep = lanes_of<Sum>;  // of k, for a vector
+    static constexpr int kRows = 1;              // of a block, in a vector of values
     static TS_INLINE Sum values(const Value* from) { return Codec::decode(load<typename Codec::S>(from)); }
     static TS_INLINE Sum x(const X* from) { return XCodec::decode(load<typename XCodec::S>(from)); }
     static TS_INLINE void add(Sum& sum, const Sum& x, const Sum& values) { sum += values * x; }
 };
 
-// Adds entries [first, last) to sums [Tokens][kMinRows] of vectors; entry 0 starts from zero.
+// Vectors of values of kMinRows rows, and of their sums.
+template <class P>
+constexpr int kRowVectors = kMinRows / P::kRows;
+
+// As many as there are registers for, of so many tokens.
+template <class P, int Tokens>
+constexpr int kVectorsAtOnce = std::min(kDecodeSums<typename P::Sum> / Tokens, kRowVectors<P>);
+
+// Adds entries [first, last) to sums [Tokens][kRowVectors] of vectors; entry 0 starts from zero.
 template <class P, int Tokens>
 TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
                                     int64_t last, typename P::Sum* to) {
     using V = typename P::Sum;
     using Value = typename P::Value;
-    constexpr int rows = kDecodeSums<V> / Tokens;
-    V sums[Tokens][rows];
+    constexpr int vectors = kVectorsAtOnce<P, Tokens>;
+    V sums[Tokens][vectors];
     TS_UNROLL
     for (int t = 0; t < Tokens; ++t) {
         TS_UNROLL
-        for (int i = 0; i < rows; ++i) sums[t][i] = first ? to[t * kMinRows + i] : V{};
+        for (int i = 0; i < vectors; ++i) sums[t][i] = first ? to[t * kRowVectors<P> + i] : V{};
     }
     const auto values_of = [&](int64_t e) {
         return static_cast<const Value*>(s.values) + s.slot[e] * s.entry + row * s.depth;
@@ -53,9 +62,9 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
             TS_UNROLL
             for (int t = 0; t < Tokens; ++t) of_tokens[t] = P::x(x + t * s.x_ld + d);
             TS_UNROLL
-            for (int i = 0; i < rows; ++i) {
-                const auto values = P::values(w + i * s.depth + d);
-                __builtin_prefetch(fetched + i * s.depth + d);
+            for (int i = 0; i < vectors; ++i) {
+                const auto values = P::values(w + i * P::kRows * s.depth + d);
+                __builtin_prefetch(fetched + i * P::kRows * s.depth + d);
                 TS_UNROLL
                 for (int t = 0; t < Tokens; ++t) P::add(sums[t][i], of_tokens[t], values);
             }
@@ -64,7 +73,7 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
     TS_UNROLL
     for (int t = 0; t < Tokens; ++t) {
         TS_UNROLL
-        for (int i = 0; i < rows; ++i) to[t * kMinRows + i] = sums[t][i];
+        for (int i = 0; i < vectors; ++i) to[t * kRowVectors<P> + i] = sums[t][i];
     }
 }
 
@@ -73,8 +82,9 @@ template <class P, int Tokens>
 TS_INLINE int64_t multiply_decode_tokens(const DecodeTile& s, int64_t row, int64_t token, int64_t first,
                                          int64_t last, typename P::Sum* sums) {
     for (; token + Tokens <= s.tokens; token += Tokens)
-        for (int i = 0; i < kMinRows; i += kDecodeSums<typename P::Sum> / Tokens)
-            multiply_decode_rows<P, Tokens>(s, row + i, token, first, last, sums + token * kMinRows + i);
+        for (int i = 0; i < kRowVectors<P>; i += kVectorsAtOnce<P, Tokens>)
+            multiply_decode_rows<P, Tokens>(s, row + i * P::kRows, token, first, last,
+                                            sums + token * kRowVectors<P> + i);
     return token;
 }
 
@@ -86,7 +96,7 @@ TS_INLINE void multiply_decode(const DecodeTile& s) {
     using V = typename P::Sum;
     const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename P::Value));
     const int64_t batch = std::max<int64_t>(1, kDecodeBytes / entry_bytes);
-    V sums[kMostDecodeTokens * kMinRows];
+    V sums[kMostDecodeTokens * kRowVectors<P>];
     for (int64_t row = 0; row < s.rows; row += kMinRows) {
         int64_t first = 0;
         do {
@@ -99,7 +109,7 @@ TS_INLINE void multiply_decode(const DecodeTile& s) {
         for (int64_t token = 0; token < s.tokens; ++token)
             for (int i = 0; i < kMinRows; i += lanes_of<V>)
                 store(static_cast<element_t<V>*>(s.sums) + token * s.sums_ld + row + i,
-                      sum_of_lanes(sums + token * kMinRows + i));
+                      sum_of_lanes<P::kRows>(sums + token * kRowVectors<P> + i / P::kRows));
     }
 }
 

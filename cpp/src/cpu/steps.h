@@ -16,7 +16,7 @@ constexpr int kMinRows = 16, kMaxRows = 32;  // features of a row tile; 16 is al
 constexpr int kTaskFeatures = 64;            // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a row tile reuse
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
-constexpr int kMostDecodeTokens = 8;
+constexpr int kMostDecodeTokens = 12;
 constexpr int32_t kByteOffset = 128;     // makes int8 bytes without a sign
 constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 

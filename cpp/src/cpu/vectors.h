@@ -161,27 +161,47 @@ TS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, J...>) {
     a = low;
 }
 
-template <int Half, class V>
-TS_INLINE void transpose_stage(V (&rows)[lanes_of<V>]) {
-    if constexpr (Half < lanes_of<V>) {
+template <int Half, class V, int Count>
+TS_INLINE void transpose_stage(V (&rows)[Count]) {
+    if constexpr (Half < Count) {
         TS_UNROLL
-        for (int i = 0; i < lanes_of<V>; ++i)
+        for (int i = 0; i < Count; ++i)
             if (!(i & Half))
                 exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
         transpose_stage<2 * Half>(rows);
     }
 }
 
-template <class V>
-TS_INLINE void transpose(V (&rows)[lanes_of<V>]) {
+// Of each square of Count lanes that lie side by side in the rows.
+template <class V, int Count>
+TS_INLINE void transpose(V (&rows)[Count]) {
     transpose_stage<1>(rows);
 }
 
-template <int Half, class V>
-TS_INLINE void add_lanes(V (&rows)[lanes_of<V>]) {
-    if constexpr (Half < lanes_of<V>) {
+// A vector whose halves come from two places, or from `low` alone where it is no longer than Bytes.
+template <int Bytes, class V>
+TS_INLINE V load_parts(const void* low, const void* high) {
+    if constexpr (sizeof(V) == Bytes) return load<V>(low);
+#ifdef __x86_64__
+    using Half = char[Bytes];
+    V v;
+    asm("vmovdqu32 %1, %t0\n\tvinserti64x4 $1, %2, %0, %0"
+        : "=&v"(v)
+        : "m"(*static_cast<const Half*>(low)), "m"(*static_cast<const Half*>(high)));
+    return v;
+#else
+    V v;
+    std::memcpy(&v, low, Bytes);
+    std::memcpy(reinterpret_cast<char*>(&v) + Bytes, high, Bytes);
+    return v;
+#endif
+}
+
+template <int Half, class V, int Count>
+TS_INLINE void add_lanes(V (&rows)[Count]) {
+    if constexpr (Half < Count) {
         TS_UNROLL
-        for (int i = 0; i < lanes_of<V>; i += 2 * Half) {
+        for (int i = 0; i < Count; i += 2 * Half) {
             exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
             rows[i] += rows[i + Half];
         }
@@ -189,14 +209,29 @@ TS_INLINE void add_lanes(V (&rows)[lanes_of<V>]) {
     }
 }
 
-// Lane i is the sum of all lanes of vector i.
-template <class V>
+// Lane Runs * i + r of the result comes from lane `length` * r + i.
+template <int Runs, class V, int... J>
+TS_INLINE V interleave_runs(const V& v, std::integer_sequence<int, J...>) {
+    constexpr int length = lanes_of<V> / Runs;
+#ifdef __clang__
+    return __builtin_shufflevector(v, v, (J % Runs * length + J / Runs)...);
+#else
+    using Index = Vector<std::conditional_t<sizeof(element_t<V>) == 8, int64_t, int32_t>, sizeof(V)>;
+    return __builtin_shuffle(v, Index{(J % Runs * length + J / Runs)...});
+#endif
+}
+
+// Lane i is the sum of all lanes of vector i. Or each vector has Runs runs of neighbours, of which each has a
+// sum of its own.
+template <int Runs, class V>
 TS_INLINE V sum_of_lanes(const V* vectors) {
-    V rows[lanes_of<V>];
+    constexpr int lanes = lanes_of<V>;
+    V rows[lanes / Runs];
     TS_UNROLL
-    for (int i = 0; i < lanes_of<V>; ++i) rows[i] = vectors[i];
+    for (int i = 0; i < lanes / Runs; ++i) rows[i] = vectors[i];
     add_lanes<1>(rows);
-    return rows[0];
+    if constexpr (Runs == 1) return rows[0];
+    return interleave_runs<Runs>(rows[0], std::make_integer_sequence<int, lanes>{});
 }
 
 }  // namespace ts::cpu
