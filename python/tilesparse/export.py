@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import LARGEST, QUANTIZED, Index
+from ._checks import LARGEST, PACKED, QUANTIZED, Index
 from ._ops.activations import activated
 from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
@@ -102,7 +102,15 @@ def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Te
         )
     if scales is None:
         return values
+    if values.dtype == PACKED:
+        values = _unpacked(values)
     return values.float() * scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
+
+
+def _unpacked(values: Tensor) -> Tensor:
+    """Return the numbers of int4, in float32."""
+    both = torch.stack((values & 15, values >> 4), -1).flatten(2).float()
+    return torch.where(both < 8, both, both - 16)
 
 
 def _expand(

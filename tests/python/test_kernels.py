@@ -39,7 +39,7 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
+from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.prepared import Prepared
@@ -100,7 +100,7 @@ def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | Non
     found: list[Storage | None] = [None] if kernel.storages & 1 and own else []
     for storage in STORAGES.values():
         quantized = storage.quantized
-        reads = own if quantized is None else kernel.values_dtypes >> QUANTIZED[quantized] & 1
+        reads = own if quantized is None else kernel.values_dtypes >> SCALED[quantized] & 1
         if reads and kernel.storages >> storage.compressed & 1:
             found.append(storage)
     return found

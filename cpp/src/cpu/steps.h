@@ -107,10 +107,10 @@ struct Output {
     Rescale rescale;
 };
 
-// Values of 8 bits, int8 or float8_e4m3fn, times a scale, rounded to the dtype of the target.
+// Values of int8, float8_e4m3fn or int4 times a scale, rounded to the dtype of the target.
 struct Scaling {
     const uint8_t* values;
-    bool is_float8;
+    DType dtype;
     float scale;
     int64_t count;  // a multiple of 16
     void* target;

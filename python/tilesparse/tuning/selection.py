@@ -21,6 +21,7 @@ from .._checks import (
     DTYPES,
     POLICIES,
     QUANTIZED,
+    SCALED,
     check_policy,
 )
 from .._runtime.choice import EXPAND_AND_RUN_DENSE
@@ -89,7 +90,7 @@ def _kernel_info(kernel: _C.KernelInfo) -> KernelInfo:
         (kernel.tile_tokens, kernel.tile_features) if kernel.tile_tokens else None,
         kernel.max_tokens or None,
         members(kernel.storages, {"plain": 0, "compressed": 1}),
-        members(kernel.values_dtypes, QUANTIZED),
+        members(kernel.values_dtypes, SCALED),
     )
 
 
