@@ -110,16 +110,14 @@ struct Int4DecodeFormat {
     template <class Math, class Shape>
     using Weight = Int4DecodeWeight<Math, Shape::kRows, Shape::kBlock>;
 
-    // `features`: of a multiprocessor. With more than 8 tokens, activations have as many bytes as the values
-    // of 64 rows.
+    // `features`: of a multiprocessor. For 16 tokens activations have as many bytes as the values of 64 rows,
+    // which therefore share them.
     template <class Start>
     static int32_t with_shape(const Problem& problem, int64_t features, Start start) {
-        const bool is_wide = problem.row_block() >= 64 && features >= 64;
-        if (problem.tokens > 32 && is_wide) return with_block<64, 8>(problem, start);
-        if (problem.tokens > 16) return with_block<32, 4>(problem, start);
-        if (problem.tokens > 8)
-            return is_wide ? with_block<64, 2>(problem, start) : with_block<32, 2>(problem, start);
-        return with_block<32, 1>(problem, start);
+        if (problem.tokens <= 8) return with_block<32, 1>(problem, start);
+        if (problem.tokens <= 16 && problem.row_block() >= 64 && features >= 64)
+            return with_block<64, 2>(problem, start);
+        return with_block<32, 4>(problem, start);
     }
 
   private:

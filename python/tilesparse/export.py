@@ -97,8 +97,8 @@ def _weight(like: Tensor, values: Tensor, pattern: tuple[Any, ...], options: Dds
 def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Tensor:
     if metadata is not None:
         raise UnsupportedError(
-            "storage must be 'plain', or 8 bits without 2:4, where a program is decomposed, got metadata of "
-            "2:4; call to_storage('plain') before the export"
+            "storage must be 'plain', or 8 or 4 bits without 2:4, where a program is decomposed, got "
+            "metadata of 2:4; call to_storage('plain') before the export"
         )
     if scales is None:
         return values

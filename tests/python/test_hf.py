@@ -83,6 +83,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "2:4": {"nm": (2, 4)},
     "compressed": {"nm": (2, 4), "storage": "compressed"},
     "int8": {"storage": "int8"},
+    "int4": {"storage": "int4"},
     "2:4 float8": {"nm": (2, 4), "storage": "float8_e4m3fn"},
 }
 

@@ -366,6 +366,7 @@ def tensor_parallel_storages(rank: int) -> None:
         {"nm": (2, 4), "transposable": True},
         {"nm": (2, 4), "storage": "compressed"},
         {"storage": "int8"},
+        {"storage": "int4"},
         {"storage": "float8_e4m3fn"},
         {"storage": "int8", "activations": "int8", "policy": "dense"},
         {"policy": "dense"},

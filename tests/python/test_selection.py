@@ -36,6 +36,7 @@ STORED: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("plain", None),
     ("compressed", (2, 4)),
     ("int8", None),
+    ("int4", None),
 )
 
 have_all = {"sm_80", "sm_90"} <= set(_C.architectures().split(","))

@@ -45,8 +45,8 @@ class KernelInfo:
         tile: (tokens, features) of a tile; None if that is not fixed.
         max_tokens: largest number of tokens; None for any number.
         storages: some of "plain" and "compressed", which it reads without conversion.
-        values_dtypes: 8-bit dtypes of values that it reads without dequantization; empty if values have the
-            dtype of the activations.
+        values_dtypes: dtypes of values with scales that it reads without dequantization, torch.uint8 for
+            int4; empty if values have the dtype of the activations.
     """
 
     name: str
