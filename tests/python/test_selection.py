@@ -227,7 +227,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"in_features": 40}, "multiple"),
         ({"dtype": torch.int8}, "dtype"),
         ({"op": "backward"}, "op must be one of"),
-        ({"storage": "int4"}, "storage"),
+        ({"storage": "int2"}, "storage"),
         ({"storage": "compressed"}, "storage"),
         ({"nm": (2, 4)}, "nm must be None with storage 'plain'"),
         ({"nm": (2, 4), "storage": "int8", "block_shape": 16}, "nm"),
