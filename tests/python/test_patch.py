@@ -380,7 +380,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
             {"nm": (2, 4), "transposable": True, "block_shape": (16, 64)},
             r"transposable.*bn.*\(16, 64\)",
         ),
-        (".*", {"storage": "int4"}, "storage.*'float8_e4m3fn'.*'int4'"),
+        (".*", {"storage": "int2"}, "storage.*'float8_e4m3fn'.*'int4'.*'int2'"),
         (".*", {"storage": "compressed"}, "storage must not be 'compressed'"),
         (".*", 0.5, "options.*0.5"),
     ],

@@ -35,9 +35,10 @@ from helpers import (
 from hypothesis import strategies
 from torch import Tensor, func
 
-from tilesparse import BlockPattern, InvalidArgumentError, UnsupportedError, functional
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.linear import linear_through
+from tilesparse._runtime.kernels import use_kernel
 from tilesparse._runtime.native import ACTIVATIONS, TENSORS
 from tilesparse.storage import compress, expand, quantize, quantize_int4, two_of_four
 
@@ -501,6 +502,30 @@ def test_eight_and_four_bits_need_no_wide_blocks(device: str, block: int, storag
     o = Operands(storage, grid=(3, 4), block_shape=(block, 16), device=device)
     assert_product_close(o.linear(), o.x, o.weight.t())
     assert_product_close(o.dds(o.y, transpose=False), o.y, o.weight)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_avx512_4_bits", "cpu_avx2_4_bits", "cpu_portable_4_bits"])
+@pytest.mark.parametrize("block_shape", [(16, 16), (16, 128), (32, 32), (64, 16), (128, 64)])
+@pytest.mark.parametrize("storage", ["int4 by row", "int4 by block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_few_tokens_of_four_bits_on_the_cpu(
+    dtype: torch.dtype, storage: str, block_shape: tuple[int, int], kernel: str
+) -> None:
+    """By every instruction set of this machine, without an expansion."""
+    number = next((i for i, each in enumerate(_C.kernels()) if each.name == kernel), None)
+    if number is None:
+        pytest.skip("of another architecture")
+    for tokens in range(1, 9):
+        o = Operands(storage, "random 50%", grid=(4, 6), block_shape=block_shape, dtype=dtype, tokens=tokens)
+        try:
+            with use_kernel(kernel):
+                result = o.linear(None, o.bias, "relu", residual=o.y)
+        except UnsupportedError as error:
+            assert tokens > 1 or "the processor lacks" in str(error), error
+            break
+        exact = (o.x.double() @ o.weight.t() + o.bias.double()).relu() + o.y.double()
+        error = 4 * rounding_unit(dtype) * float(exact.abs().max())
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=error + 1e-5)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -90,8 +90,8 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  *
  * With values of TS_INT4, of TS_STORAGE_DENSE alone, likewise. A value is -8 to 7 in two's complement, and
  * byte j of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of
- * 2 j + 1 in the high ones. Kernels that read them multiply x by the values and their sums over a row of a
- * block by its scale, both in float32: the weight itself is rounded where values are dequantized first. */
+ * 2 j + 1 in the high ones. Kernels that read them do not round the weight, which is done where values are
+ * dequantized first. */
 enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1, TS_STORAGE_PLAIN = 0 };
 /* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
  * whichever is estimated to be faster; always TS_RUN_DENSE. */

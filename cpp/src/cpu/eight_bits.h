@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cpu/multiply_decode.h"
 #include "cpu/scale.h"
 #include "cpu/steps.h"
 #include "cpu/vectors.h"
@@ -99,24 +100,24 @@ struct WidenedProducts {
 // Narrower: for blocks whose rows are shorter than a vector.
 
 template <int Bytes, bool Avx>
-struct DecodeGroups : GroupProducts<Bytes, Avx> {
+struct DecodeGroups : GroupProducts<Bytes, Avx>, Unscaled {
     using Value = int8_t;
     using X = uint8_t;
     using Operand = typename GroupProducts<Bytes, Avx>::Operand;
     using Narrower = DecodeGroups<Bytes / 2, Avx>;
     static constexpr int kStep = Bytes;
-    static TS_INLINE Operand values(const Value* from) { return load<Operand>(from); }
+    static TS_INLINE Operand values(const Value* from, Row) { return load<Operand>(from); }
     static TS_INLINE Operand x(const X* from) { return load<Operand>(from); }
 };
 
 template <int Bytes>
-struct DecodePairs : WidenedProducts<Bytes> {
+struct DecodePairs : WidenedProducts<Bytes>, Unscaled {
     using Value = int8_t;
     using X = int16_t;
     using Operand = typename WidenedProducts<Bytes>::Operand;
     using Narrower = DecodePairs<Bytes / 2>;
     static constexpr int kStep = Bytes / 2;
-    static TS_INLINE Operand values(const Value* from) { return widened_pairs<Bytes>(from); }
+    static TS_INLINE Operand values(const Value* from, Row) { return widened_pairs<Bytes>(from); }
     static TS_INLINE Operand x(const X* from) { return load<Operand>(from); }
 };
 
