@@ -205,7 +205,7 @@ def form_of(row: Row) -> dict[str, Any]:
         return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
         "storage": int(storage.compressed),
-        "values_dtype": -1 if storage.quantized is None else QUANTIZED[storage.quantized],
+        "values_dtype": -1 if storage.quantized is None else SCALED[storage.quantized],
         "row_scales": storage.row_scales,
     }
 
