@@ -1,4 +1,4 @@
-"""Times layers whose values take fewer bytes, 2:4 and 8 bits, against plain blocks and dense cuBLAS.
+"""Times layers whose values take fewer bytes, 2:4, 8 and 4 bits, against plain blocks and dense cuBLAS.
 
     python benchmarks/bench_storages.py --output storages.json
     python benchmarks/report.py storages.json
@@ -56,7 +56,9 @@ TOKENS = (1, 8, 16, 32, 64)
 FORWARD, GRADIENT = OPS.index("dds_nt"), OPS.index("dds_nn")
 BITS = ("int8", "float8_e4m3fn")
 STORED = ("2:4", *BITS, *(f"2:4 {name}" for name in BITS))
+FOUR_BITS = "int4"
 CUSPARSELT = "cuSPARSELt"
+TINYGEMM, TINYGEMM_GROUP = "dense int4 (tinygemm)", 128  # k to a scale
 TRANSPOSED, EXPANDED = "2:4, transposed values", "2:4, expanded values"
 
 
@@ -80,6 +82,15 @@ def _few_tokens() -> Iterator[Case]:
             yield Case("few tokens", Shape(f"decode-m{tokens}", tokens, 28672, 8192), block, 0.25, STORED)
 
 
+def _four_bits() -> Iterator[Case]:
+    for block in (32, 64, 128):
+        for density in (1.0, 0.5, 0.25):
+            for tokens in (1, 16, 64):
+                shape = Shape(f"decode-m{tokens}", tokens, 28672, 8192)
+                contenders = ("int8", FOUR_BITS) if density < 1 else ("int8", FOUR_BITS, TINYGEMM)
+                yield Case("four bits", shape, block, density, contenders)
+
+
 def _wide(section: str, block: int, contenders: tuple[str, ...]) -> Iterator[Case]:
     for name in ("up", "down"):
         for density in (0.5, 0.25):
@@ -92,6 +103,7 @@ CASES = (
     *_wide("forward", 32, ("2:4",)),
     *(Case("every block", shape, 128, 1.0, ("2:4", CUSPARSELT)) for shape in LAYERS.values()),
     *_few_tokens(),
+    *_four_bits(),
     *_wide("gradient of x", 128, (TRANSPOSED, EXPANDED)),
     *_wide("sm80", 128, ("2:4",)),
     Case(
@@ -138,7 +150,9 @@ class Layer:
     def multiplied(self, name: str) -> Tensor:
         """The weight [out_features, in_features] in float32, without what expands or compresses values."""
         plain, kind = self._plain(name)
-        if kind in BITS:
+        if kind == FOUR_BITS:
+            plain = storage.expand(*self.stored(name), DTYPE)
+        elif kind in BITS:
             values, scales = storage.quantize(plain, getattr(torch, kind))
             plain = (values.float() * scales[:, :, None]).to(DTYPE)
         return BlockSparseMatrix(plain, self.pattern).to_dense().float()
@@ -275,6 +289,8 @@ def _compare_forward(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
     def contender(name: str) -> Contender:
         if name == CUSPARSELT:
             return _cusparselt(layer, x)
+        if name == TINYGEMM:
+            return _tinygemm(layer, x)
         details = layer.kernel(FORWARD, len(x), name) | {"stored_bytes": layer.stored_bytes(name)}
         return Contender(_forward(layer, x, name), lambda: x.float() @ layer.multiplied(name).t(), details)
 
@@ -295,6 +311,31 @@ def _cusparselt(layer: Layer, x: Tensor) -> Contender:
         weight = torch.sparse.to_sparse_semi_structured(dense)
     details = {"backend": type(weight).__name__, "version": torch.backends.cusparselt.version()}
     return Contender(lambda: F.linear(x, weight), lambda: x.float() @ dense.float().t(), details)
+
+
+def _tinygemm(layer: Layer, x: Tensor) -> Contender:
+    """A dense weight of int4 as PyTorch multiplies it, with random numbers."""
+    (rows, columns), generator = layer.pattern.shape, torch.Generator(x.device).manual_seed(1)
+    random = functools.partial(torch.randint, generator=generator, device=x.device)
+    numbers = random(0, 16, (rows, columns), dtype=torch.uint8)
+    scales = (1 + torch.rand(columns // TINYGEMM_GROUP, rows, generator=generator, device=x.device)).to(DTYPE)
+    with_zeros = torch.stack((scales, torch.zeros_like(scales)), -1)
+    try:
+        pairs = numbers[:, ::2] << 4 | numbers[:, 1::2]
+        packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        torch.ops.aten._weight_int4pack_mm(x, packed, TINYGEMM_GROUP, with_zeros)
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        raise Unavailable(f"PyTorch does not compute it here: {error}") from error
+
+    def exact() -> Tensor:
+        weight = (numbers.float() - 8) * scales.float().repeat_interleave(TINYGEMM_GROUP, 0).t()
+        return x.float() @ weight.t()
+
+    return Contender(
+        lambda: torch.ops.aten._weight_int4pack_mm(x, packed, TINYGEMM_GROUP, with_zeros),
+        exact,
+        {"stored_bytes": packed.nbytes + with_zeros.nbytes},
+    )
 
 
 def _compare_gradient(layer: Layer, y: Tensor, timer: Timer) -> Comparison:
@@ -387,6 +428,8 @@ def _measure(comparison: Comparison, name: str, bench: Bench) -> dict[str, Any]:
 def _print_result(result: dict[str, Any]) -> None:
     notes = [str(result[key]) for key in ("kernel", "backend") if key in result]
     notes += [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
+    if "stored_bytes" in result:
+        notes.append(f"{result['stored_bytes'] / result['t_us'] / 1e6:.2f} TB/s of stored bytes")
     error = "not finite" if result["error"] is None else f"{result['error']:.1e}"
     print(
         f"  {result['contender']:24}{result['t_us']:10.1f} us  {result['speedup_over_plain']:6.2f}x plain  "

@@ -91,7 +91,8 @@ const char* reason_for(const Kernel& kernel) {
 }
 
 // The kernel with the least estimate of those that compute the problem and whose names begin with `prefix`,
-// the first one of several or where there are no estimates. kernel is nullptr if there is none.
+// the first one of several. Where there are no estimates, the first one that reads the values as they are, or
+// else the first. kernel is nullptr if there is none.
 Choice best(const Problem& problem, const Device& device, std::string_view prefix) {
     Choice choice{TS_RUN_DENSE, nullptr, nullptr};
     double least = std::numeric_limits<double>::infinity();
@@ -101,8 +102,10 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
         if (!std::string_view(kernel.name).starts_with(prefix)) continue;
         if (why_not(kernel, problem, device) != nullptr) continue;
         const std::optional<double> time = estimate_of(kernel, problem, device);
-        if (choice.kernel != nullptr && !(time && *time < least)) continue;
-        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantizes(kernel, problem)};
+        const bool dequantized = dequantizes(kernel, problem);
+        const bool is_better = time ? *time < least : choice.dequantizes && !dequantized;
+        if (choice.kernel != nullptr && !is_better) continue;
+        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantized};
         least = time.value_or(least);
     }
     return choice;

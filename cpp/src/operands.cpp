@@ -94,7 +94,8 @@ ValueSpans value_spans(const Problem& problem) {
     const Values& values = problem.values;
     const Pattern& pattern = problem.pattern;
     const int64_t scale_bytes = values.scale_bytes(pattern);
-    if (scale_bytes > 0) require(values.scales != nullptr, "scales must not be null for 8-bit values");
+    if (scale_bytes > 0)
+        require(values.scales != nullptr, "scales must not be null for values of ", to_string(values.dtype));
     return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype), "values",
                                    problem.device)},
              {"metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),

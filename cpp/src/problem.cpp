@@ -13,8 +13,9 @@ namespace ts {
 namespace {
 
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
-constexpr std::array<const char*, 6> kDTypes{"float64",  "float32", "float16",
-                                             "bfloat16", "int8",    "float8_e4m3fn"};
+constexpr std::array<const char*, 7> kDTypes{"float64", "float32",       "float16", "bfloat16",
+                                             "int8",    "float8_e4m3fn", "int4"};
+constexpr int32_t kElementDTypes = 6;            // whose elements are bytes or more
 constexpr int64_t kMostExactFeatures = 1 << 17;  // below which products of int8 add up to less than 2^31
 
 void check_block(int32_t extent, const char* name) {
@@ -46,6 +47,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     const auto scales_per = check_enum<ScalesPer>(desc.row_scales, 3, "row_scales");
     if (storage == Storage::two_of_four) {
         check_compressed(problem.pattern.block_cols, "pattern.block_cols");
+        require(dtype != DType::int4, "storage must be 0 for values of int4, got ", desc.storage);
     } else {
         require(desc.metadata == nullptr, "metadata must be null unless storage is TS_STORAGE_2_4");
     }
@@ -65,7 +67,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
     } else {
         require(dtype == problem.input_dtype || is_quantized(dtype),
                 "values_dtype must be that of the activations, ", to_string(problem.input_dtype),
-                ", or int8 or float8_e4m3fn, got ", to_string(dtype));
+                ", or int8, float8_e4m3fn or int4, got ", to_string(dtype));
     }
     return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, scales_per, dtype,
             storage};
@@ -73,7 +75,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
 
 // The dtype of the activations, which dds_nt alone reads in 8 bits.
 DType check_input_dtype(const ts_matmul_desc& desc, Op op) {
-    const auto count = op == Op::dds_nt ? static_cast<int32_t>(kDTypes.size()) : kActivationDTypes;
+    const auto count = op == Op::dds_nt ? kElementDTypes : kActivationDTypes;
     return check_enum<DType>(desc.dtype, count, "dtype");
 }
 
@@ -195,9 +197,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
 
 DeviceType check_device_type(int32_t device) { return check_enum<DeviceType>(device, 2, "device"); }
 
-DType check_value_dtype(int32_t dtype) {
-    return check_enum<DType>(dtype, static_cast<int32_t>(kDTypes.size()), "dtype");
-}
+DType check_value_dtype(int32_t dtype) { return check_enum<DType>(dtype, kElementDTypes, "dtype"); }
 
 NamedDevice check_device(const ts_device_info& info) {
     constexpr int32_t kMaxProcessors = 1 << 16, kMaxSharedBytes = 1 << 24, kMaxCluster = 16;

@@ -80,6 +80,7 @@ class Dequantizer {
           rows_(problem.pattern.block_rows),
           columns_(problem.pattern.block_cols),
           element_(element_size(problem.input_dtype)),
+          packed_(values_of_element(values_.dtype)),
           steps_(cpu::widest().steps[static_cast<int>(problem.input_dtype)]),
           dense_(static_cast<std::byte*>(dense)) {}
 
@@ -87,7 +88,7 @@ class Dequantizer {
         const int64_t size = int64_t{rows_} * columns_;
         std::byte* const to = dense_ + block * size * element_;
         if (!values_.is_compressed()) {
-            const auto* from = static_cast<const Word*>(values_.data) + block * size;
+            const auto* from = static_cast<const Word*>(values_.data) + block * size / packed_;
             return put(from, block, 0, rows_, to);
         }
         const auto* from = static_cast<const Word*>(values_.data) + block * size / 2;
@@ -111,18 +112,18 @@ class Dequantizer {
         if constexpr (sizeof(Word) > 1) {
             std::memcpy(to, from, count * sizeof(Word));
         } else {
-            const bool is_float8 = values_.dtype == DType::float8_e4m3fn;
+            const DType dtype = values_.dtype;
             if (values_.scales_per == ScalesPer::block)
-                return steps_.scale({from, is_float8, values_.scales[block], count, to});
+                return steps_.scale({from, dtype, values_.scales[block], count, to});
             const float* const scales = values_.scales + block * rows_ + first;
             for (int row = 0; row < rows; ++row)
-                steps_.scale({from + row * columns_, is_float8, scales[row], columns_,
+                steps_.scale({from + row * columns_ / packed_, dtype, scales[row], columns_,
                               to + row * columns_ * element_});
         }
     }
 
     const Values& values_;
-    int rows_, columns_, element_;
+    int rows_, columns_, element_, packed_;
     const cpu::Steps& steps_;
     std::byte* dense_;
 };

@@ -9,8 +9,8 @@
 namespace ts {
 
 enum class Op : int32_t { dds_nt = 0, dds_nn = 1, sdd_tn = 2 };
-// int8 and float8_e4m3fn are dtypes of values and of what is multiplied by them, int32 is one of sums: the
-// ABI has no number for it.
+// int8 and float8_e4m3fn are dtypes of values and of what is multiplied by them, int4 of values alone, int32
+// is one of sums: the ABI has no number for it.
 enum class DType : int32_t {
     float64 = 0,
     float32 = 1,
@@ -18,13 +18,14 @@ enum class DType : int32_t {
     bfloat16 = 3,
     int8 = 4,
     float8_e4m3fn = 5,
-    int32 = 6
+    int4 = 6,
+    int32 = 7
 };
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, column_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
-// What of 8-bit values has a scale of its own.
+// What of values of 8 and 4 bits has a scale of its own.
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
@@ -32,8 +33,15 @@ enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 // and then added to other registers (promoted), which rounds where tensor cores cut off.
 enum class Accumulation : int32_t { kept = 0, promoted = 1 };
 
-constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::float8_e4m3fn; }
+// True if values of it have scales.
+constexpr bool is_quantized(DType dtype) {
+    return dtype == DType::int8 || dtype == DType::float8_e4m3fn || dtype == DType::int4;
+}
 
+// How many values a stored element holds.
+constexpr int values_of_element(DType dtype) { return dtype == DType::int4 ? 2 : 1; }
+
+// Bytes of a stored element.
 constexpr int element_size(DType dtype) {
     if (is_quantized(dtype)) return 1;
     if (dtype == DType::float64) return 8;
@@ -87,7 +95,7 @@ struct Matrix {
 struct Values {
     void* data;
     const uint32_t* metadata;  // of 2:4
-    const float* scales;       // of 8-bit values
+    const float* scales;       // of values of 8 and 4 bits
     ScalesPer scales_per;
     DType dtype;
     Storage storage;
@@ -95,7 +103,8 @@ struct Values {
     bool is_compressed() const { return storage == Storage::two_of_four; }
     // Bytes of the blocks of a pattern in `data`, metadata and scales.
     int64_t bytes(const Pattern& pattern) const {
-        return pattern.value_count() / (is_compressed() ? 2 : 1) * element_size(dtype);
+        return pattern.value_count() / (is_compressed() ? 2 : 1) / values_of_element(dtype) *
+               element_size(dtype);
     }
     int64_t metadata_bytes(const Pattern& pattern) const {
         return is_compressed() ? pattern.value_count() / 8 : 0;

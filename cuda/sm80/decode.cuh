@@ -1,10 +1,10 @@
 // dds for decode and small batches, which are bound by reading W (sm_80, mma.sync).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
-// Operands: activations row-major, bf16 or fp16; values [nnz, bn, bk] of the same dtype or, NT alone, 2:4,
-// int8 or float8_e4m3fn with scales; results row-major or column-major; float32 sums.
+// Operands: activations row-major, bf16 or fp16; values [nnz, bn, bk] of the same dtype or, NT alone, 2:4, or
+// int8, float8_e4m3fn or int4 with scales; results row-major or column-major; float32 sums.
 // A CTA computes 16, 32 or 64 features of one block row (NN: block column) for 8 to 64 tokens.
-// Warps: up to 8, in teams of one or, where many tokens make copies of x a burden, of four that share what
-// they copy. The teams share the row's blocks evenly and add up their sums in shared memory in the end.
+// Warps: up to 8, in teams of one or, where many tokens make copies of x a burden, of two or four that share
+// what they copy. The teams share the row's blocks evenly and add up their sums in shared memory in the end.
 // K loop: each team walks its share in slices of 64 or 128 k, through a ring of its own of 2 or 3 stages
 // (cp.async): that keeps more bytes under way than registers could hold, and no team waits for another.
 // Chosen where estimate_decode is least, for at most 1024 tokens.
@@ -15,6 +15,7 @@
 #include "sm80/decode_arguments.cuh"
 #include "sm80/decode_compressed.cuh"
 #include "sm80/decode_epilogue.cuh"
+#include "sm80/decode_int4.cuh"
 #include "sm80/decode_loader.cuh"
 #include "sm80/decode_traits.cuh"
 #include "sm80/decode_weight.cuh"

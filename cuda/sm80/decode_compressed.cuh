@@ -32,9 +32,10 @@ struct CompressedDecodeWeight {
     static constexpr bool kTransposed = false;
     static constexpr int kRows = kRows_;
     static constexpr int kSlice = kSlice_;
-    static constexpr int kBlockChunks = kBlockK / 8;                         // of activations
-    static constexpr int kBlocks = kSlice / kBlockK;                         // whole ones
-    static constexpr int kShift = (kQuantized ? 0 : 1) - (kSparse ? 1 : 0);  // log2 of the bytes of a weight
+    static constexpr int kBlockChunks = kBlockK / 8;  // of activations
+    static constexpr int kBlocks = kSlice / kBlockK;  // whole ones
+    static constexpr bool kHalved = kSparse || kDType == DType::int4;
+    static constexpr int kShift = (kQuantized ? 0 : 1) - (kHalved ? 1 : 0);  // log2 of the bytes of a weight
     static constexpr int kLineBytes = kShift < 0 ? kBlockK / 2 : kBlockK;
     static constexpr int kChunks = kLineBytes / 16;
     static constexpr int kBlockBytes = kRows * kLineBytes;
@@ -54,7 +55,7 @@ struct CompressedDecodeWeight {
     };
 
     template <int kThreads>
-    using Lines = DecodeLines<kBlockChunks, kThreads, !kSparse>;
+    using Lines = DecodeLines<kBlockChunks, kThreads, kSparse ? 1 : 2>;
 
     __device__ static constexpr int k_shift(const DecodeArguments&) { return log2_of_block(kBlockK); }
 
@@ -162,7 +163,7 @@ struct CompressedDecodeWeight {
             return operand;
         }
 
-      private:
+      protected:
         // ldmatrix takes the address of a line from each lane. Of 2:4 of 8 bits each lane loads the words
         // that its groups of 4 lie in, together with its neighbour's: so k is in order, as metadata has it.
         __device__ static uint32_t values_offset(int lane) {
@@ -191,6 +192,7 @@ struct CompressedDecodeWeight {
             return {__uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 8 * scale_bytes_))};
         }
 
+      private:
         __device__ static uint32_t weights(uint32_t word, int pair, float scale) {
             return dequantize<kDType, typename Math::Value>(word, pair, scale);
         }

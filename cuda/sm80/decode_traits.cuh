@@ -20,9 +20,9 @@ struct DecodeTraits {
     static constexpr int kChunks = Weight::kBlockChunks;  // of 16 bytes, of a block's k in a slice
     static constexpr int kBlocks = kSlice / 8 / kChunks;  // of a slice
 
-    // The warps of a team multiply different halves of each slice, and different rows or tokens.
-    static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : 1;
-    static constexpr int kHalves = kTeam == 1 ? 1 : 2;
+    // The warps of a team of four multiply different halves of each slice, and all different rows or tokens.
+    static constexpr int kTeam = kTokenTiles == 8 && kRows >= 32 ? 4 : kRows == 64 ? 2 : 1;
+    static constexpr int kHalves = kTeam == 4 ? 2 : 1;
     static constexpr int kWarpRows = kRows > 32 ? 32 : kRows;
     static constexpr int kRowWarps = kRows / kWarpRows;
     static constexpr int kWarpTokens = kTokens * kRowWarps * kHalves / kTeam;

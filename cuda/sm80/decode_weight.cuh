@@ -16,8 +16,9 @@ namespace ts::sm80 {
 
 // Lines of so many chunks of 16 bytes, copied by so many threads at a time. Chunks are permuted among the 128
 // bytes around them, so that ldmatrix finds the same chunk of 8 lines in different banks; or loads of 8 bytes
-// a thread, of half a warp, the same pair of chunks of 4 lines.
-template <int kChunks, int kThreads, bool kPairs = false>
+// a thread, of half a warp, the same two chunks of 4 lines; or of 16 bytes, of a quarter, the same four of 2.
+// `kUnit`: chunks that stay together.
+template <int kChunks, int kThreads, int kUnit = 1>
 struct DecodeLines {
     static constexpr int kBytes = 16 * kChunks;
     static constexpr int kCopyLines = kThreads / kChunks;  // that are copied at a time
@@ -31,7 +32,7 @@ struct DecodeLines {
 
   private:
     __device__ static constexpr int permutation(int line) {
-        constexpr int kPermuted = kChunks < 8 ? kChunks : 8, kUnit = kPairs ? 2 : 1;
+        constexpr int kPermuted = kChunks < 8 ? kChunks : 8;
         return (line * kPermuted / 8 & (kPermuted / kUnit - 1)) * kUnit;
     }
 };

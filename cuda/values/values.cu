@@ -27,7 +27,7 @@ struct alignas(kCount * sizeof(Word) < 16 ? kCount * sizeof(Word) : 16) Run {
 };
 
 __device__ inline float decode(uint8_t bits, DType dtype) {
-    if (dtype == DType::int8) return static_cast<float>(static_cast<int8_t>(bits));
+    if (dtype != DType::float8_e4m3fn) return static_cast<float>(static_cast<int8_t>(bits));
     const __half_raw half = __nv_cvt_fp8_to_halfraw(bits, __NV_E4M3);
     return __half2float(half);
 }
@@ -36,6 +36,19 @@ __device__ inline void round_to(double& to, float from) { to = from; }
 __device__ inline void round_to(float& to, float from) { to = from; }
 __device__ inline void round_to(__half& to, float from) { to = __float2half_rn(from); }
 __device__ inline void round_to(__nv_bfloat16& to, float from) { to = __float2bfloat16_rn(from); }
+
+// The 16 values of int4 in 8 bytes as bytes of int8.
+__device__ inline Run<uint8_t, kHalf> unpack(const uint8_t* from) {
+    const auto packed = *reinterpret_cast<const Run<uint8_t, kHalf / 2>*>(from);
+    Run<uint8_t, kHalf> bytes;
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; ++i) {
+        const auto pair = static_cast<int8_t>(packed.at[i]);
+        bytes.at[2 * i] = static_cast<uint8_t>(static_cast<int8_t>(pair << 4) >> 4);
+        bytes.at[2 * i + 1] = static_cast<uint8_t>(pair >> 4);
+    }
+    return bytes;
+}
 
 // Two of four words to where the bits say.
 template <class Word>
@@ -79,8 +92,13 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kHalf; i += 4, bits >>= 4)
             scatter(kept.at[i / 2], kept.at[i / 2 + 1], bits, plain.at + i);
     } else {
-        plain =
-            *reinterpret_cast<const Run<Word, kHalf>*>(static_cast<const Word*>(values.data) + index * kHalf);
+        const Word* const from = static_cast<const Word*>(values.data);
+        bool is_packed = false;
+        if constexpr (sizeof(Word) == 1) {
+            is_packed = values.dtype == DType::int4;
+            if (is_packed) plain = unpack(from + index * (kHalf / 2));
+        }
+        if (!is_packed) plain = *reinterpret_cast<const Run<Word, kHalf>*>(from + index * kHalf);
     }
     if constexpr (sizeof(Word) == 1) {
         const float scale = values.scales[values.scales_per == ScalesPer::row ? line : block];

@@ -44,17 +44,18 @@ void named(const std::string& place, const Function& function) {
 
 struct Dtype {
     std::string_view in_file;    // as safetensors names it
-    std::string_view in_config;  // as PyTorch names it
+    std::string_view in_config;  // as configurations do
     int32_t code;                // as the library knows it; -1 for what it never multiplies
     uint64_t bytes;
 };
 
-constexpr std::array<Dtype, 8> kDtypes{{{"F64", "float64", TS_FLOAT64, 8},
+constexpr std::array<Dtype, 9> kDtypes{{{"F64", "float64", TS_FLOAT64, 8},
                                         {"F32", "float32", TS_FLOAT32, 4},
                                         {"F16", "float16", TS_FLOAT16, 2},
                                         {"BF16", "bfloat16", TS_BFLOAT16, 2},
                                         {"I8", "int8", TS_INT8, 1},
                                         {"F8_E4M3", "float8_e4m3fn", TS_FLOAT8_E4M3FN, 1},
+                                        {"U8", "int4", TS_INT4, 1},  // of two
                                         {"I32", "int32", -1, 4},
                                         {"BOOL", "bool", -1, 1}}};
 
@@ -312,7 +313,7 @@ struct Layer {
     tilesparse::Dtype dtype, values_dtype;
     Bytes values, bias;                   // no bias: empty
     std::vector<uint32_t> metadata = {};  // of 2:4, otherwise empty
-    std::vector<float> scales = {};       // of 8 bits, otherwise empty
+    std::vector<float> scales = {};       // of 8 and 4 bits, otherwise empty
 };
 
 // Reads one layer: its pattern, then its values in whatever storage they have.
@@ -340,7 +341,8 @@ class LayerReader {
         const int64_t nnz = layer.pattern.nnz();
         const auto [bn, bk] = layer.pattern.block_shape();
         const bool is_2_4 = has_nm();
-        layer.values = read("weight", values_dtype, {nnz, bn, is_2_4 && !is_plain ? bk / 2 : bk});
+        const bool is_halved = (is_2_4 && !is_plain) || values_dtype.code == TS_INT4;
+        layer.values = read("weight", values_dtype, {nnz, bn, is_halved ? bk / 2 : bk});
         if (checkpoint_.has(prefix_ + "bias"))
             layer.bias = read("bias", dtype_, {layer.pattern.shape().out_features});
         if (is_2_4 && is_plain)

@@ -12,6 +12,7 @@ from ._arguments import shown
 from ._checks import (
     DTYPES,
     POLICIES,
+    QUANTIZED,
     as_number,
     check_block_shape,
     check_compressible,
@@ -42,12 +43,12 @@ class BlockSparseConfig:
             ones with blocks of 64, 1.2 times with 32 and 1.9 times with 128 (bfloat16, 8192 tokens, H200);
             smaller blocks keep more of a model's quality.
         nm: (2, 4) for 2:4 inside the blocks, or None.
-        storage: "plain", "compressed" (2:4 alone), "int8" or "float8_e4m3fn", see
+        storage: "plain", "compressed" (2:4 alone), "int8", "float8_e4m3fn" or "int4" (without 2:4), see
             `BlockSparseLinear.to_storage`.
         transposable: keep two of each four weights in a column as well, so that the gradient of x is a 2:4
             product, too.
-        scales: what has a scale of its own in 8 bits, a "row" of a block or a "block"; it becomes "feature"
-            with `activations`.
+        scales: what has a scale of its own in 8 and 4 bits, a "row" of a block or a "block"; it becomes
+            "feature" with `activations`.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
             bits as well, see `functional.quantized_linear`. Not with ``nm``.
@@ -103,7 +104,7 @@ class LayerSpec:
         nnz: number of kept blocks.
         dtype: of the dense blocks: float64, float32, float16 or bfloat16.
         storage, nm, transposable, policy, activations: as in `BlockSparseConfig`.
-        scales: "row" or "block" where the storage has 8 bits, "feature" with activations, otherwise None.
+        scales: "row" or "block" where the storage has 8 or 4 bits, "feature" with activations, else None.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -218,7 +219,7 @@ def check_quantized_activations(
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
         return
-    if storage_of(storage).dtype is None or activations != storage:
+    if storage_of(storage).dtype not in QUANTIZED or activations != storage:
         raise InvalidArgumentError(
             f"activations must be None, or the dtype of the storage where that has 8 bits, got "
             f"{shown(activations)} with storage {storage!r}"
@@ -272,3 +273,7 @@ def check_storage(storage: Any, nm: object) -> None:
         raise InvalidArgumentError(f"storage must be one of {list(STORAGES)}, got {shown(storage)}")
     if storage_of(storage).needs_nm and nm is None:
         raise InvalidArgumentError(f"storage must not be {storage!r} without nm=(2, 4)")
+    if not storage_of(storage).allows_nm and nm is not None:
+        raise InvalidArgumentError(
+            f"nm must be None with storage {storage!r}, whose blocks are dense, got {shown(nm)}"
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import LARGEST, QUANTIZED, Index
+from ._checks import LARGEST, PACKED, QUANTIZED, Index
 from ._ops.activations import activated
 from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
@@ -98,12 +98,20 @@ def _weight(like: Tensor, values: Tensor, pattern: tuple[Any, ...], options: Dds
 def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Tensor:
     if metadata is not None:
         raise UnsupportedError(
-            "storage must be 'plain', or 8 bits without 2:4, where a program is decomposed, got metadata of "
-            "2:4; call to_storage('plain') before the export"
+            "storage must be 'plain', or 8 or 4 bits without 2:4, where a program is decomposed, got "
+            "metadata of 2:4; call to_storage('plain') before the export"
         )
     if scales is None:
         return values
+    if values.dtype == PACKED:
+        values = _unpacked(values)
     return values.float() * scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
+
+
+def _unpacked(values: Tensor) -> Tensor:
+    """Return the numbers of int4, in float32."""
+    both = torch.stack((values & 15, values >> 4), -1).flatten(2).float()
+    return torch.where(both < 8, both, both - 16)
 
 
 def _expand(

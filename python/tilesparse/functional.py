@@ -5,8 +5,8 @@ where each block lies. Everything is differentiable, to any order, with respect 
 require it, unless stated otherwise. Names follow Gale et al., "MegaBlocks" (MLSys 2023): the letters
 of dds, sdd and dsd say which of output, left and right factor is sparse.
 
-Values may also be stored in fewer bytes, see `tilesparse.storage`: 2:4, with ``metadata``, or in 8 bits, with
-``scales``. Such values have no gradient.
+Values may also be stored in fewer bytes, see `tilesparse.storage`: 2:4, with ``metadata``, or in 8 or 4
+bits, with ``scales``. Such values have no gradient.
 
 Operands have dtype float64, float32, float16 or bfloat16, all the same, and lie on one device.
 Sums are taken in float32, or float64 for float64. On CUDA float32 is multiplied in TF32 where
@@ -65,7 +65,7 @@ def linear(
 
     Args:
         x: [..., in_features].
-        values: [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata``.
+        values: [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata`` or of int4 (uint8).
         pattern: positions of the blocks.
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (exact, with erf; float16 and bfloat16 on CUDA compute it within
@@ -84,7 +84,8 @@ def linear(
             many tokens on the GPU at hand, sparse where it has no estimate; TILESPARSE_LOG=1 tells which,
             and compiled code settles on one when it is traced.
         metadata: of 2:4 values, int32 [nnz, bk / 32, bn], see `storage.compress`.
-        scales: of int8 or float8_e4m3fn values, float32 [nnz, bn] or [nnz], see `storage.quantize`.
+        scales: of int8, float8_e4m3fn or int4 (uint8) values, float32 [nnz, bn] or [nnz], see
+            `storage.quantize` and `storage.quantize_int4`.
         gate: [..., out_features], the shape of the result, or None; in the place of a residual. Where no
             gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
@@ -239,7 +240,7 @@ def dds(
         pattern: positions of the blocks.
         transpose: multiply by Wᵀ.
         metadata: of 2:4 values, see `linear`.
-        scales: of values in 8 bits, see `linear`.
+        scales: of values in 8 or 4 bits, see `linear`.
 
     Returns:
         [..., out_features], or [..., in_features] with ``transpose=False``.

@@ -9,7 +9,7 @@ void init_stored(stored* s, int32_t dtype) {
         const float number = (float)(i % 15 + 1) / 8;
         if (dtype == TS_FLOAT32)
             memcpy(s->values + i * sizeof number, &number, sizeof number);
-        else if (dtype == TS_INT8)
+        else if (dtype == TS_INT8 || dtype == TS_INT4)
             s->values[i] = (uint8_t)(i * 37);
         else
             s->values[i] = (uint8_t)(i % 2 << 7 | (6 + i % 3) << 3 | i / 2 % 8);
@@ -21,6 +21,10 @@ void init_stored(stored* s, int32_t dtype) {
 double number_at(const unsigned char* values, int32_t dtype, int i) {
     float number;
     if (dtype == TS_INT8) return (int8_t)values[i];
+    if (dtype == TS_INT4) {
+        const int bits = i % 2 == 0 ? values[i / 2] & 15 : values[i / 2] >> 4;
+        return bits < 8 ? bits : bits - 16;
+    }
     if (dtype == TS_FLOAT32) {
         memcpy(&number, values + i * sizeof number, sizeof number);
         return number;

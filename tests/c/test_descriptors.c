@@ -49,7 +49,7 @@ static void test_bad_descriptors(void) {
             "y and bias_gradient must not overlap in memory");
     REFUSES(TS_DDS_NT, (give_gate(&o), give_residual(&o)), TS_INVALID_ARGUMENT,
             "gate must be null where a residual is given");
-    REFUSES(TS_DDS_NT, o.desc.values_dtype = 7, TS_INVALID_ARGUMENT, "values_dtype must be 0 to 6, got 7");
+    REFUSES(TS_DDS_NT, o.desc.values_dtype = 8, TS_INVALID_ARGUMENT, "values_dtype must be 0 to 7, got 8");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = -1, TS_INVALID_ARGUMENT, "values_dtype");
     REFUSES(TS_DDS_NT, o.desc.result_dtype = 5, TS_INVALID_ARGUMENT, "result_dtype");
     REFUSES(TS_SDD_TN, o.desc.result_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT, "result_dtype");

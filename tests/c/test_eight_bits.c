@@ -65,7 +65,7 @@ static void test_refusals(void) {
     REFUSES_EIGHT_BITS(o.desc.x_scales = (float*)((char*)x_scales + 1),
                        "x_scales must be aligned to 4 bytes");
     REFUSES_EIGHT_BITS(o.desc.x_scales = (float*)o.memory[1], "y and x_scales must not overlap in memory");
-    REFUSES_EIGHT_BITS(o.desc.scales = NULL, "scales must not be null for 8-bit values");
+    REFUSES_EIGHT_BITS(o.desc.scales = NULL, "scales must not be null for values of int8");
     REFUSES_EIGHT_BITS((o.desc.x.layout = TS_COLUMN_MAJOR, o.desc.x.ld = TOKENS),
                        "x.layout must be 0 for x of int8, got 1");
     REFUSES_EIGHT_BITS(o.desc.row_scales = TS_SCALES_PER_ROW, "row_scales must be 2 for x of int8, got 1");

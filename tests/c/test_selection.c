@@ -214,11 +214,13 @@ static void test_select_few_tokens(void) {
     o.desc.x.ld = o.desc.y.ld = 8192;
     for (int32_t i = 0; i < ts_kernel_count(); ++i) {
         SUCCEEDS(ts_kernel_get(i, &few));
-        if (few.max_tokens == 0) continue;
+        if (few.max_tokens == 0 || few.device != TS_CUDA) continue;
         int32_t kernel = -1;
         o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
         o.desc.storage = few.storages >> TS_STORAGE_DENSE & 1 ? TS_STORAGE_DENSE : TS_STORAGE_2_4;
-        o.desc.values_dtype = few.values_dtypes >> TS_INT8 & 1 ? TS_INT8 + 1 : 0;
+        o.desc.values_dtype = few.values_dtypes >> TS_INT8 & 1   ? TS_INT8 + 1
+                              : few.values_dtypes >> TS_INT4 & 1 ? TS_INT4 + 1
+                                                                 : 0;
         o.desc.tokens = 1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
         SUCCEEDS(ts_kernel_get(kernel, &chosen));

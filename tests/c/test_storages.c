@@ -6,7 +6,7 @@
 /* Lets a product multiply by stored values; operand 2 then holds what these stand for. */
 static void give_stored(operands* o, stored* s, int32_t dtype, int32_t storage, int32_t row_scales) {
     init_stored(s, dtype);
-    SUCCEEDS(compress(s, &o->pattern));
+    if (dtype != TS_INT4) SUCCEEDS(compress(s, &o->pattern));
     o->desc.storage = storage;
     o->desc.values = storage == TS_STORAGE_DENSE ? s->values : s->compressed;
     o->desc.metadata = storage == TS_STORAGE_DENSE ? NULL : s->metadata;
@@ -82,10 +82,11 @@ static void test_bad_storages(void) {
     REFUSES(TS_DDS_NT, o.desc.metadata = o.memory[3], TS_INVALID_ARGUMENT,
             "metadata must be null unless storage is TS_STORAGE_2_4");
     REFUSES(TS_DDS_NT, o.desc.storage = TS_STORAGE_2_4, TS_INVALID_ARGUMENT, "metadata must not be null");
-    REFUSES(TS_DDS_NT, o.desc.values_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT,
-            "values_dtype must be that of the activations, float32, or int8 or float8_e4m3fn, got float16");
+    REFUSES(
+        TS_DDS_NT, o.desc.values_dtype = TS_FLOAT16 + 1, TS_INVALID_ARGUMENT,
+        "values_dtype must be that of the activations, float32, or int8, float8_e4m3fn or int4, got float16");
     REFUSES(TS_DDS_NT, o.desc.values_dtype = INT8, TS_INVALID_ARGUMENT,
-            "scales must not be null for 8-bit values");
+            "scales must not be null for values of int8");
     REFUSES(TS_DDS_NT, o.desc.scales = (float*)o.memory[3], TS_INVALID_ARGUMENT,
             "scales must be null for values of float32");
     REFUSES(TS_DDS_NT, o.desc.row_scales = 1, TS_INVALID_ARGUMENT,
@@ -106,6 +107,12 @@ static void test_bad_storages(void) {
                    "y and values must not overlap in memory");
     REFUSES_STORED(TS_DDS_NT, TS_INT8, 0, o.desc.values = NULL, TS_INVALID_ARGUMENT,
                    "values must not be null");
+    REFUSES_STORED(TS_DDS_NT, TS_INT4, 0, o.desc.scales = NULL, TS_INVALID_ARGUMENT,
+                   "scales must not be null for values of int4");
+    REFUSES_STORED(TS_DDS_NT, TS_INT4, 0, o.desc.dtype = TS_INT4, TS_INVALID_ARGUMENT,
+                   "dtype must be 0 to 5, got 6");
+    REFUSES_STORED(TS_DDS_NT, TS_INT4, 0, (o.desc.storage = TS_STORAGE_2_4, o.desc.metadata = s.metadata),
+                   TS_INVALID_ARGUMENT, "storage must be 0 for values of int4, got 1");
     REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = (char*)s.metadata + 2, TS_INVALID_ARGUMENT,
                    "metadata must be aligned to 4 bytes");
     REFUSES_STORED(TS_DDS_NT, TS_FLOAT32, 1, o.desc.metadata = o.memory[1], TS_INVALID_ARGUMENT,
@@ -147,7 +154,8 @@ static void test_bad_expansions(void) {
     REFUSES_EXPANSION(o.desc.scales = memory, TS_INVALID_ARGUMENT,
                       "scales and dense must not overlap in memory");
     REFUSES_EXPANSION(o.desc.values = NULL, TS_INVALID_ARGUMENT, "values must not be null");
-    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT, "scales must not be null for 8-bit values");
+    REFUSES_EXPANSION(o.desc.scales = NULL, TS_INVALID_ARGUMENT,
+                      "scales must not be null for values of int8");
     REFUSES_EXPANSION(o.desc.op = TS_SDD_TN, TS_INVALID_ARGUMENT, "sdd_tn");
     REFUSES_EXPANSION((o.desc.op = TS_SDD_TN, o.desc.storage = 0, o.desc.metadata = NULL,
                        o.desc.scales = NULL, o.desc.values_dtype = 0),
@@ -160,6 +168,8 @@ static void test_bad_expansions(void) {
 void test_storages(void) {
     for (int32_t dtype = TS_INT8; dtype <= TS_FLOAT8_E4M3FN; ++dtype)
         for (int32_t option = 0; option < 4; ++option) test_stored_values(dtype, option & 1, option >> 1);
+    for (int32_t row_scales = 0; row_scales < 2; ++row_scales)
+        test_stored_values(TS_INT4, TS_STORAGE_DENSE, row_scales);
     test_stored_values(TS_FLOAT32, TS_STORAGE_2_4, 0);
     test_room_for_the_expansion();
     test_bad_storages();

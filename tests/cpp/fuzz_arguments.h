@@ -126,7 +126,7 @@ inline ts_pattern some_pattern() {
 }
 
 inline int64_t size_of(int32_t dtype) {
-    if (dtype == TS_INT8 || dtype == TS_FLOAT8_E4M3FN) return 1;
+    if (dtype >= TS_INT8 && dtype <= TS_INT4) return 1;  // of int4: of two
     return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2;
 }
 
@@ -147,7 +147,8 @@ inline void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t feature
 inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
     const wide rows = wide(bounded(pattern.nnz)) * pattern.block_rows, count = rows * pattern.block_cols;
     const int64_t size = size_of(desc.values_dtype > 0 ? desc.values_dtype - 1 : desc.dtype);
-    desc.values = take_some(count * size / (desc.storage == TS_STORAGE_2_4 ? 2 : 1));
+    const bool is_halved = desc.storage == TS_STORAGE_2_4 || desc.values_dtype == TS_INT4 + 1;
+    desc.values = take_some(count * size / (is_halved ? 2 : 1));
     if (desc.metadata != nullptr) desc.metadata = take_some(count / 8);
     if (desc.scales != nullptr) {
         const wide of_features = bounded(pattern.out_features),
@@ -183,7 +184,7 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.gate.ld = line(desc.gate.layout, pattern.out_features);
     if (desc.op != TS_SDD_TN) {
         if (chance(25)) desc.storage = TS_STORAGE_2_4;
-        if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN)) + 1;
+        if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_INT4)) + 1;
         if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
     }
     const bool quantizes = desc.op == TS_DDS_NT && chance(20);

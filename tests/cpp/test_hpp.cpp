@@ -191,6 +191,28 @@ void test_storages() {
     });
 }
 
+// Two values of 4 bits to a byte.
+void test_pairs() {
+    const ts::Pattern pattern = layer();
+    const std::size_t size = pattern.values_size();
+    std::vector<ts::Int4Pair> values(size / 2);
+    std::vector<float> scales(3, 0.5F), plain(size), x(kTokens * kIn), y(kTokens * kOut);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<std::uint8_t>(i * 37);
+    ts::Product product(ts::Op::dds_nt, pattern, kTokens);
+    product.x(x).values(values).scales(scales).y(y);
+    product.expand(plain);
+    for (std::size_t i = 0; i < size; ++i) {
+        const int bits = i % 2 == 0 ? values[i / 2].bits & 15 : values[i / 2].bits >> 4;
+        const float expected = 0.5F * static_cast<float>(bits < 8 ? bits : bits - 16);
+        expect(plain[i] == expected, "the expansion of int4 is wrong");
+    }
+    product.run();
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "values must have 768 elements, got 1536", [&] {
+        const std::vector<ts::Int4Pair> twice(size);
+        product.values(twice).run();
+    });
+}
+
 void test_patterns() {
     const ts::Pattern pattern = ts::Pattern::from_mask({1, 1, 0, 0, 0, 7}, {kOut, kIn}, {kRows, kCols});
     const auto is = [](ts::Span<const std::int32_t> array, const std::vector<std::int32_t>& expected) {
@@ -312,7 +334,8 @@ void test_dtypes() {
                                        {ts::Dtype::float16, 2},
                                        {ts::Dtype::bfloat16, 2},
                                        {ts::Dtype::int8, 1},
-                                       {ts::Dtype::float8_e4m3fn, 1}})
+                                       {ts::Dtype::float8_e4m3fn, 1},
+                                       {ts::Dtype::int4, 1}})
         expect(ts::size_of(dtype) == bytes, "another size of an element");
 }
 
@@ -402,6 +425,7 @@ int main() {
     test_products<float>();
     test_products<double>();
     test_storages();
+    test_pairs();
     test_patterns();
     test_refusals();
     test_dtypes();

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, storage
+from tilesparse._checks import PACKED
 from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -144,6 +145,8 @@ STORAGES = {
     "int8 by block": Storage(False, torch.int8),
     "float8 by row": Storage(False, torch.float8_e4m3fn, True),
     "float8 by block": Storage(False, torch.float8_e4m3fn),
+    "int4 by row": Storage(False, PACKED, True),
+    "int4 by block": Storage(False, PACKED),
     "2:4 int8 by row": Storage(True, torch.int8, True),
     "2:4 float8 by block": Storage(True, torch.float8_e4m3fn),
 }
@@ -168,7 +171,7 @@ class Stored(NamedTuple):
 
 
 def bytes_of(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The bits, as int8, of random numbers of 8 bits: all but NaN."""
+    """The bits, as int8, of random numbers of 8 bits, or two of 4: all but NaN."""
     values = torch.randint(-128, 128, size, generator=seeded(seed), dtype=torch.int8)
     if dtype == torch.float8_e4m3fn:
         values[values.bitwise_and(127) == 127] = 0  # NaN
@@ -182,8 +185,12 @@ def stored_values(
     size = (pattern.nnz, *pattern.block_shape)
     values, metadata, scales = random_values(pattern, dtype=dtype, device=device, seed=seed), None, None
     if form.quantized is not None:
-        values = bytes_of(size, form.quantized, seed).view(form.quantized).to(device)
-        scales = torch.rand(size[: 1 + form.row_scales], generator=seeded(seed + 1)).to(device) / 64 - 1 / 128
+        columns = size[2] // 2 if form.quantized == PACKED else size[2]
+        values = bytes_of((*size[:2], columns), form.quantized, seed).view(form.quantized).to(device)
+        scales = torch.rand(size[: 1 + form.row_scales], generator=seeded(seed + 1)) / 64 - 1 / 128
+        if form.quantized == PACKED:  # weights that 16 bits have exactly: kernels do not round them
+            scales = (scales * 1024).round() / 1024
+        scales = scales.to(device)
     if form.compressed:
         scores = torch.rand(size, generator=seeded(seed + 2))
         mask = storage.two_of_four(scores) & (scores > 0.2)
@@ -202,6 +209,9 @@ def expanded_by_definition(
         values = plain.scatter_(2, kept_columns(metadata, bn), bits).view(values.dtype)
     if scales is None:
         return values
+    if values.dtype == PACKED:
+        both = torch.stack((values & 15, values >> 4), -1).flatten(2).to(torch.int8)
+        values = torch.where(both < 8, both, both - 16)
     return (values.float() * scales.view(*scales.shape, *(1,) * (3 - scales.dim()))).to(dtype)
 
 

@@ -20,6 +20,7 @@ FORMS: list[dict[str, Any]] = [
     {"nm": (2, 4)},
     {"nm": (2, 4), "storage": "compressed"},
     {"storage": "int8"},
+    {"storage": "int4"},
     {"nm": (2, 4), "storage": "float8_e4m3fn"},
 ]
 

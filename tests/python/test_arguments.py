@@ -551,6 +551,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "storage.compress": lambda: {"values": values(), "mask": storage.two_of_four(values())},
     "storage.expand": lambda: {"values": values()},
     "storage.quantize": lambda: {"values": values(), "dtype": torch.int8},
+    "storage.quantize_int4": lambda: {"values": values()},
     "storage.row_scales": lambda: {"scales": torch.ones(32), "pattern": pattern()},
     "train.AveragedModel": lambda: {"model": layered()},
     "train.AveragedModel.update_parameters": lambda: (

@@ -279,7 +279,7 @@ def test_values_in_fewer_bytes_are_measured_checked_and_reported(
     assert "8.0" in cases.pop("sm80")["unavailable"]
     measured = [result for case in cases.values() for result in case["results"]]
     refused = [result["contender"] for result in measured if "unavailable" in result]
-    assert refused == [bench_storages.CUSPARSELT]
+    assert refused == [bench_storages.CUSPARSELT, bench_storages.TINYGEMM]
     for section, case in cases.items():
         for result in case["results"]:
             if "unavailable" in result:
@@ -299,6 +299,9 @@ def test_values_in_fewer_bytes_are_measured_checked_and_reported(
         elements + scales,
         elements // 2 + elements // 8 + scales,
     ]
+    by_name = {result["contender"]: result for result in cases["four bits"]["results"]}
+    elements = round(256 * 384 * cases["four bits"]["density"])
+    assert by_name["int4"]["stored_bytes"] == elements // 2 + elements // 32 * 4
     capsys.readouterr()
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out

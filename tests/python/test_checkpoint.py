@@ -40,6 +40,8 @@ FORMS = {
     "int8 by block": (None, "int8", "block"),
     "float8 by row": (None, "float8_e4m3fn", "row"),
     "2:4 int8 by row": ((2, 4), "int8", "row"),
+    "int4 by row": (None, "int4", "row"),
+    "int4 by block": (None, "int4", "block"),
     "2:4 float8 by block": ((2, 4), "float8_e4m3fn", "block"),
     "int8 W8A8": (None, "int8", "feature"),
     "float8 W8A8": (None, "float8_e4m3fn", "feature"),

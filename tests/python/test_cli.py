@@ -116,7 +116,7 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
 def test_info_says_what_multiplies_values_in_fewer_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, two_of_four, int8, float8 = 0b01, 0b10, 1 << 4, 1 << 5
+    plain, two_of_four, int8, float8, int4 = 0b01, 0b10, 1 << 4, 1 << 5, 1 << 6
     forward, both = 0b001, 0b011
     kernels = [
         SimpleNamespace(
@@ -132,6 +132,7 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
         for name, least, ops, dtypes, tokens, storages, values_dtypes in (
             ("sm80_plain", 80, both, 0b1110, 0, plain, 0),
             ("sm80_few_tokens", 80, forward, 0b1100, 64, plain | two_of_four, int8 | float8),
+            ("sm80_four_bits", 80, forward, 0b1100, 64, plain, int4),
             ("sm80_2_4", 80, forward, 0b1100, 0, two_of_four, 0),
             ("sm90_2_4_bf16", 90, forward, 0b1000, 0, two_of_four, 0),
             ("sm90_2_4_f16", 90, forward, 0b0100, 0, two_of_four, 0),
@@ -140,7 +141,7 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
     monkeypatch.setattr(_C, "kernels", lambda: kernels)
     halves = "float16, bfloat16"
     few, rest = f"sm80 (forward up to 64 tokens; {halves})", ", otherwise decompressed in every call"
-    names = ("int8", "2:4 int8", "float8_e4m3fn", "2:4 float8_e4m3fn")
+    names = ("int8", "2:4 int8", "float8_e4m3fn", "2:4 float8_e4m3fn", "int4")
     old, new = (
         [f"  2:4: {readers}{rest}", *(f"  {name}: {few}{rest}" for name in names)]
         for readers in (f"sm80 (forward; {halves})", f"sm90 (forward; {halves}), sm80 (forward; {halves})")

@@ -72,7 +72,7 @@ def results_of(op: int, dtype: torch.dtype) -> list[torch.dtype]:
 ROWS = [
     Row(index + 1, kernel.name, op, dtype, result)
     for index, kernel in enumerate(_C.kernels())
-    if kernel.device == CPU
+    if kernel.device == CPU and not kernel.values_dtypes
     for op in (DDS_NT, DDS_NN, SDD_TN)
     if kernel.ops >> op & 1
     for dtype, code in DTYPES.items()

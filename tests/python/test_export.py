@@ -60,6 +60,7 @@ def of_all_kinds(seed: int, device: str = "cpu") -> nn.Module:
         {"nm": (2, 4)},
         {"nm": (2, 4), "storage": "compressed"},
         {"storage": "int8"},
+        {"storage": "int4"},
         {"nm": (2, 4), "storage": "float8_e4m3fn"},
         {"nm": (2, 4), "storage": "int8", "policy": "dense"},
     ]
@@ -248,6 +249,7 @@ DECOMPOSED: dict[str, dict[str, Any]] = {
     "2:4": {"nm": (2, 4)},
     "int8": {"storage": "int8"},
     "float8": {"storage": "float8_e4m3fn"},
+    "int4": {"storage": "int4"},
 }
 
 

@@ -39,7 +39,7 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
-from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED
+from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.prepared import Prepared
@@ -100,7 +100,7 @@ def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | Non
     found: list[Storage | None] = [None] if kernel.storages & 1 and own else []
     for storage in STORAGES.values():
         quantized = storage.quantized
-        reads = own if quantized is None else kernel.values_dtypes >> QUANTIZED[quantized] & 1
+        reads = own if quantized is None else kernel.values_dtypes >> SCALED[quantized] & 1
         if reads and kernel.storages >> storage.compressed & 1:
             found.append(storage)
     return found
@@ -205,7 +205,7 @@ def form_of(row: Row) -> dict[str, Any]:
         return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
         "storage": int(storage.compressed),
-        "values_dtype": -1 if storage.quantized is None else QUANTIZED[storage.quantized],
+        "values_dtype": -1 if storage.quantized is None else SCALED[storage.quantized],
         "row_scales": storage.row_scales,
     }
 

@@ -235,15 +235,15 @@ def fsdp_of_2_4(rank: int) -> None:
             refused(model[0])
 
 
-def fsdp_in_8_bits(rank: int) -> None:
+def fsdp_in_fewer_bits(rank: int) -> None:
     x = randn(4, WIDTH, dtype=torch.float32, device=here())
-    for storage, activations in product(("int8", "float8_e4m3fn"), (False, True)):
+    for storage, activations in (*product(("int8", "float8_e4m3fn"), (False, True)), ("int4", False)):
         model = known(make(storage=storage, activations=storage if activations else None))
         expected = model(x)
         try:
             y = sharded(model)(x)
         except RuntimeError as error:  # of releases that make all parameters with a gradient first
-            assert storage == "int8" and "floating point dtype" in str(error), error
+            assert storage.startswith("int") and "floating point dtype" in str(error), error
             assert torch.__version__ < "2.13", error
             continue
         alike(y, expected)
@@ -366,6 +366,7 @@ def tensor_parallel_storages(rank: int) -> None:
         {"nm": (2, 4), "transposable": True},
         {"nm": (2, 4), "storage": "compressed"},
         {"storage": "int8"},
+        {"storage": "int4"},
         {"storage": "float8_e4m3fn"},
         {"storage": "int8", "activations": "int8", "policy": "dense"},
         {"policy": "dense"},
@@ -766,7 +767,7 @@ SCENES: dict[int, tuple[Callable[[int], None], ...]] = {
         fsdp_in_less_precision,
         fsdp_with_checkpoints,
         fsdp_of_2_4,
-        fsdp_in_8_bits,
+        fsdp_in_fewer_bits,
         moved,
         without_agreement,
         from_meta,

@@ -117,6 +117,7 @@ STORED: list[
     ({"nm": (2, 4), "storage": "compressed"}, "2:4 compressed", 32 * 32 * 2 + 32 * 4),  # and metadata
     ({"storage": "int8"}, "int8", 32 * 32 + 32 * 4),  # and scales
     ({"storage": "float8_e4m3fn"}, "float8_e4m3fn", 32 * 32 + 32 * 4),
+    ({"storage": "int4"}, "int4", 32 * 32 // 2 + 32 * 4),
     ({"nm": (2, 4), "storage": "int8"}, "2:4 int8", 32 * 32 // 2 + 32 * 4 + 32 * 4),
 ]
 
@@ -136,7 +137,7 @@ def test_layers_are_stored_as_asked(options: dict[str, Any], called: str, block_
     )
     assert layer.after.bytes == report.after.bytes == block_bytes * expected.pattern.nnz + indices
     assert layer.error == expected.storage_error
-    assert (layer.error > 0) == (layer.storage in ("int8", "float8_e4m3fn"))
+    assert (layer.error > 0) == (layer.storage in ("int8", "float8_e4m3fn", "int4"))
     line = str(report).splitlines()[1]
     assert f" {called} " in line and (f" {layer.error:.2g} " in line) == (layer.error > 0)
     x = torch.randn(3, 64)
@@ -156,7 +157,7 @@ def test_plain_twins_of_stored_layers_have_the_values_that_these_multiply_by(
     assert torch.equal(model[0].weight, expected.plain_values())
 
 
-@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn", "int4"])
 @pytest.mark.parametrize(
     "pattern", [None, BlockPattern.from_blocks([(1, 1)], shape=(64, 64), block_shape=32)]
 )
@@ -379,7 +380,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
             {"nm": (2, 4), "transposable": True, "block_shape": (16, 64)},
             r"transposable.*bn.*\(16, 64\)",
         ),
-        (".*", {"storage": "int4"}, "storage.*'float8_e4m3fn'.*'int4'"),
+        (".*", {"storage": "int2"}, "storage.*'float8_e4m3fn'.*'int4'.*'int2'"),
         (".*", {"storage": "compressed"}, "storage must not be 'compressed'"),
         (".*", 0.5, "options.*0.5"),
     ],

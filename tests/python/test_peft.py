@@ -39,6 +39,7 @@ FORMS: list[dict[str, Any]] = [
     {"nm": (2, 4)},
     {"nm": (2, 4), "storage": "compressed"},
     {"storage": "int8"},
+    {"storage": "int4"},
     {"storage": "float8_e4m3fn"},
     {"nm": (2, 4), "storage": "float8_e4m3fn"},
 ]
@@ -529,7 +530,9 @@ def test_a_block_sparse_layer_that_is_trained_whole_is_saved(tmp_path: Path) -> 
     assert torch.equal(loaded(x), model(x)) and not torch.equal(model(x), y)
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"storage": "float8_e4m3fn"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"storage": "int8"}, {"storage": "float8_e4m3fn"}, {"storage": "int4"}], ids=str
+)
 @pytest.mark.parametrize("raised", [True, False])
 def test_adapters_of_a_model_in_16_bits(options: dict[str, Any], raised: bool) -> None:
     model = get_peft_model(

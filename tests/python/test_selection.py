@@ -36,6 +36,7 @@ STORED: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("plain", None),
     ("compressed", (2, 4)),
     ("int8", None),
+    ("int4", None),
 )
 
 have_all = {"sm_80", "sm_90"} <= set(_C.architectures().split(","))
@@ -226,7 +227,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"in_features": 40}, "multiple"),
         ({"dtype": torch.int8}, "dtype"),
         ({"op": "backward"}, "op must be one of"),
-        ({"storage": "int4"}, "storage"),
+        ({"storage": "int2"}, "storage"),
         ({"storage": "compressed"}, "storage"),
         ({"nm": (2, 4)}, "nm must be None with storage 'plain'"),
         ({"nm": (2, 4), "storage": "int8", "block_shape": 16}, "nm"),

@@ -35,6 +35,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "masked": {"nm": (2, 4), "dtype": torch.bfloat16},
     "compressed": {"nm": (2, 4), "storage": "compressed"},
     "int8": {"storage": "int8", "dtype": torch.bfloat16},
+    "int4": {"storage": "int4", "dtype": torch.bfloat16},
     "float8 of 2:4": {"nm": (2, 4), "storage": "float8_e4m3fn"},
     "größe 😀": {"bias": False},
     "empty": {"density": 0},

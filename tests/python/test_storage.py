@@ -35,11 +35,12 @@ from helpers import (
 from hypothesis import strategies
 from torch import Tensor, func
 
-from tilesparse import BlockPattern, InvalidArgumentError, UnsupportedError, functional
+from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.linear import linear_through
+from tilesparse._runtime.kernels import use_kernel
 from tilesparse._runtime.native import ACTIVATIONS, TENSORS
-from tilesparse.storage import compress, expand, quantize, two_of_four
+from tilesparse.storage import compress, expand, quantize, quantize_int4, two_of_four
 
 OPS = torch.ops.tilesparse
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
@@ -373,6 +374,71 @@ def test_bad_quantisations_are_named(values: Tensor, arguments: dict[str, Any], 
         quantize(values, **arguments)
 
 
+# ---- 4 bits ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per", ["row", "block"])
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 3e38])
+def test_four_bits_are_rounded_to_the_nearest(device: str, per: str, size: float) -> None:
+    values = torch.randn(3, 16, 32, generator=seeded(1), dtype=torch.float64).to(device)
+    values = (values / values.abs().max() * size).float()
+    packed, scales = quantize_int4(values, per=per, search=False)
+    assert packed.shape == (3, 16, 16) and packed.dtype == torch.uint8 and packed.is_contiguous()
+    assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
+    restored = expand(packed, None, scales)
+    scale = scales.view(*scales.shape, *(1,) * (3 - scales.dim())).double()
+    assert bool(((restored.double() - values.double()).abs() <= scale * (0.5 + 1e-5)).all())
+    if size > 1e-35:
+        largest = (restored / scale).abs().amax((1, 2) if per == "block" else 2)
+        torch.testing.assert_close(largest, torch.full_like(largest, 7))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per", ["row", "block"])
+def test_the_search_takes_the_best_of_eleven_scales(device: str, per: str) -> None:
+    values = torch.randn(4, 16, 64, generator=seeded(1)).to(device)
+    values[0, 0, 5] = -40  # an outlier, which costs least where it is not clipped
+    values[3] = 0
+    sides = (1, 2) if per == "block" else (2,)
+    found = []
+    for fraction in torch.arange(11) * -0.04 + 1:
+        scales = values.abs().amax(sides, keepdim=True) / 7 * fraction.to(device)
+        rounded = (values / scales).nan_to_num().round().clamp(-8, 7) * scales
+        found.append((rounded - values).square().sum(sides))
+    packed, scales = quantize_int4(values, per=per)
+    error = (expand(packed, None, scales) - values).square().sum(sides)
+    torch.testing.assert_close(error, torch.stack(found).amin(0), rtol=1e-4, atol=1e-6)
+    assert not bool(packed[3].any()) and bool((scales > 0).all())
+    whole = quantize_int4(values, per=per, search=False)
+    assert float(error.sum()) < float((expand(whole[0], None, whole[1]) - values).square().sum())
+
+
+def test_four_bits_of_much_and_of_nothing() -> None:
+    """More blocks than are quantized at a time have the scales that each has alone."""
+    values = torch.randn(300, 128, 128, generator=seeded(1), dtype=torch.bfloat16)
+    packed, scales = quantize_int4(values)
+    alone = quantize_int4(values[290:291])
+    assert torch.equal(packed[290:291], alone[0]) and torch.equal(scales[290:291], alone[1])
+    for per, shape in (("row", (0, 16)), ("block", (0,))):
+        packed, scales = quantize_int4(torch.zeros(0, 16, 32), per=per)
+        assert packed.shape == (0, 16, 16) and scales.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "named"),
+    [
+        (torch.full((1, 16, 16), math.nan), {}, "values must be finite: 4-bit storage"),
+        (torch.ones(16, 16), {}, r"values must be a real tensor \[nnz, bn, bk\]"),
+        (torch.ones(1, 16, 15), {}, r"values must be \[nnz, bn, bk\] with an even bk, got \[1, 16, 15\]"),
+        (torch.ones(1, 16, 16), {"per": "feature"}, "per must be 'row' or 'block', got 'feature'"),
+    ],
+)
+def test_bad_four_bits_are_named(values: Tensor, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        quantize_int4(values, **arguments)
+
+
 # ---- products ----
 
 
@@ -429,12 +495,37 @@ def test_products_for_any_tokens_and_blocks(
     assert_product_close(o.dds(o.y, transpose=False), o.y, o.weight)
 
 
+@pytest.mark.parametrize("storage", ["int8 by row", "int4 by row"])
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_eight_bits_need_no_wide_blocks(device: str, block: int) -> None:
-    o = Operands("int8 by row", grid=(3, 4), block_shape=(block, 16), device=device)
+def test_eight_and_four_bits_need_no_wide_blocks(device: str, block: int, storage: str) -> None:
+    o = Operands(storage, grid=(3, 4), block_shape=(block, 16), device=device)
     assert_product_close(o.linear(), o.x, o.weight.t())
     assert_product_close(o.dds(o.y, transpose=False), o.y, o.weight)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_avx512_4_bits", "cpu_avx2_4_bits", "cpu_portable_4_bits"])
+@pytest.mark.parametrize("block_shape", [(16, 16), (16, 128), (32, 32), (64, 16), (128, 64)])
+@pytest.mark.parametrize("storage", ["int4 by row", "int4 by block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_few_tokens_of_four_bits_on_the_cpu(
+    dtype: torch.dtype, storage: str, block_shape: tuple[int, int], kernel: str
+) -> None:
+    """By every instruction set of this machine, without an expansion."""
+    number = next((i for i, each in enumerate(_C.kernels()) if each.name == kernel), None)
+    if number is None:
+        pytest.skip("of another architecture")
+    for tokens in range(1, 9):
+        o = Operands(storage, "random 50%", grid=(4, 6), block_shape=block_shape, dtype=dtype, tokens=tokens)
+        try:
+            with use_kernel(kernel):
+                result = o.linear(None, o.bias, "relu", residual=o.y)
+        except UnsupportedError as error:
+            assert tokens > 1 or "the processor lacks" in str(error), error
+            break
+        exact = (o.x.double() @ o.weight.t() + o.bias.double()).relu() + o.y.double()
+        error = 4 * rounding_unit(dtype) * float(exact.abs().max())
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=error + 1e-5)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -726,7 +817,18 @@ REFUSED: list[tuple[str, Callable[[Operands], None], str]] = [
         lambda o: change(o, "values", lambda v: v.float()),
         "scales are given, but values are torch.float32",
     ),
-    (BYTES, lambda o: change(o, "values", lambda v: v.view(torch.uint8)), "scales are given, .*torch.uint8"),
+    (BYTES, lambda o: change(o, "values", lambda v: v.view(torch.bool)), "scales are given, .*torch.bool"),
+    (
+        BYTES,
+        lambda o: change(o, "values", lambda v: v.view(torch.uint8)),
+        r"values must be .*\[nnz, bn, bk / 2\] = \[14, 32, 16\], got shape \[14, 32, 32\]",
+    ),
+    (
+        BOTH,
+        lambda o: change(o, "values", lambda v: v.view(torch.uint8)),
+        "metadata must be None for values of int4",
+    ),
+    ("int4 by row", lambda o: without(o, "scales"), "scales are missing, but values are torch.uint8"),
     (BYTES, lambda o: setattr(o, "x", o.x.to(torch.int8)), r"x must have dtype float64, float32.*torch.int8"),
     (BYTES, lambda o: setattr(o, "x", o.x.to("meta")), "x must be on cpu like values.*meta"),
     (

@@ -35,13 +35,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "compressed": {"nm": NM, "storage": "compressed"},
     "int8": {"storage": "int8"},
     "float8": {"storage": "float8_e4m3fn"},
+    "int4": {"storage": "int4"},
     "2:4 int8": {"nm": NM, "storage": "int8"},
     "2:4 float8": {"nm": NM, "transposable": True, "storage": "float8_e4m3fn"},
     "int8 W8A8": {"storage": "int8", "activations": "int8"},
     "float8 W8A8": {"storage": "float8_e4m3fn", "activations": "float8_e4m3fn"},
 }
 MASKED = ["masked", "transposable"]
-STORED = ["compressed", "int8", "float8", "2:4 int8", "2:4 float8", "int8 W8A8", "float8 W8A8"]
+STORED = ["compressed", "int8", "float8", "int4", "2:4 int8", "2:4 float8", "int8 W8A8", "float8 W8A8"]
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -123,10 +124,12 @@ def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
         error = float(
             torch.linalg.vector_norm(plain.double() - kept.double()) / torch.linalg.vector_norm(kept.double())
         )
-        assert layer.storage_error == pytest.approx(error, rel=1e-6) and 0 < error < 0.04
+        assert layer.storage_error == pytest.approx(error, rel=1e-6) and 0 < error < (
+            0.08 if layer.storage == "int4" else 0.04
+        )
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [storage for storage in STORAGES if storage != "int4"])
 def test_from_linear_chooses_by_scores(storage: str) -> None:
     linear = nn.Linear(IN, OUT)
     scores = torch.rand(OUT, IN, generator=seeded(3))
@@ -152,11 +155,12 @@ def test_from_linear_keeps_frozen_weights_frozen() -> None:
 def test_what_a_layer_holds(name: str) -> None:
     layer, options = make(name), LAYERS[name]
     nnz, (bn, bk) = layer.pattern.nnz, layer.block_shape
-    halved, eight = layer.nm is not None and layer.storage != "plain", "8" in layer.storage
+    halved = layer.storage == "int4" or (layer.nm is not None and layer.storage != "plain")
+    scaled = layer.storage not in ("plain", "compressed")
     assert layer.weight.shape == (nnz, bn, bk // 2 if halved else bk)
     found = {key for key in ("mask", "metadata", "scales") if getattr(layer, key) is not None}
-    wanted = {"mask"} if name in MASKED else {"metadata"} if halved else set()
-    assert found == wanted | ({"scales"} if eight else set())
+    wanted = {"mask"} if name in MASKED else {"metadata"} if halved and layer.nm else set()
+    assert found == wanted | ({"scales"} if scaled else set())
     assert set(layer.state_dict()) == {"weight", "bias", "crow_indices", "col_indices", "slot", *found}
     assert ("nm=(2, 4)" in repr(layer)) == (layer.nm is not None)
     assert ("transposable=True" in repr(layer)) == layer.transposable
@@ -190,7 +194,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
     assert layer.weight.requires_grad == (layer.storage == "plain")
     bound = layer.plain_values().abs().max()
     fan_in = layer.crow_indices.diff().min() * 32 // (1 if layer.nm is None else 2)
-    assert 0 < float(bound) <= float(fan_in.rsqrt()) * 1.05
+    assert 0 < float(bound) <= float(fan_in.rsqrt()) * 1.06
 
 
 # ---- 2:4 in training ----
@@ -322,7 +326,7 @@ def test_set_nm_that_is_refused_changes_nothing() -> None:
     [
         (nm, *storages)
         for nm, storages in product((None, NM), product(STORAGES, STORAGES))
-        if nm is not None or "compressed" not in storages
+        if ("int4" if nm else "compressed") not in storages
     ],
 )
 def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> None:
@@ -333,7 +337,7 @@ def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> Non
     assert after.dtype == torch.bfloat16 and layer.bias is bias
     if target in ("plain", "compressed") or source == target:
         assert torch.equal(after, before)
-    assert layer.storage_error <= 0.04
+    assert layer.storage_error <= (0.08 if target == "int4" else 0.04)
     assert_multiplies(layer, after, 2e-2)
     assert layer.nm == nm and (nm is None or torch.equal(layer.kept_mask(), mask))
     assert layer.weight.requires_grad == (target == "plain")
@@ -371,12 +375,28 @@ def test_to_storage_that_is_refused_changes_nothing() -> None:
     for storage, named in (
         ("int8", "values must be finite"),
         ("compressed", r"storage must not be 'compressed' without"),
-        ("int4", r"storage must be one of \['plain', .*\], got 'int4'"),
+        ("int4", "values must be finite: 4-bit storage"),
+        ("int2", r"storage must be one of \['plain', .*\], got 'int2'"),
     ):
         with pytest.raises(InvalidArgumentError, match=named):
             layer.to_storage(storage)
     assert layer.storage == "plain" and layer.weight.requires_grad
     assert same({name: tensor.nan_to_num() for name, tensor in states(layer).items()}, before)
+
+
+def test_four_bits_are_combined_neither_with_two_of_four_nor_with_activations() -> None:
+    for layer, activations, named in (
+        (make("masked"), None, r"nm must be None with storage 'int4', whose blocks are dense, got \(2, 4\)"),
+        (make("plain"), "int8", "activations must be None, or the dtype .* got 'int8' with storage 'int4'"),
+        (make("plain"), "int4", "activations must be None, or the dtype .* got 'int4' with storage 'int4'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=named):
+            layer.to_storage("int4", activations=activations)
+        assert layer.storage == "plain"
+        with pytest.raises(InvalidArgumentError, match=named):
+            make("int4", nm=layer.nm, activations=activations)
+    with pytest.raises(UnsupportedError, match="storage"):
+        make("int4").set_nm(NM)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -542,15 +562,16 @@ def test_leaves_the_meta_device(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_storages_on_the_meta_device_are_sizes(storage: str) -> None:
+    name, nm = ("plain", None) if storage == "int4" else ("masked", NM)
     with torch.device("meta"):
-        layer = make("masked").to_storage(storage)
-    saved = make("masked", seed=2).to_storage(storage)
+        layer = make(name).to_storage(storage)
+    saved = make(name, seed=2).to_storage(storage)
     assert {name: (t.shape, t.dtype) for name, t in layer.state_dict().items()} == {
         name: (t.shape, t.dtype) for name, t in saved.state_dict().items()
     }
     pattern = saved.pattern
     linear = nn.Linear(IN, OUT, device="meta")
-    layer = BlockSparseLinear.from_linear(linear, pattern=pattern, nm=NM, storage=storage)
+    layer = BlockSparseLinear.from_linear(linear, pattern=pattern, nm=nm, storage=storage)
     layer.load_state_dict(saved.state_dict(), assign=True)
     assert same(states(layer), states(saved))
 
@@ -697,7 +718,7 @@ def test_second_derivatives_of_masked_layers(name: str) -> None:
         ({"nm": NM, "transposable": True, "block_shape": (16, 32)}, "transposable: 2:4 is for bn of 32"),
         ({"transposable": True}, r"transposable must be False without nm=\(2, 4\)"),
         ({"storage": "compressed"}, r"storage must not be 'compressed' without"),
-        ({"storage": "int4"}, r"storage must be one of .*got 'int4'"),
+        ({"storage": "int2"}, r"storage must be one of .*got 'int2'"),
         ({"storage": None}, r"storage must be one of .*got None"),
     ],
 )
@@ -764,7 +785,8 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
     other = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(5), **{"block_shape": 32, **LAYERS[name]}
     )
-    x = torch.randn(5, 256, dtype=dtype, generator=seeded(1))
+    # Of int4 a kernel reads few tokens as they are, and does not round the weight.
+    x = torch.randn(16 if name == "int4" else 5, 256, dtype=dtype, generator=seeded(1))
 
     def negate_(layer: BlockSparseLinear) -> None:
         layer.weight.copy_(-layer.weight.float())

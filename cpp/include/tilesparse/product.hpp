@@ -63,7 +63,7 @@ class Product {
     Product& gate(Array gate, std::int64_t ld = 0) {
         return set(given_.gate, desc_.gate, gate, Layout::row_major, ld);
     }
-    // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata.
+    // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata or of Int4Pair.
     Product& values(Array values) {
         forget_packed();
         given_.values = detail::given(values);
@@ -78,7 +78,7 @@ class Product {
         desc_.storage = TS_STORAGE_2_4;
         return *this;
     }
-    // [nnz] or [nnz, rows], of values of 8 bits; [out_features] where x has 8 bits, too.
+    // [nnz] or [nnz, rows], of values of 8 or 4 bits; [out_features] where x has 8 bits, too.
     Product& scales(Span<const float> scales) {
         forget_packed();
         given_.scales = scales.size();

@@ -38,7 +38,8 @@ struct ProductOperands {
             return;  // of which ts_matmul says what is wrong
         const std::int64_t rows = pattern.nnz * pattern.block_rows;
         const bool is_2_4 = desc.storage == TS_STORAGE_2_4;
-        check_count("values", values.size, rows * pattern.block_cols / (is_2_4 ? 2 : 1));
+        const bool is_halved = is_2_4 || values.dtype == Dtype::int4;
+        check_count("values", values.size, rows * pattern.block_cols / (is_halved ? 2 : 1));
         if (is_2_4) check_count("metadata", metadata, rows * (pattern.block_cols / 32));
         if (desc.scales != nullptr) {
             const std::int32_t per = scales_per(pattern);

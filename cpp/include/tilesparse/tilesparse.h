@@ -68,6 +68,7 @@ enum {
 
 enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
 enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };           /* dtypes of values, and of x for TS_DDS_NT */
+enum { TS_INT4 = 6 };                                 /* dtype of values alone */
 enum { TS_CPU = 0, TS_CUDA = 1 };                     /* ts_matmul_desc.device */
 enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 }; /* ts_matmul_desc.op */
 /* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding. */
@@ -85,7 +86,12 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
  * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
  * activations. Where x has 8 bits as well, the scales are [out_features] and stay outside of the sums, see
- * ts_matmul_desc.x_scales. */
+ * ts_matmul_desc.x_scales.
+ *
+ * With values of TS_INT4, of TS_STORAGE_DENSE alone, likewise. A value is -8 to 7 in two's complement, and
+ * byte j of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of
+ * 2 j + 1 in the high ones. Kernels that read them do not round the weight, which is done where values are
+ * dequantized first. */
 enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1, TS_STORAGE_PLAIN = 0 };
 /* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
  * whichever is estimated to be faster; always TS_RUN_DENSE. */
@@ -177,7 +183,7 @@ typedef struct ts_matmul_desc {
     int32_t policy;      /* of ts_matmul_select alone */
     int32_t row_scales;  /* TS_SCALES_PER_BLOCK: scales are [nnz]; TS_SCALES_PER_ROW: [nnz, block_rows];
                             TS_SCALES_PER_FEATURE: [out_features], where x has 8 bits and only there */
-    const float* scales; /* of values of 8 bits; otherwise NULL */
+    const float* scales; /* of values of 8 or 4 bits; otherwise NULL */
     char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
                             empty: those that TILESPARSE_KERNEL names */
     ts_matrix gate;      /* like residual, in the place of one: y is multiplied by activation(gate), which is

@@ -36,21 +36,23 @@ enum class Dtype : int32_t {
     float16 = TS_FLOAT16,
     bfloat16 = TS_BFLOAT16,
     int8 = TS_INT8,
-    float8_e4m3fn = TS_FLOAT8_E4M3FN
+    float8_e4m3fn = TS_FLOAT8_E4M3FN,
+    int4 = TS_INT4
 };
 
-// Bytes of one element.
-constexpr std::size_t size_of(Dtype dtype) {
-    return dtype == Dtype::float64                                 ? 8
-           : dtype == Dtype::float32                               ? 4
-           : dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn ? 1
-                                                                   : 2;
+// Of values that have scales.
+constexpr bool is_quantized(Dtype dtype) {
+    return dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn || dtype == Dtype::int4;
 }
 
-constexpr bool is_quantized(Dtype dtype) { return dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn; }
+// Bytes of one element; of int4, of two.
+constexpr std::size_t size_of(Dtype dtype) {
+    return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : is_quantized(dtype) ? 1 : 2;
+}
 
 constexpr const char* name_of(Dtype dtype) {
-    constexpr const char* kNames[] = {"float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn"};
+    constexpr const char* kNames[] = {"float64", "float32",       "float16", "bfloat16",
+                                      "int8",    "float8_e4m3fn", "int4"};
     const auto code = static_cast<std::size_t>(dtype);
     return code < std::size(kNames) ? kNames[code] : "unknown";
 }
@@ -63,6 +65,10 @@ struct BFloat16 {
     std::uint16_t bits;
 };
 struct Float8E4M3 {
+    std::uint8_t bits;
+};
+// Two values from -8 to 7, the first in the low four bits.
+struct Int4Pair {
     std::uint8_t bits;
 };
 
@@ -84,6 +90,8 @@ template <>
 struct DtypeOf<std::int8_t> : IsDtype<Dtype::int8> {};
 template <>
 struct DtypeOf<Float8E4M3> : IsDtype<Dtype::float8_e4m3fn> {};
+template <>
+struct DtypeOf<Int4Pair> : IsDtype<Dtype::int4> {};
 
 }  // namespace v0_1
 }  // namespace tilesparse

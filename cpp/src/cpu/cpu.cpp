@@ -18,6 +18,13 @@ const char* refuses(const Problem& problem, const Device&) {
     return set.available() ? nullptr : set.missing;
 }
 
+template <const InstructionSet& set>
+const char* refuses_int4(const Problem& problem, const Device&) {
+    if (!suits_decode(set.steps[static_cast<int>(problem.input_dtype)], problem))
+        return "it is for fewer tokens, and row-major results";
+    return set.available() ? nullptr : set.missing;
+}
+
 // True if the product writes nothing.
 bool is_empty(const Problem& problem) {
     if (problem.op == Op::sdd_tn) return problem.pattern.nnz == 0;
@@ -75,6 +82,16 @@ constexpr Kernel every_dtype(const char* name) {
     return row<set>(name, kEveryOp, kEveryResult | kEightBits, kEveryResult);
 }
 
+// Few tokens by values of int4.
+template <const InstructionSet& set>
+constexpr Kernel values_of_int4(const char* name) {
+    Kernel row = ts::cpu::row<set>(name, bits_of(Op::dds_nt), kEightBitResults, 0);
+    row.refuses = refuses_int4<set>;
+    row.max_tokens = kMostDecodeTokens;
+    row.values_dtypes = bits_of(DType::int4);
+    return row;
+}
+
 #ifdef __x86_64__
 template <const InstructionSet& set>
 constexpr Kernel only_bfloat16(const char* name) {
@@ -89,12 +106,20 @@ constexpr Kernel only_int8(const char* name) {
 
 constexpr Kernel kKernels[] = {
 #ifdef __x86_64__
-    only_bfloat16<amx_bf16>("cpu_amx_bf16"), only_bfloat16<avx512_bf16>("cpu_avx512_bf16"),
-    only_int8<amx_int8>("cpu_amx_int8"),     only_int8<avx512_vnni>("cpu_avx512_vnni"),
-    only_int8<avx_vnni>("cpu_avx_vnni"),     every_dtype<avx512>("cpu_avx512"),
+    only_bfloat16<amx_bf16>("cpu_amx_bf16"),
+    only_bfloat16<avx512_bf16>("cpu_avx512_bf16"),
+    only_int8<amx_int8>("cpu_amx_int8"),
+    only_int8<avx512_vnni>("cpu_avx512_vnni"),
+    only_int8<avx_vnni>("cpu_avx_vnni"),
+    every_dtype<avx512>("cpu_avx512"),
     every_dtype<avx2>("cpu_avx2"),
 #endif
     every_dtype<portable>("cpu_portable"),
+#ifdef __x86_64__
+    values_of_int4<avx512>("cpu_avx512_4_bits"),
+    values_of_int4<avx2>("cpu_avx2_4_bits"),
+#endif
+    values_of_int4<portable>("cpu_portable_4_bits"),
 };
 
 }  // namespace

@@ -10,6 +10,17 @@
 namespace ts::cpu {
 namespace {
 
+constexpr int64_t kMostTogether = 32;  // k of two vectors
+
+// Puts the k of packed x into the order in which int4 is multiplied.
+void reorder_for_int4(float* x, int64_t features, int64_t together) {
+    float line[kMostTogether];
+    for (int64_t first = 0; first < features; first += together) {
+        for (int64_t k = 0; k < together; ++k) line[int4_position(k, together)] = x[first + k];
+        std::memcpy(x + first, line, together * sizeof(float));
+    }
+}
+
 // Forward, to row-major results. Blocks of W are read where they lie, as vectors along k.
 class Decode {
   public:
@@ -23,7 +34,9 @@ class Decode {
           result_element_(element_size(p_.result_dtype)),
           tokens_(p_.tokens + (steps_.x_offset ? 1 : 0)),
           packed_element_(steps_.packed_size / steps_.pair),
-          packs_(tokens_ > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major),
+          is_int4_(p_.values.dtype == DType::int4),
+          packs_(tokens_ > 1 || packed_element_ != element_ || p_.input().layout != Layout::row_major ||
+                 is_int4_),
           x_ld_(p_.k_size() + kLine / packed_element_),
           threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
@@ -43,6 +56,9 @@ class Decode {
                     pack_rectangle(steps_, p_.input_dtype, p_.input(),
                                    {feature, features, 0, p_.tokens, p_.tokens}, true, false,
                                    offset(x_, feature * packed_element_), x_ld_);
+                    for (int64_t token = 0; is_int4_ && token < p_.tokens; ++token)
+                        reorder_for_int4(reinterpret_cast<float*>(x_) + token * x_ld_ + feature, features,
+                                         std::min<int64_t>(2 * steps_.lanes, p_.pattern.block_cols));
                     if (steps_.x_offset)
                         std::memset(offset(x_, p_.tokens * x_ld_ + feature), steps_.x_offset, features);
                 });
@@ -68,12 +84,30 @@ class Decode {
         for (int64_t first = 0; first < features; first += rows_) {
             const int64_t row = (feature + first) / block_rows, within = (feature + first) % block_rows;
             const int64_t begin = adjacency_.ptr[row];
-            steps_.multiply_decode({packs_ ? x_ : p_.input().data, packs_ ? x_ld_ : p_.input().ld,
-                                    offset(p_.values.data, within * block_cols * element_),
-                                    adjacency_.slot + begin, block_rows * block_cols, adjacency_.idx + begin,
-                                    adjacency_.ptr[row + 1] - begin, block_cols, rows_, tokens_,
-                                    offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
-                                    kTaskFeatures});
+            const Values& values = p_.values;
+            const int64_t value_bytes =
+                within * block_cols * element_size(values.dtype) / values_of_element(values.dtype);
+            DecodeTile tile{packs_ ? x_ : p_.input().data,
+                            packs_ ? x_ld_ : p_.input().ld,
+                            offset(values.data, value_bytes),
+                            adjacency_.slot + begin,
+                            block_rows * block_cols,
+                            adjacency_.idx + begin,
+                            adjacency_.ptr[row + 1] - begin,
+                            block_cols,
+                            rows_,
+                            tokens_,
+                            offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
+                            kTaskFeatures};
+            if (!is_int4_) {
+                steps_.multiply_decode(tile);
+                continue;
+            }
+            const bool of_rows = values.scales_per == ScalesPer::row;
+            tile.scales = values.scales + (of_rows ? within : 0);
+            tile.scale_entry = of_rows ? block_rows : 1;
+            tile.scale_row = of_rows ? 1 : 0;
+            steps_.multiply_decode_int4(tile);
         }
         if (steps_.x_offset) std::memcpy(offsets, offset(sums, p_.tokens * sizeof offsets), sizeof offsets);
         finish_(output);
@@ -98,6 +132,7 @@ class Decode {
     const int64_t element_, result_element_;  // bytes
     const int64_t tokens_;                    // with one of zeros, whose sums are what the offset of x adds
     const int64_t packed_element_;
+    const bool is_int4_;
     const bool packs_;    // x, which else is read where it lies
     const int64_t x_ld_;  // once packed
     const int threads_;

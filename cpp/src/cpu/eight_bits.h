@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cpu/multiply_decode.h"
 #include "cpu/scale.h"
 #include "cpu/steps.h"
 #include "cpu/vectors.h"
@@ -115,26 +116,26 @@ TS_INLINE V repeated(const void* from) {
     return v;
 }
 
-// A vector holds so many Rows of a block.
-template <int Bytes, bool Avx, int Rows = 1>
-struct DecodeGroups : GroupProducts<Bytes, Avx> {
+// A vector holds so many rows of a block.
+template <int Bytes, bool Avx, int kRows_ = 1>
+struct DecodeGroups : GroupProducts<Bytes, Avx>, Unscaled {
     using Value = int8_t;
     using X = uint8_t;
     using Operand = typename GroupProducts<Bytes, Avx>::Operand;
-    using Narrower = DecodeGroups<Bytes, Avx, 2 * Rows>;
-    static constexpr int kStep = Bytes / Rows, kRows = Rows;
-    static TS_INLINE Operand values(const Value* from) { return load<Operand>(from); }
-    static TS_INLINE Operand x(const X* from) { return repeated<Rows, Operand>(from); }
+    using Narrower = DecodeGroups<Bytes, Avx, 2 * kRows_>;
+    static constexpr int kStep = Bytes / kRows_, kRows = kRows_;
+    static TS_INLINE Operand values(const Value* from, Row) { return load<Operand>(from); }
+    static TS_INLINE Operand x(const X* from) { return repeated<kRows_, Operand>(from); }
 };
 
 template <int Bytes>
-struct DecodePairs : WidenedProducts<Bytes> {
+struct DecodePairs : WidenedProducts<Bytes>, Unscaled {
     using Value = int8_t;
     using X = int16_t;
     using Operand = typename WidenedProducts<Bytes>::Operand;
     using Narrower = DecodePairs<Bytes / 2>;
     static constexpr int kStep = Bytes / 2, kRows = 1;
-    static TS_INLINE Operand values(const Value* from) { return widened_pairs<Bytes>(from); }
+    static TS_INLINE Operand values(const Value* from, Row) { return widened_pairs<Bytes>(from); }
     static TS_INLINE Operand x(const X* from) { return load<Operand>(from); }
 };
 

@@ -14,15 +14,23 @@ namespace ts::cpu {
 template <class V>
 constexpr int kDecodeSums = sizeof(V) == 64 ? 16 : 8;  // in registers
 
+// Of values without scales in each row of a block.
+struct Unscaled {
+    static constexpr int kPerValue = 1;  // weights to a stored value
+    struct Row {};
+};
+
 // What is done with vectors of values stored as Codec has them and x packed as XCodec has it.
 template <class Codec, class XCodec>
-struct DecodeProducts {
+struct DecodeProducts : Unscaled {
     using Value = typename Codec::Stored;
     using X = typename XCodec::Stored;
     using Sum = typename Codec::V;
     static constexpr int kStep = lanes_of<Sum>;  // of k, for a vector
     static constexpr int kRows = 1;              // of a block, in a vector of values
-    static TS_INLINE Sum values(const Value* from) { return Codec::decode(load<typename Codec::S>(from)); }
+    static TS_INLINE Sum values(const Value* from, Row) {
+        return Codec::decode(load<typename Codec::S>(from));
+    }
     static TS_INLINE Sum x(const X* from) { return XCodec::decode(load<typename XCodec::S>(from)); }
     static TS_INLINE void add(Sum& sum, const Sum& x, const Sum& values) { sum += values * x; }
 };
@@ -49,22 +57,32 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
         for (int i = 0; i < vectors; ++i) sums[t][i] = first ? to[t * kRowVectors<P> + i] : V{};
     }
     const auto values_of = [&](int64_t e) {
-        return static_cast<const Value*>(s.values) + s.slot[e] * s.entry + row * s.depth;
+        return static_cast<const Value*>(s.values) + (s.slot[e] * s.entry + row * s.depth) / P::kPerValue;
     };
+    const int64_t row_values = s.depth / P::kPerValue;
     const int64_t ahead =
-        std::max<int64_t>(1, kAheadRowBytes / (s.depth * static_cast<int64_t>(sizeof(Value))));
+        std::max<int64_t>(1, kAheadRowBytes / (row_values * static_cast<int64_t>(sizeof(Value))));
     for (int64_t e = first; e < last; ++e) {
         const auto* const w = values_of(e);
         const auto* const fetched = values_of(std::min(e + ahead, s.entries - 1));
         const auto* const x = static_cast<const typename P::X*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
+        [[maybe_unused]] typename P::Row of_rows[vectors];
+        if constexpr (P::kPerValue > 1) {
+            const float* const scales = s.scales + s.slot[e] * s.scale_entry + row * s.scale_row;
+            TS_UNROLL
+            for (int i = 0; i < vectors; ++i) {
+                of_rows[i] = P::row(scales[i * s.scale_row]);
+                __builtin_prefetch(fetched + i * row_values);
+            }
+        }
         for (int64_t d = 0; d < s.depth; d += P::kStep) {
             decltype(P::x(x)) of_tokens[Tokens];
             TS_UNROLL
             for (int t = 0; t < Tokens; ++t) of_tokens[t] = P::x(x + t * s.x_ld + d);
             TS_UNROLL
             for (int i = 0; i < vectors; ++i) {
-                const auto values = P::values(w + i * P::kRows * s.depth + d);
-                __builtin_prefetch(fetched + i * P::kRows * s.depth + d);
+                const auto values = P::values(w + i * P::kRows * row_values + d / P::kPerValue, of_rows[i]);
+                if constexpr (P::kPerValue == 1) __builtin_prefetch(fetched + i * P::kRows * s.depth + d);
                 TS_UNROLL
                 for (int t = 0; t < Tokens; ++t) P::add(sums[t][i], of_tokens[t], values);
             }
@@ -94,7 +112,8 @@ TS_INLINE void multiply_decode(const DecodeTile& s) {
     if constexpr (P::kStep > kMinRows)
         if (s.depth < P::kStep) return multiply_decode<typename P::Narrower>(s);
     using V = typename P::Sum;
-    const int64_t entry_bytes = kMinRows * s.depth * static_cast<int64_t>(sizeof(typename P::Value));
+    const int64_t entry_bytes =
+        kMinRows * s.depth / P::kPerValue * static_cast<int64_t>(sizeof(typename P::Value));
     const int64_t batch = std::max<int64_t>(1, kDecodeBytes / entry_bytes);
     V sums[kMostDecodeTokens * kRowVectors<P>];
     for (int64_t row = 0; row < s.rows; row += kMinRows) {

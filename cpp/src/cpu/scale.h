@@ -1,4 +1,4 @@
-// The step that multiplies values of 8 bits by their scale, for vectors of any length.
+// The step that multiplies values of 8 or 4 bits by their scale, for vectors of any length.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,30 @@ TS_INLINE V decode_int8(const U& bits) {
     return __builtin_convertvector(bit_cast_vector<I>(bits << 24) >> 24, V);
 }
 
-template <class Codec, bool IsFloat8>
+// Two values to a byte, the earlier in its low half, as numbers of 32 bits.
+template <class V, int Lanes>
+TS_INLINE V decode_int4(const Vector<uint8_t, Lanes / 2>& bytes) {
+    const auto pairs = __builtin_convertvector(bytes, Vector<uint16_t, Lanes>);
+    const auto apart = bit_cast_vector<Vector<uint8_t, Lanes>>((pairs << 4 & 0xf0) | (pairs & 0xf0) << 8);
+    using I = Vector<int32_t, sizeof(V)>;
+    return __builtin_convertvector(bit_cast_vector<I>(widened<Lanes>(apart) << 24) >> 28, V);
+}
+
+// A vector of values from the i-th on.
+template <DType kDType, class V, int Lanes>
+TS_INLINE V decode_values(const uint8_t* values, int64_t i) {
+    if constexpr (kDType == DType::int4) {
+        return decode_int4<V, Lanes>(load<Vector<uint8_t, Lanes / 2>>(values + i / 2));
+    } else {
+        const auto bits = widened<Lanes>(load<Vector<uint8_t, Lanes>>(values + i));
+        if constexpr (kDType == DType::int8)
+            return decode_int8<V>(bits);
+        else
+            return decode_float8<V>(bits);
+    }
+}
+
+template <class Codec, DType kDType>
 TS_INLINE void scale(const Scaling& s) {
     constexpr int lanes = sizeof(typename Codec::V) / sizeof(float);
     using V = Vector<float, 4 * lanes>;
@@ -40,12 +63,7 @@ TS_INLINE void scale(const Scaling& s) {
     const uint8_t* const values = s.values;
     const float scale = s.scale;
     for (int64_t i = 0, count = s.count; i < count; i += lanes) {
-        const auto bits = widened<lanes>(load<Vector<uint8_t, lanes>>(values + i));
-        V weight;
-        if constexpr (IsFloat8)
-            weight = decode_float8<V>(bits) * scale;
-        else
-            weight = decode_int8<V>(bits) * scale;
+        const V weight = decode_values<kDType, V, lanes>(values, i) * scale;
         if constexpr (sizeof(typename Codec::Stored) == 8)
             store(to + i, __builtin_convertvector(weight, Vector<double, 8 * lanes>));
         else
@@ -55,10 +73,12 @@ TS_INLINE void scale(const Scaling& s) {
 
 template <class Codec>
 TS_INLINE void scale(const Scaling& s) {
-    if (s.is_float8)
-        scale<Codec, true>(s);
+    if (s.dtype == DType::int4)
+        scale<Codec, DType::int4>(s);
+    else if (s.dtype == DType::int8)
+        scale<Codec, DType::int8>(s);
     else
-        scale<Codec, false>(s);
+        scale<Codec, DType::float8_e4m3fn>(s);
 }
 
 }  // namespace ts::cpu

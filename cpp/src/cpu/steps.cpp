@@ -15,6 +15,7 @@
 #include "cpu/amx.h"
 #include "cpu/eight_bits.h"
 #include "cpu/finish.h"
+#include "cpu/four_bits.h"
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
 #include "cpu/pack.h"
@@ -51,6 +52,7 @@ constexpr Steps steps_of() {
     if constexpr (!is_quantized(T) && T != DType::float64) {
         steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
         steps.quantize = &Set::template quantize_with<C>;
+        steps.multiply_decode_int4 = &Set::template multiply_decode_with<DecodeInt4<Set::kBytes>>;
     }
     return steps;
 }

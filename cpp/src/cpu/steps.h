@@ -17,6 +17,12 @@ constexpr int kTaskFeatures = 64;            // features written at once: whole 
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a row tile reuse
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
 constexpr int kMostDecodeTokens = 12;
+// Where the value at k of a block lies in packed x for int4, of whose bytes the low halves are multiplied,
+// then the high ones: the even k of every so many come first.
+constexpr int64_t int4_position(int64_t k, int64_t together) {
+    return k / together * together + k % together / 2 + k % 2 * (together / 2);
+}
+
 constexpr int32_t kByteOffset = 128;     // makes int8 bytes without a sign
 constexpr int64_t kAheadRowBytes = 256;  // of a row of values, between those multiplied and those fetched
 
@@ -79,6 +85,10 @@ struct DecodeTile {
     int64_t rows, tokens;  // features: 16 or 32; at most decode_tokens
     void* sums;
     int64_t sums_ld;
+    // Of int4, of which a byte holds two: that of row f of the block at a slot lies at
+    // scales[slot * scale_entry + f * scale_row].
+    const float* scales = nullptr;
+    int64_t scale_entry = 0, scale_row = 0;
 };
 
 // What makes results of sums of products of 8 bits: sums less the offset of their feature, times the scale of
@@ -107,10 +117,10 @@ struct Output {
     Rescale rescale;
 };
 
-// Values of 8 bits, int8 or float8_e4m3fn, times a scale, rounded to the dtype of the target.
+// Values of int8, float8_e4m3fn or int4 times a scale, rounded to the dtype of the target.
 struct Scaling {
     const uint8_t* values;
-    bool is_float8;
+    DType dtype;
     float scale;
     int64_t count;  // a multiple of 16
     void* target;
@@ -146,6 +156,9 @@ struct Steps {
     // What packing adds to x, so that its bytes have no sign. It adds to sums what `multiply_decode` gives
     // for a token of which every byte is this.
     int32_t x_offset = 0;
+    // multiply_decode of values of int4, for packed x in the order that int4_position says. Not of 8 bits and
+    // float64.
+    void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
 };
 
 struct InstructionSet {

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
-from .arguments import DTYPES, QUANTIZED, check_block_shape, check_exact_sums, check_shapes
+from .arguments import (
+    DTYPES,
+    PACKED,
+    QUANTIZED,
+    SCALED,
+    check_block_shape,
+    check_exact_sums,
+    check_shapes,
+)
 
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
 COMPRESSIBLE = 32  # what the side of a block that is cut into groups of four must be a multiple of
@@ -187,7 +195,7 @@ def check_activations(name: str, matrix: Tensor, features: int) -> None:
 def check_values(
     name: str, values: Tensor, index: Index, metadata: Tensor | None = None, scales: Tensor | None = None
 ) -> None:
-    """Check the values of kept blocks, with the metadata of 2:4 and the scales of 8 bits."""
+    """Check the values of kept blocks, with the metadata of 2:4 and the scales of 8 and 4 bits."""
     _check_stored(name, values, index, metadata, scales)
     _check_device(name, values, index)
 
@@ -196,22 +204,31 @@ def _check_stored(
     name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
 ) -> None:
     nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
-    if metadata is None:
+    if metadata is not None and values.dtype == PACKED:
+        raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
+    if metadata is None and values.dtype == PACKED:
+        _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+    elif metadata is None:
         _check_array(name, values, "[nnz, bn, bk]", (nnz, bn, bk))
     else:
         check_compressible(f"{name}: 2:4", (bn, bk))
         _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
         _check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
         _check_same_device("metadata", metadata, name, values)
-    if (scales is None) == (values.dtype in QUANTIZED):
+    if (scales is None) == (values.dtype in SCALED):
         given = "missing" if scales is None else "given"
         raise InvalidArgumentError(
-            f"scales are {given}, but values are {values.dtype}: only values of 8 bits have scales"
+            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
         )
     if scales is not None:
         shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
         _check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
         _check_same_device("scales", scales, name, values)
+
+
+def block_columns(values: Tensor, metadata: Tensor | None) -> int:
+    """Return bk of stored values, of which a row may hold half as many elements."""
+    return values.shape[2] * (1 if metadata is None and values.dtype != PACKED else 2)
 
 
 def check_compressible(what: str, block_shape: Sequence[int], transposed: bool = False) -> None:
@@ -253,8 +270,8 @@ def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None)
         raise InvalidArgumentError(
             f"values must be [nnz, bn, bk] or [nnz, bn, bk / 2], got {tuple(values.shape)}"
         )
-    nnz, bn, columns = values.shape
-    block_shape = check_block_shape((bn, columns * (1 if metadata is None else 2)))
+    nnz, bn = values.shape[:2]
+    block_shape = check_block_shape((bn, block_columns(values, metadata)))
     sizes = values.new_empty(nnz, device="meta")
     index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
     _check_stored("values", values, index, metadata, scales)

@@ -103,8 +103,8 @@ def refuse_gradient(
     """Raise if a gradient is needed of values that are stored in fewer bytes."""
     if needed and (metadata is not None or scales is not None):
         raise UnsupportedError(
-            "values must be dense blocks to have a gradient: 2:4 and 8-bit storages have none; train dense "
-            "blocks, with a mask for 2:4"
+            "values must be dense blocks to have a gradient: 2:4 and storages of 8 or 4 bits have none; "
+            "train dense blocks, with a mask for 2:4"
         )
 
 

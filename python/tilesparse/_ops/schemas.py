@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
-# Storage of values: metadata of 2:4, scales of 8 bits, and whether the values are those of the transposed
-# weight.
+# Storage of values: metadata of 2:4, scales of 8 or 4 bits, and whether the values are those of the
+# transposed weight.
 _STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(

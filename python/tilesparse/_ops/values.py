@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._checks import DTYPES, check_mask, check_stored
+from .._checks import DTYPES, block_columns, check_mask, check_stored
 from .._runtime import values as _values
 from .._runtime.values import compress, empty_compressed
 from ..errors import InvalidArgumentError
@@ -27,9 +27,8 @@ def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | Non
 
 def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
     dtype = _checked_dtype(values, metadata, scales, code)
-    nnz, bn, columns = values.shape
     of_values = values.dtype if scales is None else dtype
-    return values.new_empty(nnz, bn, columns * (1 if metadata is None else 2), dtype=of_values)
+    return values.new_empty(*values.shape[:2], block_columns(values, metadata), dtype=of_values)
 
 
 def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:

@@ -10,6 +10,8 @@ from .._checks import (
     COMPRESSIBLE,
     DTYPES,
     QUANTIZED,
+    SCALED,
+    block_columns,
     check_dense,
     check_feature_scales,
     check_stored,
@@ -45,7 +47,7 @@ def expand_values(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Dequantize and decompress values to dense blocks; ``dtype`` counts for values with scales."""
-    nnz, bn, bk = values.shape[0], values.shape[1], values.shape[2] * (1 if metadata is None else 2)
+    nnz, bn, bk = values.shape[0], values.shape[1], block_columns(values, metadata)
     if scales is None:
         dtype = values.dtype
     plain = values.new_empty(nnz, bn, bk, dtype=dtype)
@@ -137,7 +139,7 @@ def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -
     """Return the storage of values as arguments of `_C.Product`."""
     return {
         "storage": int(metadata is not None),
-        "values_dtype": -1 if scales is None else QUANTIZED[values.dtype],
+        "values_dtype": -1 if scales is None else SCALED[values.dtype],
         "row_scales": scales is not None and scales.dim() == 2,
     }
 

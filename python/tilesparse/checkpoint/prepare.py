@@ -83,8 +83,8 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     scaled = [name for name, form in forms.items() if form.scales is not None]
     if scaled and dtype not in (None, torch.float32):
         raise UnsupportedError(
-            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has 8 bits, whose "
-            "scales it would round"
+            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has scales "
+            "that it would round"
         )
     for name in files or ():
         read = read_json if name == INDEX else read_header

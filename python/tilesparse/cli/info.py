@@ -15,15 +15,15 @@ from .. import _C, _checks
 from ..errors import TileSparseError, UnsupportedError
 from ..tuning import loading
 from ..tuning.devices import KINDS, Device, runs_on
-from ..tuning.products import OPS, Product, dtype_name
+from ..tuning.products import OPS, Product
 from ..tuning.selection import choose
-from .options import KERNEL_DTYPES, add_layer, chosen_ops, describe_layer, product_of
+from .options import KERNEL_DTYPES, VALUES_DTYPES, add_layer, chosen_ops, describe_layer, product_of
 
 STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that
     (storage, dtype)
-    for dtype in (None, *_checks.QUANTIZED.values())
+    for dtype in (None, *_checks.SCALED.values())
     for storage in (0, 1)
-    if storage or dtype
+    if (storage or dtype) and not (storage and dtype == _checks.SCALED[_checks.PACKED])
 )
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 
@@ -143,7 +143,7 @@ def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:
 
 
 def _stored_name(storage: int, dtype: int | None) -> str:
-    names = [dtype_name(known) for known, code in _checks.QUANTIZED.items() if code == dtype]
+    names = [name for name, code in VALUES_DTYPES.items() if code == dtype]
     return " ".join(["2:4"] * storage + names)
 
 

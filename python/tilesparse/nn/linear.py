@@ -68,19 +68,21 @@ class BlockSparseLinear(StoredWeight):
         nm: (2, 4) for 2:4 inside the blocks, or None.
         transposable: whether two of each four neighbours in a column are kept as well, so that the gradient
             of x is a 2:4 product, too.
-        storage: "plain", "compressed" (2:4 alone), "int8" or "float8_e4m3fn", see `to_storage`.
+        storage: "plain", "compressed" (2:4 alone), "int8", "float8_e4m3fn" or "int4" (without 2:4), see
+            `to_storage`.
         activations: None, or with a storage of 8 bits its name: x is multiplied in 8 bits, too.
         device: of the parameters and buffers.
         dtype: of the parameters: float64, float32, float16 or bfloat16.
         generator: a CPU generator for the pattern and the initial values.
 
     Attributes:
-        weight: Parameter [nnz, bn, bk], the kept blocks; [nnz, bn, bk / 2] where 2:4 is not stored plain.
+        weight: Parameter [nnz, bn, bk], the kept blocks; [nnz, bn, bk / 2] where 2:4 is not stored plain, and
+            of int4, two values to a byte of uint8.
         bias: Parameter [out_features] or None.
         mask: bools [nnz, bn, bk] of plain 2:4, otherwise None.
         metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
-        scales: float32 [nnz, bn] or [nnz] of 8 bits, [out_features] with `activations`, otherwise None; see
-            `storage.quantize`.
+        scales: float32 [nnz, bn] or [nnz] of 8 and 4 bits, [out_features] with `activations`, otherwise None;
+            see `storage.quantize` and `storage.quantize_int4`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
@@ -184,7 +186,7 @@ class BlockSparseLinear(StoredWeight):
             policy: "sparse", "auto" or "dense".
             nm: (2, 4) or None.
             transposable: whether masks keep two of four weights in columns as well.
-            storage: "plain", "compressed", "int8" or "float8_e4m3fn".
+            storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4".
             activations: None, or the name of a storage of 8 bits.
 
         Raises:

@@ -168,7 +168,7 @@ class StoredWeight(nn.Module):
 
     @property
     def storage(self) -> str:
-        """Name of the weight's storage: "plain", "compressed", "int8" or "float8_e4m3fn"."""
+        """Name of the weight's storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4"."""
         return self._storage
 
     @property
@@ -248,15 +248,15 @@ class StoredWeight(nn.Module):
 
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
-                8 bits and scales, of 2:4 the kept half alone.
-            per: of 8 bits, what has a scale of its own: "row" of a block or "block"; an output feature with
-                `activations`, whatever it is.
+                8 bits and scales, of 2:4 the kept half alone; "int4": 4 bits and scales, not of 2:4.
+            per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block"; an output feature
+                with `activations`, whatever it is.
             activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
                 then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
 
         Raises:
             InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
-                bits; `activations` of another dtype.
+                or 4 bits; `activations` of another dtype.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
         check_whole(self, "to_storage")

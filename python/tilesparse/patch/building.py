@@ -26,8 +26,8 @@ def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
 
     Raises:
         CannotBeCutError: the weight cannot be cut into blocks of the config's shape.
-        InvalidArgumentError: the weight has NaN, has infinities and is to be stored in 8 bits, is on the meta
-            device without a pattern, or does not have the pattern's shape.
+        InvalidArgumentError: the weight has NaN, has infinities and is to be stored in 8 or 4 bits, is on the
+            meta device without a pattern, or does not have the pattern's shape.
     """
     config, pattern = options.config, options.pattern
     if isinstance(module, nn.Linear) or is_conv1d(module):

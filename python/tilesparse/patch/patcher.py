@@ -151,7 +151,7 @@ class BlockSparseModelPatcher:
         Raises:
             InvalidArgumentError: see ``strict``; or a layer that a pattern names cannot be cut into blocks of
                 its ``block_shape``; or a matched one does not have the shape of its ``pattern``, has NaN in
-                its weight, or infinities where that is to be stored in 8 bits, or is on the meta device
+                its weight, or infinities where that is to be stored in 8 or 4 bits, or is on the meta device
                 without a ``pattern``.
         """
 

@@ -36,8 +36,8 @@ class PatchedLayer:
 
     `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
     `BlockSparseLinear`; for a reference layer (`PseudoBlockSparseLinear`), whose weight is plain, `policy` is
-    "pseudo". `error` is the layer's `storage_error`: how much 8 bits change the weights that are kept, not
-    what pruning removes.
+    "pseudo". `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
+    not what pruning removes.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
 

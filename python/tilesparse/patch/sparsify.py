@@ -51,7 +51,7 @@ def sparsify_(
 
     Raises:
         InvalidArgumentError: see ``strict``; or a layer that a name in `config` spells out cannot be cut into
-            blocks; or a weight has NaN, has infinities and is to be stored in 8 bits, or is on the meta
+            blocks; or a weight has NaN, has infinities and is to be stored in 8 or 4 bits, or is on the meta
             device.
 
     Examples:

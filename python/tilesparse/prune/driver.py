@@ -129,7 +129,7 @@ def prune_model(
             writes out the last part of its name.
         nm: (2, 4) for 2:4 inside the blocks, or None. The two of four are chosen after the blocks, by what
             each alone costs, and the refit is exact for them as well.
-        storage: "plain", "compressed" (of 2:4 alone), "int8" or "float8_e4m3fn". None is "plain".
+        storage: "plain", "compressed" (of 2:4 alone), "int8", "float8_e4m3fn" or "int4". None is "plain".
         policy: how the layers compute, see `BlockSparseLinear`, in place of their configs' policies. None
             leaves these, or is "sparse".
         configs: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and

@@ -28,7 +28,7 @@ class PrunedLayer:
         error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
-        error: likewise, of the layer as it is now, also stored in 8 bits.
+        error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
         damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
             or more where that was too weak.
         tokens: of the calibration data that the layer has met.

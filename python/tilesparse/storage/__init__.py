@@ -1,5 +1,6 @@
-"""How the values of kept blocks are stored: plain, 2:4 compressed, or in 8 bits with scales."""
+"""How the values of kept blocks are stored: plain, 2:4 compressed, or in 8 or 4 bits with scales."""
 
+from .int4 import quantize_int4
 from .registry import STORAGES as STORAGES
 from .values import compress, expand, quantize, row_scales, two_of_four
 
@@ -7,6 +8,7 @@ __all__ = [
     "compress",
     "expand",
     "quantize",
+    "quantize_int4",
     "row_scales",
     "two_of_four",
 ]

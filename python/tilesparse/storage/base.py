@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._checks import QUANTIZED
+from .._checks import SCALED
 from .._runtime.native import SCALES_PER_FEATURE
 from .values import expand
 
@@ -32,6 +32,7 @@ class Storage(ABC):
         dtype: of the stored values; None is the layer's.
         trainable: True where the weight is its dense blocks, the only form that has a gradient.
         needs_nm: True where only 2:4 can be stored.
+        allows_nm: False where 2:4 cannot be stored.
         needs_finite: True where inf and nan cannot be represented.
         scales: what may have a scale of its own, as `LayerSpec.scales` names it; empty without scales.
     """
@@ -40,6 +41,7 @@ class Storage(ABC):
     dtype: torch.dtype | None = None
     trainable = False
     needs_nm = False
+    allows_nm = True
     needs_finite = False
     scales: tuple[str, ...] = ()
 
@@ -62,7 +64,7 @@ class Storage(ABC):
     def dense_blocks(
         self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
     ) -> Tensor:
-        """Return a copy [nnz, bn, bk] of what products multiply by; 8 bits become the spec's dtype.
+        """Return a copy [nnz, bn, bk] of what products multiply by; 8 and 4 bits become the spec's dtype.
 
         ``pattern``: needed where features have scales.
         """
@@ -95,6 +97,6 @@ class Storage(ABC):
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
         return {
             "storage": int(nm is not None),
-            "values_dtype": -1 if self.dtype is None else QUANTIZED[self.dtype],
+            "values_dtype": -1 if self.dtype is None else SCALED[self.dtype],
             "row_scales": SCALES_PER_FEATURE if activations is not None else int(bool(self.scales)),
         }

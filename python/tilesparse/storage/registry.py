@@ -9,6 +9,7 @@ import torch
 from .base import Form, Storage
 from .compressed import COMPRESSED
 from .dense import DenseStorage
+from .packed import PackedStorage
 from .quantized import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _BY_NAME: dict[str, Storage] = {
         COMPRESSED,
         QuantizedStorage(torch.int8),
         QuantizedStorage(torch.float8_e4m3fn),
+        PackedStorage(),
     )
 }
 STORAGES = tuple(_BY_NAME)

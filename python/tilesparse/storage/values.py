@@ -1,6 +1,6 @@
-"""How the values of kept blocks are stored: plain, two of four of them, or in 8 bits with scales.
+"""How the values of kept blocks are stored: plain, two of four of them, or in 8 or 4 bits with scales.
 
-Values [nnz, bn, bk] become smaller in two ways, which may be combined:
+Values [nnz, bn, bk] become smaller in three ways, of which the first two may be combined:
 
 - **2:4** (``nm=(2, 4)``): of each four neighbours in a row of a block at most two are not zero. `compress`
   leaves [nnz, bn, bk / 2] and metadata [nnz, bk / 32, bn], int32, which says where they were; bk is 32, 64
@@ -8,6 +8,7 @@ Values [nnz, bn, bk] become smaller in two ways, which may be combined:
 - **8 bits**: int8 or float8_e4m3fn with float32 scales, for each row of a block [nnz, bn] or for each block
   [nnz]. The weight that products multiply by is value times scale in float32, rounded to the dtype of the
   activations. Where x has 8 bits as well, scales are those of output features [out_features].
+- **4 bits**: int4 with such scales, two values to a byte of uint8 [nnz, bn, bk / 2]; not with 2:4.
 
 `functional.linear` and `functional.dds` take such values with their ``metadata`` and ``scales``. Kernels that
 read them as they are exist where `tilesparse info` says so; elsewhere the library expands them in every call.
@@ -26,7 +27,7 @@ from .._ops.values import COMPRESS, expand_values
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
 
-SCALES = ("row", "block")  # what may have a scale of its own in 8 bits
+SCALES = ("row", "block")  # what may have a scale of its own in 8 and 4 bits
 PER_FEATURE = "feature"  # what has one where x has 8 bits as well
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
@@ -131,9 +132,9 @@ def expand(
     """Return the dense blocks [nnz, bn, bk] of stored values.
 
     Args:
-        values: [nnz, bn, bk], or [nnz, bn, bk / 2] with ``metadata``.
+        values: [nnz, bn, bk], or [nnz, bn, bk / 2] with ``metadata`` or of int4 (uint8).
         metadata: of 2:4, or None.
-        scales: of 8 bits, or None.
+        scales: of 8 or 4 bits, or None.
         dtype: of the result where there are scales; None is float32. Otherwise values keep theirs.
 
     Raises:
@@ -166,6 +167,22 @@ def quantize(
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
     if per not in (*SCALES, PER_FEATURE):
         raise InvalidArgumentError(f"per must be 'row', 'block' or 'feature', got {per!r}")
+    values = checked_finite(values, "8-bit")
+    largest = values.abs().amax((1, 2) if per == "block" else 2)
+    rows = _rows_of_features(values, per, pattern)
+    if rows is not None and pattern is not None:
+        features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
+        largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
+    scales = clamped_scales(largest, LARGEST[dtype])
+    divisors = scales if rows is None else scales[rows]
+    scaled = values / divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim()))
+    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
+    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous()
+    return stored, scales if rows is None else scales.flatten()
+
+
+def checked_finite(values: Tensor, storage: str) -> Tensor:
+    """Return values [nnz, bn, bk or less] in float32, refusing those that a storage cannot represent."""
     check_content("values", values)
     if values.dim() != 3 or values.is_complex():
         raise InvalidArgumentError(
@@ -173,21 +190,16 @@ def quantize(
         )
     values = values.detach().float()
     if not bool(values.isfinite().all()):
-        raise InvalidArgumentError("values must be finite: 8-bit storage cannot represent inf or nan")
-    largest = values.abs().amax((1, 2) if per == "block" else 2)
-    rows = _rows_of_features(values, per, pattern)
-    if rows is not None and pattern is not None:
-        features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
-        largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
-    scales = torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
+        raise InvalidArgumentError(f"values must be finite: {storage} storage cannot represent inf or nan")
+    return values
+
+
+def clamped_scales(magnitudes: Tensor, largest: float) -> Tensor:
+    """Return the scales by which magnitudes become the largest number of a dtype."""
+    scales = torch.where(magnitudes > 0, magnitudes / largest, 1.0)
     # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
     limits = torch.finfo(torch.float32)
-    scales = scales.clamp(limits.tiny, limits.max / LARGEST[dtype] * (1 - 2 * limits.eps))
-    divisors = scales if rows is None else scales[rows]
-    scaled = values / divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim()))
-    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
-    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous()
-    return stored, scales if rows is None else scales.flatten()
+    return scales.clamp(limits.tiny, limits.max / largest * (1 - 2 * limits.eps))
 
 
 def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) -> Tensor | None:

@@ -33,8 +33,8 @@ class Product:
         block_shape: (bn, bk), or one number for both.
         dtype: dtype of the activations.
         op: "forward", y = x Wᵀ; "dgrad", the gradient of x; "wgrad", the gradient of W.
-        storage: storage of the values, as in `BlockSparseLinear`: "plain", "compressed", "int8" or
-            "float8_e4m3fn".
+        storage: storage of the values, as in `BlockSparseLinear`: "plain", "compressed", "int8",
+            "float8_e4m3fn" or "int4".
         nm: (2, 4) for values that are 2:4 and not stored plain.
         feature_major: True for column-major (transposed) x and y, as in `functional.dsd`.
         activations: None, or the name of the storage: x is multiplied in 8 bits, too; op is "forward" then.

@@ -21,6 +21,7 @@ from .._checks import (
     DTYPES,
     POLICIES,
     QUANTIZED,
+    SCALED,
     check_policy,
 )
 from .._runtime.choice import EXPAND_AND_RUN_DENSE
@@ -44,8 +45,8 @@ class KernelInfo:
         tile: (tokens, features) of a tile; None if that is not fixed.
         max_tokens: largest number of tokens; None for any number.
         storages: some of "plain" and "compressed", which it reads without conversion.
-        values_dtypes: 8-bit dtypes of values that it reads without dequantization; empty if values have the
-            dtype of the activations.
+        values_dtypes: dtypes of values with scales that it reads without dequantization, torch.uint8 for
+            int4; empty if values have the dtype of the activations.
     """
 
     name: str
@@ -89,7 +90,7 @@ def _kernel_info(kernel: _C.KernelInfo) -> KernelInfo:
         (kernel.tile_tokens, kernel.tile_features) if kernel.tile_tokens else None,
         kernel.max_tokens or None,
         members(kernel.storages, {"plain": 0, "compressed": 1}),
-        members(kernel.values_dtypes, QUANTIZED),
+        members(kernel.values_dtypes, SCALED),
     )
 
 

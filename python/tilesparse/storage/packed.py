@@ -1,0 +1,47 @@
+"""4 bits and scales: two values to a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .._checks import PACKED
+from .base import Form
+from .int4 import quantize_int4
+from .quantized import QuantizedStorage
+
+if TYPE_CHECKING:
+    from ..config import LayerSpec
+    from ..pattern.block_pattern import BlockPattern
+
+
+class PackedStorage(QuantizedStorage):
+    """Weight uint8 [nnz, bn, bk / 2], two values of int4 to a byte, and float32 scales [nnz, bn] or [nnz]."""
+
+    allows_nm = False
+
+    def __init__(self) -> None:
+        super().__init__(PACKED)
+        self.name = "int4"
+
+    def forms(self, spec: LayerSpec) -> dict[str, Form]:
+        """Return shape and dtype of each tensor."""
+        nnz, bn, bk = spec.values_shape
+        return {**super().forms(spec), "weight": ((nnz, bn, bk // 2), PACKED)}
+
+    def store(
+        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+    ) -> dict[str, Tensor]:
+        """Return the tensors that store dense blocks."""
+        weight, scales = quantize_int4(blocks, per=spec.scales or "row")
+        return {"weight": weight, "scales": scales}
+
+    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Return None: there is no 2:4."""
+        return None
+
+    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (bn, bk) of the blocks that a stored weight holds."""
+        return weight.shape[1], 2 * weight.shape[2]
