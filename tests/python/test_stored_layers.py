@@ -366,7 +366,10 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
 
 def test_to_storage_clips_at_limits() -> None:
     layer = make("plain")
-    values, limits = layer.plain_values(), torch.full((layer.col_indices.shape[0], layer.block_shape[0]), 0.05)
+    values, limits = (
+        layer.plain_values(),
+        torch.full((layer.col_indices.shape[0], layer.block_shape[0]), 0.05),
+    )
     with pytest.raises(InvalidArgumentError, match="limits must be None with storage 'plain'"):
         layer.to_storage("plain", limits=limits)
     with pytest.raises(InvalidArgumentError, match="limits must be"):
