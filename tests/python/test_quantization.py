@@ -297,6 +297,7 @@ def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     made.blocks[1].before.weight = made.blocks[0].before.weight
     made.blocks[0].attention.v.to_storage("int8", activations="int8")
     made.blocks[1].mlp.down.to_storage("float8_e4m3fn")
+    made.blocks[1].mlp.gate.weight = made.blocks[1].mlp.up.weight
     report = quantize_(made, batches())
     found = {layer.name: layer.reason for layer in report.layers}
     cannot = "no module before it can take its scales; {} cannot: {}"
@@ -310,6 +311,8 @@ def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     assert {layer.name: layer.reason for layer in report.skipped} == {
         "blocks.0.attention.v": f"already stored as int8 W8A8; {again}",
         "blocks.1.mlp.down": f"already stored as float8_e4m3fn; {again}",
+        "blocks.1.mlp.gate": "its weight is shared with another module",
+        "blocks.1.mlp.up": "its weight is shared with another module",
     }
 
 

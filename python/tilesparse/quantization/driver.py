@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..config import check_flag, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
 from ..nn.linear import BlockSparseLinear
-from ..patch.modules import names_of_modules
+from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
@@ -116,11 +116,12 @@ def _targets(
     targets: list[str] = []
     skipped: list[SkippedLayer] = []
     used: set[NamePattern] = set()
+    owners = owners_of_parameters(model.modules())
     for module, names in names_of_modules(model).items():
         matching = {pattern for pattern in patterns if pattern.matches(names)}
         if not matching or not is_linear(module):
             continue
-        reason = _reason_to_skip(module, storage, activations)
+        reason = _reason_to_skip(module, owners, storage, activations)
         if reason is None:
             targets.append(names[0])
             used |= matching
@@ -138,13 +139,22 @@ def _targets(
     return targets, skipped
 
 
-def _reason_to_skip(module: nn.Module, storage: str, activations: str) -> str | None:
+def _reason_to_skip(
+    module: nn.Module,
+    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
+    storage: str,
+    activations: str,
+) -> str | None:
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
     check_whole(module, "quantize_")
     if not storage_of(module.storage).trainable:
         stored = storage_of(module.storage).describe(module.nm, module.activations)
         return f"already stored as {stored}; to_storage('plain') makes it dense blocks again"
+    if "weight" not in module._parameters:
+        return "its weight is computed in every call"
+    if len(owners[module.weight]) > 1:
+        return "its weight is shared with another module"
     if module.weight.dtype == torch.float64:
         return "its weight is float64, which has no products in 8 bits"
     try:

@@ -141,7 +141,7 @@ class Plan:
     @torch.no_grad()
     def apply(self) -> None:
         """Change the model; everything that can fail comes before the first change."""
-        others = {name for name in (*self._rows, *self._columns) if name not in self._targets}
+        others = [name for name in {**self._rows, **self._columns} if name not in self._targets]
         scaled = [(self._module(name), self._scaled(name)) for name in others]
         made = [(self._module(name), self._made(name)) for name in self._targets]
         for module, parameters in scaled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOKENS = 1024  # that are kept of an input: errors of layers are means over them
+TOKENS = 512  # that are kept of an input: errors of layers are means over them
 
 
 class Samples:
