@@ -155,30 +155,25 @@ def measure(
 
     note(storage="plain", activations=None, **subject.measured(sparse))
     for storage in arguments.storages:
-        for calibrated in (False, True):
-            model, start = copy.deepcopy(sparse), time.perf_counter()
-            report = ts.quantize_(
-                model,
-                subject.calibration if calibrated else subject.calibration[:1],
-                storage=storage,
-                activations=storage,
-                layers=subject.layers,
-                smooth=calibrated,
-                clip=calibrated,
-            )
-            seconds = time.perf_counter() - start
-            layers = report.layers
-            note(
-                storage=storage,
-                activations=storage,
-                calibrated=calibrated,
-                **subject.measured(model),
-                mean_layer_error=round(sum(layer.error for layer in layers) / len(layers), 6),
-                smoothed=sum(layer.alpha is not None for layer in layers),
-                layers=len(layers),
-                tokens=layers[0].tokens,
-                seconds=round(seconds, 1),
-            )
+        model, stored = copy.deepcopy(sparse), {"storage": storage, "activations": storage}
+        for layer in model.modules():
+            if isinstance(layer, ts.BlockSparseLinear):
+                layer.to_storage(storage, activations=storage)
+        note(**stored, calibrated=False, **subject.measured(model))
+        model, start = copy.deepcopy(sparse), time.perf_counter()
+        report = ts.quantize_(model, subject.calibration, layers=subject.layers, **stored)
+        seconds, layers = time.perf_counter() - start, report.layers
+        note(
+            **stored,
+            calibrated=True,
+            **subject.measured(model),
+            mean_error_before=round(sum(layer.error_before for layer in layers) / len(layers), 6),
+            mean_error=round(sum(layer.error for layer in layers) / len(layers), 6),
+            smoothed=sum(layer.alpha is not None for layer in layers),
+            layers=len(layers),
+            tokens=layers[0].tokens,
+            seconds=round(seconds, 1),
+        )
 
 
 def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace) -> nn.Module:
