@@ -1,4 +1,4 @@
-"""Times whole models on a GPU, dense and with block-sparse linear layers, in bfloat16.
+"""Times whole models on a GPU, dense and with block-sparse linear layers, in bfloat16 or 8 bits.
 
     python benchmarks/bench_models.py --output models.json
     python benchmarks/report.py models.json
@@ -35,7 +35,7 @@ from harness import (
     warm_up,
     write_json,
 )
-from models import MODELS, TASKS, Architecture, make_dense, make_sparse
+from models import MODELS, TASKS, Architecture, make_dense, make_float8, make_sparse
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,25 +73,33 @@ class Prepared(NamedTuple):
 class Bench:
     """How models are made ready on one device and timed."""
 
-    def __init__(self, device: torch.device, repetitions: int, seed: int) -> None:
+    def __init__(
+        self, device: torch.device, repetitions: int, seed: int, activations: str | None = None
+    ) -> None:
         self.device, self.repetitions, self.seed = device, repetitions, seed
+        self.activations = activations
         self.timer: Timer = CudaTimer(host_ahead=False) if device.type == "cuda" else HostTimer()
 
     def dense(self, group: Group) -> Prepared:
-        """The dense model of a group."""
+        """The dense model of a group, in float8 if that is what users would pick instead."""
+        if self.activations is not None:
+            return self._prepared(group, lambda: make_float8(self._build(group)))
         return self._prepared(group, lambda: self._build(group))
 
     def sparse(self, group: Group, density: float, block_shape: tuple[int, int]) -> Prepared:
         """The same model with block-sparse layers."""
-        return self._prepared(group, lambda: make_sparse(self._build(group), density, block_shape, self.seed))
+        return self._prepared(group, lambda: self._sparse(group, density, block_shape))
 
     def error(
         self, group: Group, density: float, block_shape: tuple[int, int], call: Callable[[], Tensor]
     ) -> float | None:
         """Of the output of inference, from what the expanded weights give."""
-        model = make_dense(make_sparse(self._build(group), density, block_shape, self.seed))
+        model = make_dense(self._sparse(group, density, block_shape))
         with torch.no_grad():
             return relative_error(call(), model.eval()(self._inputs(group)).float())
+
+    def _sparse(self, group: Group, density: float, block_shape: tuple[int, int]) -> nn.Module:
+        return make_sparse(self._build(group), density, block_shape, self.seed, self.activations)
 
     def _build(self, group: Group) -> nn.Module:
         return group.architecture.build(self.device, DTYPE, self.seed)
@@ -205,6 +213,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", type=subset(MODES), default=MODES, help=f"of {','.join(MODES)} (all)")
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
     parser.add_argument("--blocks", type=block_list, help="as 32 or 128x32 (64,128, for roberta 32 too)")
+    parser.add_argument(
+        "--activations",
+        choices=("int8", "float8_e4m3fn"),
+        help="in 8 bits, as all weights; dense layers are in float8 (bfloat16, all)",
+    )
     for name in ("layers", "batch", "tokens"):
         parser.add_argument(f"--{name}", type=positive, help="(the model's)")
     parser.add_argument("--repetitions", type=positive, default=10, help="at least (%(default)s)")
@@ -220,7 +233,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     torch._dynamo.config.cache_size_limit = COMPILED_MODELS  # PyTorch 2.6 has no other name for it
-    bench = Bench(torch.device(arguments.device), arguments.repetitions, arguments.seed)
+    bench = Bench(
+        torch.device(arguments.device), arguments.repetitions, arguments.seed, arguments.activations
+    )
     if arguments.device == "cuda":
         warm_up()
     deadline = time.monotonic() + arguments.budget

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, functional
 
 ROTARY_BASE = 500_000.0  # of Llama 3
 
@@ -255,9 +255,12 @@ MODELS = {
 class RandomPatcher(BlockSparseModelPatcher):
     """Keeps blocks of every linear layer at random, scaled so that results keep their variance."""
 
-    def __init__(self, density: float, block_shape: tuple[int, int], seed: int) -> None:
+    def __init__(
+        self, density: float, block_shape: tuple[int, int], seed: int, activations: str | None = None
+    ) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
+        self._activations = activations
         self.add_pattern("", {"density": density, "block_shape": block_shape})
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
@@ -271,12 +274,58 @@ class RandomPatcher(BlockSparseModelPatcher):
         layer = BlockSparseLinear.from_linear(module, pattern=pattern)
         with torch.no_grad():
             layer.weight.mul_(pattern.density**-0.5)
-        return layer
+        if self._activations is None:
+            return layer
+        return layer.to_storage(self._activations, activations=self._activations)
 
 
-def make_sparse(model: nn.Module, density: float, block_shape: tuple[int, int], seed: int) -> nn.Module:
-    """Replaces all linear layers of a model, whose dense weights are freed, and fuses its MLPs."""
-    patcher = RandomPatcher(density, block_shape, seed)
+class Float8Linear(nn.Module):
+    """A dense layer [..., in_features] -> [..., out_features] as users would pick it instead.
+
+    Rows of its weight and of its input are in float8_e4m3fn, and PyTorch multiplies them, with fast sums.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scales = functional.quantize(linear.weight.detach(), torch.float8_e4m3fn)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales[None])
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scales = functional.quantize(x.flatten(0, -2), torch.float8_e4m3fn)
+        y = torch._scaled_mm(
+            rows,
+            self.weight.t(),
+            scales[:, None],
+            self.scales,
+            bias=self.bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return y.unflatten(0, x.shape[:-1])
+
+
+def make_float8(model: nn.Module) -> nn.Module:
+    """Replaces all linear layers of a model by dense ones in float8."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, Float8Linear(module))
+    return model
+
+
+def make_sparse(
+    model: nn.Module,
+    density: float,
+    block_shape: tuple[int, int],
+    seed: int,
+    activations: str | None = None,
+) -> nn.Module:
+    """Replaces all linear layers of a model, whose dense weights are freed, and fuses its MLPs.
+
+    ``activations``: "int8" or "float8_e4m3fn", which weights are stored in as well.
+    """
+    patcher = RandomPatcher(density, block_shape, seed, activations)
     patcher.patch_model(model)
     patcher.fuse_mlps(model)
     return model

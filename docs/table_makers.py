@@ -6,13 +6,12 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from table_parts import ROOT, cases, short, table, times
+
 BLOCKS = (16, 32, 64, 128)
 DENSITIES = (0.5, 0.25, 0.1)
 PRODUCTS = {"dds_nt": "forward", "dds_nn": "gradient of x", "sdd_tn": "gradient of W"}
@@ -23,13 +22,13 @@ WIDE = (4096, 4096)  # in, out of the larger layer that was measured on a CPU
 def summary() -> str:
     """Forward products, by device, density and block."""
     lines = [
-        [f"H200, bfloat16, density {_short(density)}", *(_times(_large(density, block)) for block in BLOCKS)]
+        [f"H200, bfloat16, density {short(density)}", *(times(_large(density, block)) for block in BLOCKS)]
         for density in DENSITIES
     ]
     for density in DENSITIES[:2]:
-        cells = [_times(_cpu("float32", "forward", 512, density, block)) for block in BLOCKS]
-        lines.append([f"two CPU cores, float32, density {_short(density)}", *cells])
-    return _table(["speedup over dense", *(f"{block} × {block}" for block in BLOCKS)], lines)
+        cells = [times(_cpu("float32", "forward", 512, density, block)) for block in BLOCKS]
+        lines.append([f"two CPU cores, float32, density {short(density)}", *cells])
+    return table(["speedup over dense", *(f"{block} × {block}" for block in BLOCKS)], lines)
 
 
 def tokens() -> str:
@@ -43,9 +42,9 @@ def tokens() -> str:
         "1 token, 8192 → 28672": ("decode28672-m1",),
     }.items():
         for density in DENSITIES:
-            cells = [_times(_h200("dds_nt", shapes, density, block)) for block in BLOCKS]
-            lines.append([label, _short(density), *cells])
-    return _table(["", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
+            cells = [times(_h200("dds_nt", shapes, density, block)) for block in BLOCKS]
+            lines.append([label, short(density), *cells])
+    return table(["", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
 
 
 def products() -> str:
@@ -58,11 +57,11 @@ def products() -> str:
         ("gradient of W", "sdd_tn", "wgrad"),
     ):
         cells = [
-            f"{_times(_h200(op, LARGE, 0.25, block))}, {_short(break_even[name][str(block)])}"
+            f"{times(_h200(op, LARGE, 0.25, block))}, {short(break_even[name][str(block)])}"
             for block in BLOCKS
         ]
         lines.append([label, *cells])
-    return _table(["", *(f"{block} × {block}" for block in BLOCKS)], lines)
+    return table(["", *(f"{block} × {block}" for block in BLOCKS)], lines)
 
 
 def cpu() -> str:
@@ -76,11 +75,11 @@ def cpu() -> str:
             ("gradient of W", "wgrad", 512),
         ):
             cells = [
-                " / ".join(_times(_cpu(dtype, op, count, density, block)) for density in DENSITIES[:2])
+                " / ".join(times(_cpu(dtype, op, count, density, block)) for density in DENSITIES[:2])
                 for block in BLOCKS[:3]
             ]
             lines.append([dtype, label, *cells])
-    return _table(["", "", *(f"{block} × {block}" for block in BLOCKS[:3])], lines)
+    return table(["", "", *(f"{block} × {block}" for block in BLOCKS[:3])], lines)
 
 
 def models() -> str:
@@ -89,7 +88,7 @@ def models() -> str:
     for model, task in (("vit", "inference"), ("vit", "training"), ("llama-prefill", "inference")):
         for block in (64, 128):
             lines.append([f"{model}, {task}", f"{block} × {block}", *_models(model, task, block)])
-    return _table(["", "block", *(f"density {_short(density)}" for density in DENSITIES)], lines)
+    return table(["", "block", *(f"density {short(density)}" for density in DENSITIES)], lines)
 
 
 def efficiency() -> str:
@@ -104,7 +103,7 @@ def efficiency() -> str:
         for op, product in PRODUCTS.items()
         for block in reversed(BLOCKS)
     ]
-    return _table(["product", "block", *shapes], lines)
+    return table(["product", "block", *shapes], lines)
 
 
 def unequal() -> str:
@@ -116,27 +115,27 @@ def unequal() -> str:
             by = partial(_efficiencies, "h200_unequal.json", op, block, "up", densities)
             cells = [f"{by(pattern)} ({by(pattern, 'triton')})" for pattern in patterns]
             lines.append([PRODUCTS[op], f"{block}×{block}", *cells])
-    return _table(["product", "block", *(f"{pattern} (Triton)" for pattern in patterns)], lines)
+    return table(["product", "block", *(f"{pattern} (Triton)" for pattern in patterns)], lines)
 
 
 def packed() -> str:
     """128 to 512 tokens on an H200: µs at density .25 and .1 as chosen, and with a prepacked weight."""
-    times: dict[tuple[str, int], dict[tuple[str, float], str]] = {}
-    for case in _cases("h200_packed.json"):
-        row = times.setdefault((case["shape"], case["block_shape"][0]), {})
+    found: dict[tuple[str, int], dict[tuple[str, float], str]] = {}
+    for case in cases("h200_packed.json"):
+        row = found.setdefault((case["shape"], case["block_shape"][0]), {})
         for one in case["results"]:
             if "t_us" in one:
                 row[one["contender"], case["requested_density"]] = f"{one['t_us']:.0f}"
                 row["dense", 1] = f"{min(one['dense_us']):.0f}"
     lines = []
-    for (shape, block), row in sorted(times.items(), key=lambda item: -item[0][1]):
+    for (shape, block), row in sorted(found.items(), key=lambda item: -item[0][1]):
         cells = [
             " / ".join(row.get((contender, density), "-") for density in DENSITIES[1:])
             for contender in ("tilesparse", "packed", "triton")
         ]
         lines.append([shape.replace("x", "×"), f"{block}×{block}", *cells, row["dense", 1]])
     header = ["tokens × out × in", "block", "as chosen", "prepacked", "Triton", "dense"]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def sizes() -> str:
@@ -147,8 +146,8 @@ def sizes() -> str:
         for density in DENSITIES[1:]:
             cells = [_win(_fastest(density, block, least, most)) for block in BLOCKS]
             name = f"up to {most} µs" if most < math.inf else f"more than {least} µs"
-            lines.append([name, _short(density), *cells])
-    return _table(["dense takes", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
+            lines.append([name, short(density), *cells])
+    return table(["dense takes", "density", *(f"{block} × {block}" for block in BLOCKS)], lines)
 
 
 def captured() -> str:
@@ -160,46 +159,46 @@ def captured() -> str:
         "llama-decode1": "the same, one token after 8192",
         "llama-decode16": "the same, 16 of these",
     }
-    cases = {
-        (case["model"], case["task"], case["mode"]): case for case in _cases("h200_models_captured.json")
+    measured = {
+        (case["model"], case["task"], case["mode"]): case for case in cases("h200_models_captured.json")
     }
     lines = []
     for model, name in names.items():
         for task in ("inference", "training"):
-            if (model, task, "graph") not in cases:
+            if (model, task, "graph") not in measured:
                 continue
             cells = [
-                cell for mode in ("graph", "compile-graph") for cell in _captured(cases[model, task, mode])
+                cell for mode in ("graph", "compile-graph") for cell in _captured(measured[model, task, mode])
             ]
             lines.append([f"{name}, {task}" if model in ("vit", "roberta") else name, *cells])
-    return _table(["model", "dense", "sparse", "dense, compiled", "sparse, compiled"], lines)
+    return table(["model", "dense", "sparse", "dense, compiled", "sparse, compiled"], lines)
 
 
 def quality() -> str:
     """MiniLM's sentence embeddings after one-shot pruning."""
-    pruned = {case["density"]: case for case in _cases("cpu_prune_minilm.json")}
-    magnitude = {case["density"]: case for case in _cases("cpu_prune_minilm_magnitude.json")}
+    pruned = {case["density"]: case for case in cases("cpu_prune_minilm.json")}
+    magnitude = {case["density"]: case for case in cases("cpu_prune_minilm_magnitude.json")}
     lines = [
         [
-            _short(density),
+            short(density),
             *(f"{by[density]['mean']:.2f}" if density in by else "" for by in (pruned, magnitude)),
         ]
         for density in sorted(pruned, reverse=True)
     ]
-    return _table(["density", "block OBS with refit", "magnitude"], lines)
+    return table(["density", "block OBS with refit", "magnitude"], lines)
 
 
 def plans() -> str:
     """Time to build plans on a GPU and on the host, and to rewire a pattern."""
     cells: dict[tuple[str, int], dict[str, str]] = {}
-    for case in _cases("h200_plans.json"):
+    for case in cases("h200_plans.json"):
         row = cells.setdefault((case["shape"], case["block"]), {})
         row[case["product"]] = f"{case['gpu_us']} µs, {case['host_ms']} ms"
     lines = [
         [shape, f"{block}×{block}", *(row[name] for name in (*PRODUCTS, "rewire"))]
         for (shape, block), row in cells.items()
     ]
-    return _table(["layer", "block", *PRODUCTS.values(), "rewiring"], lines)
+    return table(["layer", "block", *PRODUCTS.values(), "rewiring"], lines)
 
 
 def host() -> str:
@@ -211,11 +210,11 @@ def host() -> str:
         "forward+backward": "forward and backward",
     }
     lines = []
-    for case in _cases("h200_host.json"):
+    for case in cases("h200_host.json"):
         (one,) = case["results"]
-        times = (f"{one[of]:#.3g}".rstrip(".") + " µs" for of in ("dense_host_us", "host_us"))
-        lines.append([modes[case["mode"]], *times, f"{one['ratio']:.2f}"])
-    return _table(["", "`nn.Linear`", "`BlockSparseLinear`", "ratio"], lines)
+        host_times = (f"{one[of]:#.3g}".rstrip(".") + " µs" for of in ("dense_host_us", "host_us"))
+        lines.append([modes[case["mode"]], *host_times, f"{one['ratio']:.2f}"])
+    return table(["", "`nn.Linear`", "`BlockSparseLinear`", "ratio"], lines)
 
 
 def gradients() -> str:
@@ -224,20 +223,20 @@ def gradients() -> str:
     lines = [
         [
             "×".join(map(str, case["block_shape"])),
-            _short(case["density"]),
+            short(case["density"]),
             str(one["tokens"]),
             *(f"{one[name]:.0f}" for name in names),
         ]
-        for case in _cases("h200_gradients.json")
+        for case in cases("h200_gradients.json")
         for one in case["results"]
     ]
     header = ["block", "density", "tokens", "16 bits", "added in float32", "added by PyTorch"]
-    return _table([*header, "with bias", "bias by PyTorch"], lines)
+    return table([*header, "with bias", "bias by PyTorch"], lines)
 
 
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
 OTHER_TABLES = (unequal, packed, captured, quality, plans, host, gradients)
-TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*PRODUCT_TABLES, *OTHER_TABLES)}
+TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 
 def _efficiencies(
@@ -252,7 +251,7 @@ def _efficiencies(
     """η at each density, with a star for an unsteady dense product."""
     found = {
         case["requested_density"]: _result(case, contender)
-        for case in _cases(file)
+        for case in cases(file)
         if (case["op"], case["block_shape"], case["shape"], case["pattern"])
         == (op, [block, block], shape, pattern)
     }
@@ -275,19 +274,13 @@ def _captured(case: dict[str, Any]) -> tuple[str, str]:
     (sparse,) = case["results"]
     dense = statistics.mean(sparse["dense_us"])
     sizes = [f"{of['peak_bytes'] / 1e9:.2f} GB" for of in (case, sparse)]
-    times = [f"{time / 1e3:#.3g}".rstrip(".") + " ms" for time in (dense, sparse["t_us"])]
-    return f"{times[0]}, {sizes[0]}", f"{times[1]} ({sparse['speedup']:.2f}×), {sizes[1]}"
-
-
-@cache
-def _cases(file: str) -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = json.loads((RESULTS / file).read_text())["cases"]
-    return cases
+    taken = [f"{time / 1e3:#.3g}".rstrip(".") + " ms" for time in (dense, sparse["t_us"])]
+    return f"{taken[0]}, {sizes[0]}", f"{taken[1]} ({sparse['speedup']:.2f}×), {sizes[1]}"
 
 
 def _h200(op: str, shapes: Iterable[str], density: float, block: int) -> Iterator[float]:
     """Speedups of this library for each of the shapes."""
-    for case in (*_cases("h200_bf16.json"), *_cases("h200_decode.json")):
+    for case in (*cases("h200_bf16.json"), *cases("h200_decode.json")):
         if (case["op"], case["requested_density"], case["block_shape"]) != (op, density, [block, block]):
             continue
         if case["shape"] in shapes:
@@ -298,7 +291,7 @@ def _fastest(density: float, block: int, least: float, most: float) -> list[floa
     """Speedups of the fastest kernel where the dense time lies between two bounds in µs."""
     results = [
         case["results"][0]
-        for case in _cases("h200_kernels.json")
+        for case in cases("h200_kernels.json")
         if (case["requested_density"], case["block_shape"]) == (density, [block, block])
     ]
     return [
@@ -320,31 +313,16 @@ _large = partial(_h200, "dds_nt", LARGE)
 def _cpu(dtype: str, op: str, count: int, density: float, block: int) -> Iterator[float]:
     wanted = dtype, op, count, density, block, *WIDE
     names = "dtype", "op", "tokens", "density", "block", "in_features", "out_features"
-    return (case["speedup"] for case in _cases("cpu.json") if tuple(case[name] for name in names) == wanted)
+    return (case["speedup"] for case in cases("cpu.json") if tuple(case[name] for name in names) == wanted)
 
 
 def _models(model: str, task: str, block: int) -> Iterator[str]:
     """Speedups at each density."""
-    for case in _cases("h200_models.json"):
+    for case in cases("h200_models.json"):
         if (case["model"], case["task"], case["mode"]) == (model, task, "graph"):
             for density in DENSITIES:
-                yield _times(
+                yield times(
                     one["speedup"]
                     for one in case["results"]
                     if one["block_shape"] == [block, block] and one["density"] == density
                 )
-
-
-def _times(speedups: Iterable[float]) -> str:
-    """The mean, or a dash without measurements."""
-    found = list(speedups)
-    return f"{statistics.mean(found):.1f}×" if found else "-"
-
-
-def _short(density: float) -> str:
-    return f"{density:g}".removeprefix("0")
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")

@@ -1,7 +1,8 @@
 """Write the tables of README and of the pages in docs from benchmarks/results, between their marks.
 
-``<!-- table NAME -->`` is one of the tables in table_makers.py, ``<!-- report FILE -->`` all that
-benchmarks/report.py prints of a file, ``<!-- report FILE without host -->`` the same without the host's time.
+``<!-- table NAME -->`` is one of the tables in table_makers.py and eight_bit_tables.py,
+``<!-- report FILE -->`` all that benchmarks/report.py prints of a file,
+``<!-- report FILE without host -->`` the same without the host's time.
 
 python docs/tables.py            # writes them
 python docs/tables.py --check    # exit status 1 if a page has an outdated table
@@ -15,13 +16,13 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 
-from table_makers import RESULTS, TABLES
+from eight_bit_tables import EIGHT_BIT_TABLES
+from table_makers import TABLES
+from table_parts import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import report  # noqa: E402
+import report
 
 MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
 HOST = re.compile(r"### Host time.*?(?=###)", re.S)
@@ -52,7 +53,7 @@ def filled(text: str) -> str:
 
     def remade(found: re.Match[str]) -> str:
         kind, name, without_host = found[1], found[2], found[3] or ""
-        made = TABLES[name]() if kind == "table" else reported(name, bool(without_host))
+        made = (TABLES | EIGHT_BIT_TABLES)[name]() if kind == "table" else reported(name, bool(without_host))
         return f"<!-- {kind} {name}{without_host} -->\n\n{made}\n<!-- /{kind} -->"
 
     return MARK.sub(remade, text)

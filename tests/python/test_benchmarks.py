@@ -82,6 +82,22 @@ def test_sparse_models_compute_what_their_expanded_weights_do(name: str, task: s
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["vit", "llama-prefill"])
+def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
+    architecture = tiny(name)
+    dense = architecture.build(CPU, torch.bfloat16, seed=0)
+    x = architecture.inputs(CPU, torch.bfloat16, seed=1)
+    for model in (
+        models.make_float8(copy.deepcopy(dense)),
+        models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), 0, "int8"),
+    ):
+        assert not any(type(module) is nn.Linear for module in model.modules())
+        with torch.no_grad():
+            error = harness.relative_error(model(x), dense(x).float())
+        assert error is not None
+        assert 0 < error < bench_models.TOLERANCE
+
+
 def test_decoding_continues_a_prompt() -> None:
     """The last token of a prompt, from the cache of the ones before."""
     prefill, decode = tiny("llama-prefill"), tiny("llama-decode1")
