@@ -2,7 +2,20 @@
 
 from . import _belongs  # isort: split
 
-from . import checkpoint, errors, export, functional, parallel, plot, prune, recover, storage, train, tuning
+from . import (
+    checkpoint,
+    errors,
+    export,
+    functional,
+    parallel,
+    plot,
+    prune,
+    quantization,
+    recover,
+    storage,
+    train,
+    tuning,
+)
 from ._libraries import inductor_hooks, transformers_hooks
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
@@ -28,6 +41,7 @@ from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
 from .prune import prune_
+from .quantization import quantize_
 from .recover import distill
 from .tuning import tune
 from .tuning.selection import choose, kernels, prefer
@@ -85,6 +99,8 @@ __all__ = [
     "prepare_for_inference",
     "prune",
     "prune_",
+    "quantization",
+    "quantize_",
     "recover",
     "save",
     "sparsify_",

@@ -121,6 +121,8 @@ NOT_CALLED = {
     "prune.PermutedGroup",
     "prune.PruneReport",
     "prune.PrunedLayer",
+    "quantization.QuantizeReport",
+    "quantization.QuantizedLayer",
     "recover.DistillationHistory",
     "recover.FittedSubmodule",
     "recover.ReconstructionReport",
@@ -499,6 +501,7 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
+    "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,
     "prune.prune_model": lambda: {

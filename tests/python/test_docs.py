@@ -110,7 +110,16 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["../README.md", "layers.md", "models.md", "storages.md", "choosing.md", "compile.md", "checkpoints.md"],
+    [
+        "../README.md",
+        "layers.md",
+        "models.md",
+        "storages.md",
+        "choosing.md",
+        "compile.md",
+        "checkpoints.md",
+        "quantization.md",
+    ],
 )
 def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

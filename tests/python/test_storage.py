@@ -40,7 +40,8 @@ from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.linear import linear_through
 from tilesparse._runtime.kernels import use_kernel
 from tilesparse._runtime.native import ACTIVATIONS, TENSORS
-from tilesparse.storage import compress, expand, quantize, quantize_int4, two_of_four
+from tilesparse.storage import compress, expand, quantize, quantize_int4, row_scales, two_of_four
+from tilesparse.storage.clipping import clip_limits
 
 OPS = torch.ops.tilesparse
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
@@ -367,11 +368,73 @@ def test_quantisation_records_no_gradient() -> None:
         (torch.ones(1, 16, 16), {"dtype": torch.float16}, r"dtype must be .*int8.*float8_e4m3fn.*float16"),
         (torch.ones(1, 16, 16), {"dtype": torch.uint8}, r"dtype must be .*uint8"),
         (torch.ones(1, 16, 16), {"dtype": torch.int8, "per": "tensor"}, r"per must be 'row', .*'tensor'"),
+        (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": torch.ones(1)}, r"limits must .*\[1, 16\]"),
+        (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": torch.ones(1, 16).int()}, "limits .*int32"),
+        (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": -torch.ones(1, 16)}, "limits .*at least 0"),
     ],
 )
 def test_bad_quantisations_are_named(values: Tensor, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         quantize(values, **arguments)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("per", ["row", "block", "feature"])
+def test_values_beyond_limits_are_clipped(dtype: torch.dtype, per: str) -> None:
+    pattern = BlockPattern.random((32, 64), block_shape=16, density=0.5, generator=seeded(0))
+    values = torch.randn(pattern.nnz, 16, 16, generator=seeded(1))
+    shape = {"row": (pattern.nnz, 16), "block": (pattern.nnz,), "feature": (32,)}[per]
+    limits = 0.5 + torch.rand(shape, generator=seeded(2))
+    own = {"pattern": pattern} if per == "feature" else {}
+    quantized, scales = quantize(values, dtype, per=per, limits=limits, **own)
+    torch.testing.assert_close(scales, limits / LARGEST[dtype])
+    if per == "feature":
+        limits, scales = (row_scales(each, pattern) for each in (limits, scales))
+    limits = limits.view(*limits.shape, *(1,) * (3 - limits.dim()))
+    clipped = values.clamp(-limits, limits)
+    restored = expand(quantized, None, scales)
+    assert bool(((restored - clipped).abs() <= limits / (100 if dtype == torch.int8 else 16)).all())
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_clipping_at_the_largest_magnitudes_is_no_clipping(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 16, 16, generator=seeded(1))
+    plain, limited = quantize(values, dtype), quantize(values, dtype, limits=values.abs().amax(2))
+    assert torch.equal(plain[0].float(), limited[0].float()) and torch.equal(plain[1], limited[1])
+
+
+def to_four_bits(groups: Tensor, limits: Tensor) -> Tensor:
+    scales = (limits / 7)[..., None].clamp(min=1e-30)
+    return (groups / scales).clamp(-7, 7).round() * scales
+
+
+def test_clip_limits_are_the_best_ratios_of_each_group() -> None:
+    groups = torch.randn(5, 16, 32, generator=seeded(1))
+    inputs = torch.randn(5, 200, 32, generator=seeded(2))
+    groups[..., 3] = 8  # a large weight of every group, which only some inputs meet
+    inputs[..., 3] *= torch.linspace(0.01, 0.1, 5)[:, None]
+    ratios = (1.0, 0.7, 0.4)
+    limits = clip_limits(groups, inputs, to_four_bits, ratios=ratios)
+    largest = groups.abs().amax(-1)
+
+    def errors(limits: Tensor) -> Tensor:
+        return ((groups - to_four_bits(groups, limits)) @ inputs.mT).square().sum(-1)
+
+    each = torch.stack([errors(ratio * largest) for ratio in ratios])
+    torch.testing.assert_close(errors(limits), each.amin(0))
+    assert bool((limits[0] < largest[0]).all()) and float(errors(limits).sum()) < 0.5 * float(each[0].sum())
+    factor = torch.linalg.cholesky(inputs.mT @ inputs).mT  # the same second moment
+    torch.testing.assert_close(clip_limits(groups, factor, to_four_bits, ratios=ratios), limits)
+    assert not clip_limits(torch.zeros(2, 8), torch.ones(3, 8), to_four_bits).any()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ratios", "named"),
+    [((3, 9), (1.0,), "inputs must be"), ((3, 8), (), "ratios must be"), ((3, 8), (1.5,), "ratios must be")],
+)
+def test_bad_clippings_are_named(inputs: tuple[int, ...], ratios: tuple[float, ...], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        clip_limits(torch.ones(2, 8), torch.ones(inputs), to_four_bits, ratios=ratios)
 
 
 # ---- 4 bits ----

@@ -368,6 +368,22 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
         layer.to_storage(storage, per="tensor")
 
 
+def test_to_storage_clips_at_limits() -> None:
+    layer = make("plain")
+    values, limits = (
+        layer.plain_values(),
+        torch.full((layer.col_indices.shape[0], layer.block_shape[0]), 0.05),
+    )
+    with pytest.raises(InvalidArgumentError, match="limits must be None with storage 'plain'"):
+        layer.to_storage("plain", limits=limits)
+    with pytest.raises(InvalidArgumentError, match="limits must be"):
+        layer.to_storage("int8", limits=limits[:1])
+    assert layer.storage == "plain" and torch.equal(layer.plain_values(), values)
+    layer.to_storage("int8", limits=limits)
+    assert float(layer.plain_values().abs().max()) <= 0.0501 < float(values.abs().max())
+    assert layer.storage_error > 0.05
+
+
 def test_to_storage_that_is_refused_changes_nothing() -> None:
     layer = make("plain")
     layer.weight.data[0, 0, 0] = torch.nan

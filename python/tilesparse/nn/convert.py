@@ -155,14 +155,17 @@ def to_semi_structured(layer: BlockSparseLinear) -> Tensor:
         ) from error
 
 
-def convert_storage(layer: StoredWeight, spec: LayerSpec) -> float:
+def convert_storage(layer: StoredWeight, spec: LayerSpec, limits: Tensor | None = None) -> float:
     """Store a layer's weight as a spec says that differs in nothing else; return the relative error."""
+    storage = storage_of(spec.storage)
+    if limits is not None and not storage.scales:
+        raise InvalidArgumentError(f"limits must be None with storage {spec.storage!r}, which has no scales")
     if layer.weight.is_meta:
         layer.allocate(spec, layer.weight.device)
         return layer.storage_error
     blocks = layer.plain_values()
     pattern = None if spec.activations is None else layer.pattern
-    layer.assign(spec, storage_of(spec.storage).store(blocks, layer.kept_mask(), spec, pattern))
+    layer.assign(spec, storage.store(blocks, layer.kept_mask(), spec, pattern, limits))
     norm = torch.linalg.vector_norm(blocks, dtype=torch.float64)
     lost = torch.linalg.vector_norm(layer.plain_values().double() - blocks.double())
     return float(lost / norm) if float(norm) > 0 else 0.0

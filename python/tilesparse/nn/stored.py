@@ -239,7 +239,12 @@ class StoredWeight(nn.Module):
     @checked
     @torch.no_grad()
     def to_storage(
-        self: _Weight, storage: str, *, per: str = "row", activations: str | None = None
+        self: _Weight,
+        storage: str,
+        *,
+        per: str = "row",
+        activations: str | None = None,
+        limits: Tensor | None = None,
     ) -> _Weight:
         """Store the weight in another way, in place.
 
@@ -253,10 +258,12 @@ class StoredWeight(nn.Module):
                 with `activations`, whatever it is.
             activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
                 then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
+            limits: of 8 bits, the magnitude at which the weights of each scale are clipped, see
+                `storage.quantize`; `quantize_` finds good ones. None clips nothing.
 
         Raises:
             InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
-                or 4 bits; `activations` of another dtype.
+                or 4 bits; `activations` of another dtype; limits that do not fit. The layer is as it was.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
         check_whole(self, "to_storage")
@@ -267,8 +274,8 @@ class StoredWeight(nn.Module):
         checked_scales("per", per, activations)
         spec = self.spec
         wanted = spec.with_storage(storage, per, activations)
-        if wanted != spec:
-            self._storage_error = convert.convert_storage(self, wanted)
+        if wanted != spec or limits is not None:
+            self._storage_error = convert.convert_storage(self, wanted, limits)
         return self
 
     def freeze(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
@@ -89,17 +90,55 @@ class Calibration:
     def groups(self, unit: Unit) -> list[list[str]]:
         """Return the layers of a unit in the order in which they run, those with the same input together."""
         inputs: dict[str, list[Tensor]] = {}
-
-        def note(name: str, x: Tensor) -> None:
-            inputs.setdefault(name, []).append(x)
-
-        with self._listening(unit.layers, note):
-            next(self._results(unit))
+        self.trial(unit, unit.layers, lambda name, x: inputs.setdefault(name, []).append(x))
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, tensors in inputs.items():
             groups.setdefault(tuple(map(id, tensors)), []).append(name)
         others = [[name] for name in unit.layers if name not in inputs]  # which other batches may run
         return [*groups.values(), *others]
+
+    def trial(
+        self,
+        unit: Unit,
+        layers: Sequence[str],
+        note: Callable[[str, Tensor], None],
+        parameters: Mapping[str, Tensor] | None = None,
+        *,
+        until: str | None = None,
+    ) -> Any:
+        """Run the next unit on the first batch; return its output.
+
+        Args:
+            unit: the next one.
+            layers: names of layers in it.
+            note: called with the name and the input of a layer at each of its calls.
+            parameters: what takes the places of the model's own, by their names.
+            until: one of the layers, whose first call ends the run; there is no output then.
+        """
+
+        def tell(name: str, x: Tensor) -> None:
+            note(name, x)
+            if name == until:
+                raise _LayerReached
+
+        with self._listening(layers, tell), contextlib.suppress(_LayerReached):
+            return next(self._results(unit, parameters))
+
+    def visit(
+        self, unit: Unit, layers: Sequence[str], note: Callable[[str, Tensor, int, Tensor | None], None]
+    ) -> None:
+        """Run the next unit on all batches; nothing of it is replaced.
+
+        Args:
+            unit: the next one.
+            layers: names of layers in it.
+            note: called with the name and the input of a layer at each of its calls, the number of the batch,
+                and which of its tokens count, [sequences, tokens] of bools or None.
+        """
+        number = 0
+        with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
+            for current, _ in enumerate(self._results(unit), 1):
+                number = min(current, len(self._batches) - 1)
 
     def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
         """Return the moments of the inputs of a layer, and so of its group; None if nothing calls it.
@@ -165,6 +204,10 @@ class Calibration:
         given = {f"model.{name}": tensor for name, tensor in (parameters or {}).items()}
         for batch in self._batches:
             yield functional_call(whole, given, (batch,))
+
+
+class _LayerReached(BaseException):
+    """Ends a forward pass; no Exception, which a model or its caller might catch."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -51,11 +51,16 @@ class Storage(ABC):
 
     @abstractmethod
     def store(
-        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+        self,
+        blocks: Tensor,
+        mask: Tensor | None,
+        spec: LayerSpec,
+        pattern: BlockPattern | None = None,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks; of 2:4 only what the mask keeps counts.
 
-        ``pattern``: needed where features have scales.
+        ``pattern``: needed where features have scales. ``limits``: as of `quantize`, of storages with scales.
 
         Raises:
             InvalidArgumentError: the storage cannot represent a value.

@@ -32,7 +32,12 @@ class CompressedStorage(Storage):
         }
 
     def store(
-        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+        self,
+        blocks: Tensor,
+        mask: Tensor | None,
+        spec: LayerSpec,
+        pattern: BlockPattern | None = None,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         assert mask is not None

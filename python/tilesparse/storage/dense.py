@@ -29,7 +29,12 @@ class DenseStorage(Storage):
         return forms if spec.nm is None else {**forms, "mask": (spec.values_shape, torch.bool)}
 
     def store(
-        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+        self,
+        blocks: Tensor,
+        mask: Tensor | None,
+        spec: LayerSpec,
+        pattern: BlockPattern | None = None,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}

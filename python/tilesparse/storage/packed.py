@@ -32,10 +32,15 @@ class PackedStorage(QuantizedStorage):
         return {**super().forms(spec), "weight": ((nnz, bn, bk // 2), PACKED)}
 
     def store(
-        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+        self,
+        blocks: Tensor,
+        mask: Tensor | None,
+        spec: LayerSpec,
+        pattern: BlockPattern | None = None,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
-        weight, scales = quantize_int4(blocks, per=spec.scales or "row")
+        weight, scales = quantize_int4(blocks, per=spec.scales or "row", limits=limits)
         return {"weight": weight, "scales": scales}
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:

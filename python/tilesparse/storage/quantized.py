@@ -40,12 +40,17 @@ class QuantizedStorage(Storage):
         return {**forms, "scales": (shapes.get(spec.scales or "row", (nnz, bn)), torch.float32)}
 
     def store(
-        self, blocks: Tensor, mask: Tensor | None, spec: LayerSpec, pattern: BlockPattern | None = None
+        self,
+        blocks: Tensor,
+        mask: Tensor | None,
+        spec: LayerSpec,
+        pattern: BlockPattern | None = None,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         per = spec.scales or "row"
         weight, scales = quantize(
-            blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None
+            blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None, limits=limits
         )
         stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec, pattern)
         return {**stored, "scales": scales}

@@ -145,23 +145,30 @@ def expand(
 
 @checked
 def quantize(
-    values: Tensor, dtype: torch.dtype, *, per: str = "row", pattern: BlockPattern | None = None
+    values: Tensor,
+    dtype: torch.dtype,
+    *,
+    per: str = "row",
+    pattern: BlockPattern | None = None,
+    limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize values to 8 bits: rounded to the nearest, without calibration.
+    """Quantize values to 8 bits, rounded to the nearest.
 
     Args:
         values: [nnz, bn, bk or less], finite.
         dtype: torch.int8 or torch.float8_e4m3fn.
         per: what has a scale of its own, "row" of a block, "block", or "feature", an output feature over all
-            its blocks, as `functional.quantized_linear` takes them; the largest magnitude there becomes the
-            largest of the dtype, 127 or 448.
+            its blocks, as `functional.quantized_linear` takes them.
         pattern: where the blocks lie; with "feature" alone.
+        limits: the magnitude that becomes the largest of the dtype, 127 or 448, for each scale and of its
+            shape; values beyond are clipped. None is the largest magnitude there.
 
     Returns:
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
 
     Raises:
-        InvalidArgumentError: another dtype or `per`, a value that is not finite, or another pattern.
+        InvalidArgumentError: another dtype or `per`, a value that is not finite, another pattern, or limits
+            of another shape, below 0 or not finite.
     """
     if dtype not in LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
@@ -173,12 +180,12 @@ def quantize(
     if rows is not None and pattern is not None:
         features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
         largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
-    scales = clamped_scales(largest, LARGEST[dtype])
+    if limits is not None:
+        largest = checked_limits(limits, largest.flatten() if rows is not None else largest).view_as(largest)
+    scales = scales_of(largest, dtype)
     divisors = scales if rows is None else scales[rows]
-    scaled = values / divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim()))
-    scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
-    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous()
-    return stored, scales if rows is None else scales.flatten()
+    stored = rounded(values, divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim())), dtype)
+    return stored.contiguous(), scales if rows is None else scales.flatten()
 
 
 def checked_finite(values: Tensor, storage: str) -> Tensor:
@@ -200,6 +207,30 @@ def clamped_scales(magnitudes: Tensor, largest: float) -> Tensor:
     # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
     limits = torch.finfo(torch.float32)
     return scales.clamp(limits.tiny, limits.max / largest * (1 - 2 * limits.eps))
+
+
+def scales_of(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 scales by which magnitudes become the largest of an 8-bit dtype; 1 for zeros."""
+    return clamped_scales(magnitudes, LARGEST[dtype])
+
+
+def rounded(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values over scales, clipped and rounded to an 8-bit dtype."""
+    scaled = (values / scales).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+
+
+def checked_limits(limits: Tensor, largest: Tensor) -> Tensor:
+    """Return limits as the largest magnitudes, whose shape they have."""
+    if limits.shape != largest.shape or not limits.is_floating_point():
+        raise InvalidArgumentError(
+            f"limits must be a floating-point tensor {list(largest.shape)}, one for each scale, got "
+            f"{list(limits.shape)} of {limits.dtype}"
+        )
+    limits = limits.detach().to(largest.device, torch.float32)
+    if not bool(((limits >= 0) & limits.isfinite()).all()):
+        raise InvalidArgumentError("limits must be finite and at least 0")
+    return limits
 
 
 def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) -> Tensor | None:

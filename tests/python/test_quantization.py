@@ -1,0 +1,392 @@
+"""Quantization by calibration data: what smoothing keeps, what it gains, what it leaves alone and says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, seeded
+from torch import Tensor, nn
+from zoo import ZOO
+
+import tilesparse as ts
+from tilesparse import BlockSparseConfig, BlockSparseLinear, InvalidArgumentError, UnsupportedError
+from tilesparse._replay.batches import tensors_in
+from tilesparse.quantization import quantize_
+from tilesparse.quantization.search import Search
+
+WIDTH, HIDDEN, HEADS, SHARED, HEAD = 64, 96, 4, 2, 16
+OUTLIERS = 40.0
+
+
+def linear(in_features: int, out_features: int, **options: Any) -> BlockSparseLinear:
+    options = {"density": 1, "block_shape": 16, **options}
+    return BlockSparseLinear(in_features, out_features, **options)
+
+
+class Attention(nn.Module):
+    """Attention whose heads of queries share those of keys and values in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (linear(WIDTH, heads * HEAD) for heads in (HEADS, SHARED, SHARED))
+        self.o = linear(HEADS * HEAD, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(HEADS // SHARED, 1) for each in (k, v))
+        y = torch.softmax(q @ k.mT / HEAD**0.5, -1) @ v
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, gated: bool = True) -> None:
+        super().__init__()
+        self.gate = linear(WIDTH, HIDDEN) if gated else None
+        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = nn.functional.silu(self.gate(x)) * y if self.gate is not None else nn.functional.gelu(y)
+        out: Tensor = self.down(y)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, gated: bool = True) -> None:
+        super().__init__()
+        self.before, self.attention = nn.RMSNorm(WIDTH), Attention()
+        self.between, self.mlp = nn.LayerNorm(WIDTH), MLP(gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.mlp(self.between(x))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, gated: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(gated) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def model(gated: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in which three features of each input that can be smoothed are far larger than the others."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        made: Any = Model(gated).to(dtype).eval()
+        for parameter in made.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
+        for block in made.blocks:
+            block.before.weight[:3] *= OUTLIERS
+            block.between.weight[5:8] *= OUTLIERS
+            block.between.bias[5:8] *= OUTLIERS
+            attention, mlp = block.attention, block.mlp
+            for layer in (attention.q, attention.k, attention.v):
+                scale_columns(layer, [0, 1, 2])
+            for layer in (mlp.up, *([mlp.gate] if gated else [])):
+                scale_columns(layer, [5, 6, 7])
+            if gated:
+                scale_columns(mlp.down, [10, 20, 30])
+                scale_rows(mlp.up, [10, 20, 30])
+            scale_columns(attention.o, [1, HEAD + 1, 2 * HEAD + 4, 3 * HEAD + 4])
+            scale_rows(attention.v, [1, HEAD + 4])
+        return made
+
+
+def scale_rows(layer: BlockSparseLinear, rows: list[int]) -> None:
+    scale(layer, [(row, slice(None)) for row in rows], OUTLIERS)
+    if layer.bias is not None:
+        layer.bias[rows] *= OUTLIERS
+
+
+def scale_columns(layer: BlockSparseLinear, columns: list[int]) -> None:
+    scale(layer, [(slice(None), column) for column in columns], 1 / OUTLIERS)
+
+
+def scale(layer: BlockSparseLinear, places: list[Any], factor: float) -> None:
+    dense = layer.to_linear().weight.detach().clone()
+    for place in places:
+        dense[place] *= factor
+    layer.weight.copy_(ts.BlockSparseMatrix.from_dense(dense, layer.pattern).values)
+
+
+def batches(count: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(4, 32, WIDTH, generator=seeded(seed)).to(dtype) for seed in range(count)]
+
+
+def loss(made: nn.Module, expected: nn.Module) -> float:
+    """Relative squared error of a model on other data."""
+    x = torch.randn(8, 32, WIDTH, generator=seeded(99))
+    with torch.no_grad():
+        y, target = made(x) - x, expected(x) - x
+    return float((y - target).square().sum() / target.square().sum())
+
+
+@pytest.fixture
+def only_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale wherever that is possible, and leave out the rounding: what remains is the migration."""
+    best = Search.best
+
+    def scaled(self: Search, source: Tensor | None, *, clip: bool) -> Any:
+        found = best(self, source, clip=clip)
+        columns = None if source is None else self.factors(0.5, source)
+        return found._replace(alpha=0.5, columns=columns)
+
+    monkeypatch.setattr(Search, "best", scaled)
+    monkeypatch.setattr(BlockSparseLinear, "to_storage", lambda self, *_, **__: self)
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("only_scaled")
+def test_smoothing_keeps_every_bit_of_the_function(device: str, dtype: torch.dtype) -> None:
+    made = model(dtype=dtype).to(device)
+    before, x = copy.deepcopy(made), batches(3, dtype)[2].to(device)
+    report = quantize_(made, batches(2, dtype))
+    assert [layer.reason for layer in report.layers] == 14 * [None]
+    for block, old in zip(made.blocks, before.blocks, strict=True):
+        for name in ("before.weight", "between.bias", "attention.v.weight", "attention.o.weight"):
+            assert not torch.equal(block.get_parameter(name), old.get_parameter(name)), name
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), before(x), rtol=1e-3 if dtype == torch.float16 else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "opt", "phi3", "modernbert", "bert", "t5", "mixtral", "swin"]
+)
+@pytest.mark.usefixtures("only_scaled")
+def test_models_of_transformers_keep_their_function(name: str) -> None:
+    kind = ZOO[name]
+    made = kind.make()
+    ts.sparsify_(made, BlockSparseConfig(density=1, block_shape=16), strict=False)
+    with torch.no_grad():
+        expected = [tensor.clone() for tensor in tensors_in(made(**kind.batch(7)))]
+        report = quantize_(made, [kind.batch(seed) for seed in range(2)])
+        assert any(layer.smoothed_by for layer in report.layers)
+        for tensor, before in zip(tensors_in(made(**kind.batch(7))), expected, strict=True):
+            torch.testing.assert_close(tensor, before, rtol=1e-6, atol=1e-6)
+
+
+def test_errors_of_planted_outliers_fall_by_a_factor_of_ten() -> None:
+    dense, naive, made = model(), model(), model()
+    for layer in naive.modules():
+        if isinstance(layer, BlockSparseLinear):
+            layer.to_storage("int8", activations="int8")
+    report = quantize_(made, batches())
+    assert loss(made, dense) < 0.1 * loss(naive, dense)
+    assert sum(layer.error for layer in report.layers) < 0.1 * sum(
+        layer.error_before for layer in report.layers
+    )
+    without = model()
+    report = quantize_(without, batches(), smooth=False, clip=False)
+    assert torch.equal(without(batches(1)[0]), naive(batches(1)[0]))
+    assert all(layer.error == layer.error_before for layer in report.layers)
+
+
+def test_clipping_lowers_the_error_of_large_weights_that_matter_little() -> None:
+    made: Any = nn.Sequential(linear(WIDTH, WIDTH), nn.GELU(), linear(WIDTH, WIDTH))
+    with torch.no_grad():
+        scale(made[0], [(slice(None), 5)], 20.0)
+    data = batches()
+    for x in data:
+        x[..., 5] *= 1e-3
+    plain, clipped = copy.deepcopy(made), copy.deepcopy(made)
+    quantize_(plain, data, smooth=False, clip=False)
+    report = quantize_(clipped, data, smooth=False)
+    assert report.layers[0].clipped > 0.8 and report.layers[0].error < 0.5 * report.layers[0].error_before
+    with torch.no_grad():
+        wrong = [float((each(data[0]) - made(data[0])).square().sum()) for each in (clipped, plain)]
+    assert wrong[0] < 0.5 * wrong[1]
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
+def test_errors_of_the_report_are_those_of_the_layers(storage: str) -> None:
+    dense, made = model(), model()
+    report = quantize_(made, batches(), storage=storage, activations=storage)
+    inputs: dict[str, Tensor] = {}
+    names = [layer.name for layer in report.layers]
+    for name in names:
+        dense.get_submodule(name).register_forward_pre_hook(
+            lambda _, x, name=name: inputs.update({name: x[0]})
+        )
+    with torch.no_grad():
+        dense(batches()[0])
+    first = report.layers[0]
+    layer = made.get_submodule(first.name)
+    x = inputs[first.name] * (made.blocks[0].before.weight / dense.blocks[0].before.weight)
+    bias = layer.bias
+    with torch.no_grad():
+        y, target = layer(x) - bias, dense.get_submodule(first.name)(inputs[first.name]) - bias
+    error = float((y - target).square().sum() / target.square().sum())
+    assert error == pytest.approx(first.error, rel=0.2)
+    assert all(isinstance(made.get_submodule(name), BlockSparseLinear) for name in names)
+    assert {made.get_submodule(name).activations for name in names} == {storage}
+
+
+def test_patterns_with_gaps_and_layers_that_stay_dense_take_part() -> None:
+    made = model()
+    for block in made.blocks:
+        block.attention.k = block.attention.k.to_linear()  # reads what q and v read, and stays dense
+        block.mlp.down = linear(HIDDEN, WIDTH, density=0.5)
+        block.mlp.up = linear(WIDTH, HIDDEN, density=0.25)  # perhaps with features that are always 0
+        block.mlp.up.bias = None
+    before, keys = copy.deepcopy(made), made.blocks[0].attention.k.weight.detach().clone()
+    report = quantize_(made, batches())
+    names = {layer.name: layer for layer in report.layers}
+    assert len(names) == 12 and names["blocks.0.attention.q"].smoothed_by == "blocks.0.before"
+    assert not torch.equal(made.blocks[0].attention.k.weight, keys)
+    assert [layer.name for layer in report.skipped] == ["blocks.0.attention.k", "blocks.1.attention.k"]
+    assert "sparsify_ with density=1" in report.skipped[0].reason
+    assert loss(made, before) < 1e-3
+
+
+def test_fused_mlps_hooks_and_modes_stay() -> None:
+    made = model().train()
+    dense = copy.deepcopy(made)
+    calls: list[str] = []
+    layer = made.blocks[0].attention.q
+    layer.register_forward_hook(lambda *_: calls.append("q"))
+    bias = layer.bias
+    quantize_(made, batches())
+    assert made.training and made.blocks[0].attention.q is layer and layer.training
+    assert layer.bias is bias and not layer.weight.requires_grad
+    calls.clear()
+    assert loss(made, dense) < 1e-2 and calls == ["q"]
+
+
+# ---- what it leaves alone ----
+
+
+class Shared(nn.Module):
+    """A norm whose output goes past a layer, too, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.two(nn.functional.gelu(self.one(x)))  # type: ignore[no-any-return]
+
+
+def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
+    made = Shared()
+    norm = made.norm.weight.detach().clone()
+    report = quantize_(made, batches())
+    assert [layer.smoothed_by for layer in report.layers] == [None, None]
+    assert report.layers[0].reason == "something else reads what norm gives"
+    assert report.layers[1].reason == "no module before it can take its scales"
+    assert torch.equal(made.norm.weight, norm)
+    assert "not smoothed: one (BlockSparseLinear): something else reads what norm gives" in str(report)
+
+
+def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
+    made = model()
+    made.blocks[1].before.weight = made.blocks[0].before.weight
+    made.blocks[0].attention.v.to_storage("int8", activations="int8")
+    made.blocks[1].mlp.down.to_storage("float8_e4m3fn")
+    made.blocks[1].mlp.gate.weight = made.blocks[1].mlp.up.weight
+    report = quantize_(made, batches())
+    found = {layer.name: layer.reason for layer in report.layers}
+    cannot = "no module before it can take its scales; {} cannot: {}"
+    shared = cannot.format("blocks.1.before", "it shares a parameter with another module")
+    assert found["blocks.1.attention.q"] == shared
+    for name in ("q", "k"):
+        assert found[f"blocks.0.attention.{name}"] == "blocks.0.attention.v: its weight is stored as 'int8'"
+    stored = cannot.format("blocks.0.attention.v", "its weight is stored as 'int8'")
+    assert found["blocks.0.attention.o"] == stored
+    again = "to_storage('plain') makes it dense blocks again"
+    assert {layer.name: layer.reason for layer in report.skipped} == {
+        "blocks.0.attention.v": f"already stored as int8 W8A8; {again}",
+        "blocks.1.mlp.down": f"already stored as float8_e4m3fn; {again}",
+        "blocks.1.mlp.gate": "its weight is shared with another module",
+        "blocks.1.mlp.up": "its weight is shared with another module",
+    }
+
+
+# ---- what it refuses, and then changes nothing ----
+
+
+def assert_unchanged(made: nn.Module, before: nn.Module) -> None:
+    for (name, tensor), old in zip(made.state_dict().items(), before.state_dict().values(), strict=True):
+        assert torch.equal(tensor, old), name
+
+
+def test_a_second_call_says_what_is_stored_already() -> None:
+    made = model()
+    quantize_(made, batches(1))
+    before = copy.deepcopy(made)
+    with pytest.raises(InvalidArgumentError, match=r"no layer is left to quantize.*already stored as int8"):
+        quantize_(made, batches(1))
+    report = quantize_(made, batches(1), strict=False)
+    assert not report.layers and len(report.skipped) == 14
+    assert_unchanged(made, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"storage": "plain", "activations": "plain"}, "storage must have 8 bits"),
+        ({"storage": "float8_e4m3fn"}, "activations must be .*float8_e4m3fn"),
+        ({"layers": "nothing"}, "layers must each name a layer to quantize, got 'nothing'"),
+        ({"layers": ["mlp", "between"]}, "got 'between'"),
+        ({"batches": []}, "batches must have at least one"),
+        ({"smooth": "yes"}, "smooth must be"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
+    made = model()
+    before = copy.deepcopy(made)
+    with pytest.raises((InvalidArgumentError, TypeError), match=named):
+        quantize_(made, **{"batches": batches(1), **arguments})
+    assert_unchanged(made, before)
+
+
+def test_errors_midway_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    before, data = copy.deepcopy(made), batches()
+    data[2][0, 0, 0] = torch.nan
+    with pytest.raises(InvalidArgumentError, match=r"batch 2 \(counted from 0\).*'blocks.0.attention.q'"):
+        quantize_(made, data)
+    assert_unchanged(made, before)
+    made.unused = linear(WIDTH, WIDTH)
+    before = copy.deepcopy(made)
+    with pytest.raises(InvalidArgumentError, match="batches must run layer 'unused'"):
+        quantize_(made, batches(1))
+    assert_unchanged(made, before)
+    calls, to_storage = [], BlockSparseLinear.to_storage
+
+    def failing(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 5:
+            raise MemoryError
+        return to_storage(self, *arguments, **options)
+
+    monkeypatch.setattr(BlockSparseLinear, "to_storage", failing)
+    with pytest.raises(MemoryError):
+        quantize_(made, batches(1), layers="blocks")
+    assert_unchanged(made, before)
+
+
+def test_weights_under_norms_and_2_4_are_refused_or_skipped() -> None:
+    made = model()
+    made.blocks[0].mlp.up = linear(WIDTH, HIDDEN, block_shape=32, nm=(2, 4))
+    report = quantize_(made, batches(1))
+    assert [layer.name for layer in report.skipped] == ["blocks.0.mlp.up"]
+    assert "nm must be None" in report.skipped[0].reason
+    made = model()
+    nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
+    with pytest.raises(UnsupportedError, match=r"weight_norm|WeightNorm"):
+        quantize_(made, batches(1))
