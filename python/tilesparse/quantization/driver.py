@@ -21,6 +21,7 @@ from ..patch.reports import SkippedLayer, by_reason
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
 from ..storage.registry import storage_of
+from ..storage.values import LARGEST
 from .parameters import is_linear
 from .plan import Plan
 from .report import QuantizeReport
@@ -87,7 +88,7 @@ def quantize_(
         >>> print(tilesparse.quantize_(model, batches, storage="int8"))
     """
     check_storage(storage, None)
-    if storage_of(storage).dtype is None:
+    if storage_of(storage).dtype not in LARGEST:
         raise InvalidArgumentError(f"storage must have 8 bits, got {storage!r}")
     if activations != storage:
         raise InvalidArgumentError(f"activations must be the storage {storage!r}, got {shown(activations)}")
