@@ -160,14 +160,13 @@ class BlockSparseMLP(nn.Module):
             if name is not None and _is_bare(up):
                 return up(x, activation=name, **options)  # type: ignore[no-any-return]
             return self._activated(up(x))
-        if not is_compiling() and _quantize_alike(gate, up):
-            (x,) = autocast(x)
-            with constant(x):
-                return self._gated(x, name, options)
-        return self._gated(x, name, options)
+        if not _quantize_alike(gate, up):
+            return self._gated(x, gate, up, name, options)
+        (x,) = autocast(x)
+        with constant(x):
+            return self._gated(x, gate, up, name, options)
 
-    def _gated(self, x: Tensor, name: str | None, options: dict[str, bool]) -> Tensor:
-        up, gate = self._part("up"), self._part("gate")
+    def _gated(self, x: Tensor, gate: Any, up: Any, name: str | None, options: dict[str, bool]) -> Tensor:
         factor = gate(x, **options)
         if name is None:
             factor, name = self._activated(factor), "none"
@@ -240,10 +239,11 @@ def _is_bare(module: Any) -> bool:
 
 
 def _quantize_alike(gate: Any, up: Any) -> bool:
-    """Whether both quantize x alike, and nobody else sees it."""
-    if not (_is_bare(gate) and _is_bare(up)) or gate._forward_pre_hooks or up._forward_pre_hooks:
+    """Whether both quantize x alike in eager mode, and nobody else sees it."""
+    if getattr(up, "activations", None) is None or is_compiling():
         return False
-    return gate.activations is not None and gate.activations == up.activations
+    are_bare = _is_bare(gate) and _is_bare(up) and not (gate._forward_pre_hooks or up._forward_pre_hooks)
+    return are_bare and gate.activations == up.activations
 
 
 def _is_watched(module: nn.Module) -> bool:
