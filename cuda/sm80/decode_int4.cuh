@@ -23,11 +23,16 @@ __device__ inline uint32_t subtract(uint32_t pair, float number, __nv_bfloat16) 
 template <class Value>
 __device__ inline uint32_t decode_int4(uint32_t word, uint32_t later, int pair) {
     // Four bits with their sign turned, which are 8 more, in the lowest ones of the first number from which
-    // on 16 bits have all integers.
+    // on 16 bits have all integers. One instruction, which has room for one constant: the compiler would take
+    // two.
     constexpr bool kHalf = std::is_same_v<Value, __half>;
-    constexpr uint32_t kBiased = kHalf ? 0x64086408 : 0x43084308;
-    const uint32_t apart = __byte_perm(word, later, 0x0400 + 0x0101 * pair);
-    return subtract((apart & 0x000f000f) ^ kBiased, kHalf ? 1024 + 8 : 128 + 8, Value());
+    constexpr uint32_t kFours = 0x000f000f, kBiased = kHalf ? 0x64086408 : 0x43084308;
+    constexpr int kAndXor = (0xf0 & 0xcc) ^ 0xaa;
+    uint32_t biased;
+    asm("lop3.b32 %0, %1, %2, %3, %4;"
+        : "=r"(biased)
+        : "r"(__byte_perm(word, later, 0x0400 + 0x0101 * pair)), "n"(kFours), "r"(kBiased), "n"(kAndXor));
+    return subtract(biased, kHalf ? 1024 + 8 : 128 + 8, Value());
 }
 
 template <class Math, int kRows, int kBlockK>
