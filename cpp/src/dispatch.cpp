@@ -90,21 +90,19 @@ const char* reason_for(const Kernel& kernel) {
     return "the least estimated time on this device";
 }
 
-// The kernel with the least estimate of those that compute the problem and whose names begin with `prefix`,
-// the first one of several. Where there are no estimates, the first one that reads the values as they are, or
-// else the first. kernel is nullptr if there is none.
+// The kernel with the least estimate of those that compute the problem and whose names begin with `prefix`.
+// Without estimates the first that reads the values as they are, or else the first. nullptr if there is none.
 Choice best(const Problem& problem, const Device& device, std::string_view prefix) {
     Choice choice{TS_RUN_DENSE, nullptr, nullptr};
     double least = std::numeric_limits<double>::infinity();
-    const auto& kernels = registry();
-    for (size_t i = 0; i < kernels.size(); ++i) {
-        const Kernel& kernel = *kernels[i];
+    for (size_t i = 0; i < registry().size(); ++i) {
+        const Kernel& kernel = *registry()[i];
         if (!std::string_view(kernel.name).starts_with(prefix)) continue;
         if (why_not(kernel, problem, device) != nullptr) continue;
         const std::optional<double> time = estimate_of(kernel, problem, device);
         const bool dequantized = dequantizes(kernel, problem);
-        const bool is_better = time ? *time < least : choice.dequantizes && !dequantized;
-        if (choice.kernel != nullptr && !is_better) continue;
+        const bool better = time ? *time < least : choice.dequantizes && !dequantized;
+        if (choice.kernel != nullptr && !better) continue;
         choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantized};
         least = time.value_or(least);
     }
@@ -268,9 +266,8 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     std::string text = choice.reason;
     if (choice.dequantizes) text += "; it is given dense blocks";
-    const std::string by = choice.index < 0 && choice.kernel != nullptr
-                               ? std::string(" by ") + choice.kernel->name
-                               : std::string();
+    std::string by;
+    if (choice.index < 0 && choice.kernel != nullptr) by = std::string(" by ") + choice.kernel->name;
     if (choice.measured) {
         text += microseconds("; measured", choice.measured->time) + by;
         return choice.measured->dense > 0 ? text + microseconds(", dense", choice.measured->dense) : text;
