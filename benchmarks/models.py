@@ -285,6 +285,9 @@ class Float8Linear(nn.Module):
     Rows of its weight and of its input are in float8_e4m3fn, and PyTorch multiplies them, with fast sums.
     """
 
+    weight: Tensor
+    scales: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight, scales = functional.quantize(linear.weight.detach(), torch.float8_e4m3fn)

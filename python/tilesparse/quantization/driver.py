@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._arguments import checked, shown
+from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
 from .._names import NamePattern
 from .._replay.batches import chosen_device, evaluating
@@ -21,7 +22,6 @@ from ..patch.reports import SkippedLayer, by_reason
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
 from ..storage.registry import storage_of
-from ..storage.values import LARGEST
 from .parameters import is_linear
 from .plan import Plan
 from .report import QuantizeReport
