@@ -1,6 +1,7 @@
 // The step that writes results, for vectors of any length.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -212,7 +213,7 @@ TS_INLINE void store_gated(Output o) {
 
 // The results that most products of int8 have, in one pass: sums become results once they are transposed, as
 // then what belongs to features stays in registers.
-template <class Codec, int SquareBytes>
+template <class Codec, int SquareBytes, Activation activation>
 TS_INLINE void store_rescaled(const Output& o) {
     using V = typename Codec::V;
     using I = Vector<int32_t, sizeof(V)>;
@@ -230,24 +231,49 @@ TS_INLINE void store_rescaled(const Output& o) {
             const U offsets = load<U>(numbers.sums.offsets + row);
             const V scales = load<V>(numbers.sums.feature_scales + row), bias = load<V>(numbers.bias + row);
             auto* to = static_cast<typename Codec::Stored*>(o.data) + column * o.ld + row;
-            const int64_t count = o.columns - column;
+            const int64_t count = std::min<int64_t>(o.columns - column, tokens);
+            const auto result = [&](int i) __attribute__((always_inline)) {
+                const U difference = bit_cast_vector<U>(square[i]) - offsets;
+                const V sum = __builtin_convertvector(bit_cast_vector<I>(difference), V);
+                square[i] =
+                    bit_cast_vector<I>(settled(sum * numbers.sums.token_scales[column + i] * scales) + bias);
+            };
+            const auto write = [&](int i) __attribute__((always_inline)) {
+                V value = activate<activation>(bit_cast_vector<V>(square[i]));
+                if (o.added) value = with_added(o, value, added_at<Codec>(o, column + i, row));
+                store(to + i * o.ld, Codec::encode(value));
+            };
             TS_UNROLL
             for (int i = 0; i < tokens; ++i) {
                 if (i >= count) continue;
-                const V sum =
-                    __builtin_convertvector(bit_cast_vector<I>(bit_cast_vector<U>(square[i]) - offsets), V);
-                V value = settled(sum * numbers.sums.token_scales[column + i] * scales) + bias;
-                if (o.added) value = with_added(o, value, added_at<Codec>(o, column + i, row));
-                store(to + i * o.ld, Codec::encode(value));
+                result(i);
+                if constexpr (activation == Activation::none) write(i);
             }
+            // Unrolled it would not leave its constants in registers.
+            if constexpr (activation != Activation::none)
+                for (int i = 0; i < count; ++i) write(i);
         }
+}
+
+template <class Codec, int SquareBytes>
+TS_INLINE void store_rescaled(const Output& o) {
+    switch (o.activation) {
+        case Activation::none:
+            return store_rescaled<Codec, SquareBytes, Activation::none>(o);
+        case Activation::relu:
+            return store_rescaled<Codec, SquareBytes, Activation::relu>(o);
+        case Activation::gelu:
+            return store_rescaled<Codec, SquareBytes, Activation::gelu>(o);
+        case Activation::silu:
+            return store_rescaled<Codec, SquareBytes, Activation::silu>(o);
+    }
 }
 
 // Of a copy, which no store can change: what is read of it stays in registers.
 template <class Codec, class Square>
 TS_INLINE void finish(Output o) {
     if constexpr (sizeof(element_t<typename Square::V>) == sizeof(float))
-        if (o.rescale.offsets && o.transposed && o.activation == Activation::none && !o.gated)
+        if (o.rescale.offsets && o.transposed && !o.gated)
             return store_rescaled<Codec, sizeof(typename Square::V)>(o);
     finish_sums<Codec>(o);
     if (o.gated)
