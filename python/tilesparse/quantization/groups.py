@@ -52,7 +52,7 @@ class ScaleGroup:
         """Return [rows] of factors for the producer, from those of features; 1 for rows without features."""
         assert self.source is not None
         known = self.source >= 0
-        rows = torch.ones(int(self.source.max()) + 1)
+        rows = torch.ones(int(self.source.max()) + 1, device="cpu")
         rows[self.source[known]] = of_features.cpu()[known]
         return rows
 
@@ -133,8 +133,8 @@ class GroupFinder:
     def _source(self, producer: str, start: int, stop: int, layer: str) -> Tensor | None:
         """Return the row that each feature of a layer's input comes from, or None if it is not so."""
         x = self._inputs[layer]
-        numbers, base = torch.arange(1, stop - start + 1), _BASES.get(x.dtype, 16)
-        found, place = torch.zeros(x.shape[-1], dtype=torch.long), 1
+        numbers, base = torch.arange(1, stop - start + 1, device="cpu"), _BASES.get(x.dtype, 16)
+        found, place = torch.zeros(x.shape[-1], dtype=torch.long, device="cpu"), 1
         while place <= stop - start:
             digits = numbers // place % base  # 0 is that of what comes from elsewhere
             factors = self._whole(producer, start, 0.5**digits)
@@ -148,7 +148,7 @@ class GroupFinder:
         return torch.where(live, found - 1, -1)
 
     def _whole(self, producer: str, start: int, factors: Tensor) -> Tensor:
-        rows = torch.ones(sizes_of(self._model.get_submodule(producer))[0])
+        rows = torch.ones(sizes_of(self._model.get_submodule(producer))[0], device="cpu")
         rows[start : start + len(factors)] = factors
         return rows
 
@@ -170,10 +170,9 @@ class GroupFinder:
     def _keeps_output(self, group: ScaleGroup) -> bool:
         """Return True if factors of a group leave what the unit gives the same, but for rounding."""
         assert group.producer is not None and group.source is not None
-        exponents = torch.randint(
-            -1, 2, (int(group.source.max()) + 1,), generator=torch.Generator().manual_seed(0)
-        )
-        factors = 2.0**exponents
+        generator = torch.Generator().manual_seed(0)
+        rows = int(group.source.max()) + 1
+        factors = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator, device="cpu")
         columns = torch.where(group.source >= 0, 1 / factors[group.source.clamp(min=0)], 1.0)
         parameters = self._parameters(group.producer, rows=self._whole(group.producer, group.start, factors))
         for name in group.layers:

@@ -106,7 +106,7 @@ class Plan:
         if found.columns is not None and group.producer is not None:
             self._columns |= dict.fromkeys(group.layers, found.columns)
             rows = self._rows.setdefault(
-                group.producer, torch.ones(sizes_of(self._module(group.producer))[0])
+                group.producer, torch.ones(sizes_of(self._module(group.producer))[0], device="cpu")
             )
             factors = group.rows(1 / found.columns)
             rows[group.start : group.start + len(factors)] *= factors

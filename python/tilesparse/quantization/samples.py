@@ -34,7 +34,7 @@ class Samples:
         largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(x.shape[-1])
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         self._finite[number] = self._finite.get(number, True) & rows.isfinite().all()
-        order = torch.rand(len(rows), generator=self._generator).to(self._device)
+        order = torch.rand(len(rows), generator=self._generator, device="cpu").to(self._device)
         self._chosen.append((order, rows))
         if sum(len(rows) for _, rows in self._chosen) > 2 * TOKENS:
             self._chosen = [self._least()]
