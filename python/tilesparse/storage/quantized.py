@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .base import Form, Storage
+from .base import Form, Storage, smaller_blocks
 from .compressed import COMPRESSED
 from .values import PER_FEATURE, SCALES, quantize, row_scales
 
@@ -58,6 +58,22 @@ class QuantizedStorage(Storage):
         if spec.scales == PER_FEATURE and scales is not None and pattern is not None:
             tensors = {**tensors, "scales": row_scales(scales, pattern)}
         return super().dense_blocks(tensors, spec)
+
+    def refined(
+        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the same weight in smaller blocks, with the scales of the larger ones."""
+        (bn, bk), (rows, columns), scales = spec.block_shape, block_shape, tensors["scales"]
+        if spec.scales == "block":
+            scales = scales.repeat_interleave(bn // rows * (bk // columns))
+        elif spec.scales == "row":
+            of_rows = scales.reshape(-1, bn // rows, 1, rows).expand(-1, -1, bk // columns, -1)
+            scales = of_rows.reshape(-1, rows)
+        if spec.nm is None:
+            stored = {"weight": smaller_blocks(tensors["weight"], block_shape)}
+        else:
+            stored = COMPRESSED.refined(tensors, spec, block_shape)
+        return {**stored, "scales": scales}
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""
