@@ -37,7 +37,7 @@ from .errors import (
 from .inference import prepare_for_inference
 from .integrations import accelerate, peft_hooks
 from .matrix import BlockSparseMatrix
-from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear
+from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
 from .prune import prune_
@@ -87,6 +87,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "choose",
+    "concatenate",
     "distill",
     "errors",
     "export",

@@ -330,3 +330,21 @@ def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
 def test_parts_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         BlockPattern.random((128, 192), **{"block_shape": 16, "density": 0.25, **options})
+
+
+@given(patterns(), block_shapes)
+def test_refined_patterns_keep_the_weight(pattern: BlockPattern, block_shape: tuple[int, int]) -> None:
+    if any(size % part for size, part in zip(pattern.block_shape, block_shape, strict=True)):
+        with pytest.raises(InvalidArgumentError, match="block_shape must divide"):
+            pattern.refined(block_shape)
+        return
+    small = pattern.refined(block_shape)
+    assert small.block_shape == block_shape and torch.equal(small.to_mask(), pattern.to_mask())
+    count = small.nnz // max(pattern.nnz, 1)
+    rows, cols = small.block_indices()
+    down, across = (size // part for size, part in zip(pattern.block_shape, block_shape, strict=True))
+    parents = torch.stack((rows // down, cols // across), 1)[:: max(count, 1)]
+    assert torch.equal(parents, torch.stack(pattern.block_indices(), 1))
+    assert (
+        BlockPattern(*small._index[:2], shape=small.shape, block_shape=block_shape, slot=small.slot) == small
+    )

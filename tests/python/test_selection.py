@@ -175,6 +175,27 @@ def test_dense_is_an_answer() -> None:
     assert "\n  dense: " in str(answer)
 
 
+@pytest.mark.parametrize(
+    ("device", "read"),
+    [
+        ("cpu", {"plain", "int8 W8A8", "float8_e4m3fn W8A8"}),
+        pytest.param("H100", {"plain", "2:4", "int8", "float8_e4m3fn", "int8 W8A8"}, marks=needs_cuda),
+    ],
+)
+def test_a_choice_says_whether_values_are_expanded(device: str, read: set[str]) -> None:
+    nm = (2, 4)
+    products: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "2:4": {"storage": "compressed", "nm": nm},
+        **{storage: {"storage": storage} for storage in ("int8", "float8_e4m3fn")},
+        **{f"{s} W8A8": {"storage": s, "activations": s} for s in ("int8", "float8_e4m3fn")},
+    }
+    for name, options in products.items():
+        product = Product(4096, 4096, 4, dtype=torch.bfloat16, **options)
+        if device == "cpu" or name in read:
+            assert tilesparse.choose(product, device).expands == (name not in read), name
+
+
 def test_the_cpu_has_no_estimates() -> None:
     answer = tilesparse.choose(Product(64, 64, 4, block_shape=32), "cpu")
     assert answer.kernel is not None and answer.kernel.startswith("cpu_")

@@ -1,5 +1,6 @@
 """Layers with a block-sparse weight."""
 
+from .joined import concatenate
 from .linear import BlockSparseLinear
 from .mlp import BlockSparseMLP
 from .reference import PseudoBlockSparseLinear
@@ -8,4 +9,5 @@ __all__ = [
     "BlockSparseLinear",
     "BlockSparseMLP",
     "PseudoBlockSparseLinear",
+    "concatenate",
 ]

@@ -5,7 +5,7 @@ The file is long because it is one class, most of it documentation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..storage.registry import storage_of
 from . import convert, initial
 from .checks import refuse_norms
 from .masks import masked_linear
+from .parts import cut, from_state
 from .stored import StoredWeight
 
 
@@ -149,6 +150,42 @@ class BlockSparseLinear(StoredWeight):
             device: of the parameters and buffers; None is PyTorch's default device.
         """
         return convert.from_spec(cls, spec, bias, device)
+
+    @classmethod
+    @checked
+    def from_state(
+        cls, spec: LayerSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> BlockSparseLinear:
+        """Return a layer of stored tensors, such as those of a checkpoint that describes it by the spec.
+
+        Args:
+            spec: of the layer.
+            tensors: by the names of `state_dict`, with or without a bias; those of the pattern are copied.
+            dtype: of weight and bias, but for values in 8 bits; None is the spec's.
+
+        Raises:
+            InvalidArgumentError: a tensor is missing, foreign, or not as the spec says; there is no pattern.
+        """
+        return from_state(cls, spec, tensors, dtype)
+
+    @checked
+    def cut(
+        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
+    ) -> BlockSparseLinear:
+        """Return a layer of copies of some rows and columns of W, for tensor parallelism in other libraries.
+
+        Blocks that a cut goes through are divided with all others, see `BlockPattern.refined`. A bias stays
+        with the first column, so that parts along columns add up to the layer's result.
+
+        Args:
+            rows: (begin, end) of output features; None is all, as for columns.
+            columns: (begin, end) of input features.
+
+        Raises:
+            InvalidArgumentError: a span is outside, or its ends are no multiples of 16, in 2:4 of 32.
+            UnsupportedError: the weight is sharded.
+        """
+        return cut(self, rows, columns)
 
     @classmethod
     @checked

@@ -19,8 +19,8 @@ from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of, prepared
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
-from .choosing import best_blocks, canonical_scipy, check_matrix, listed_blocks, random_blocks
-from .indices import checked_index, index_of, moved_blocks, moved_index, overwrite_index
+from .choosing import best_blocks, block_norms, canonical_scipy, check_matrix, listed_blocks, random_blocks
+from .indices import checked_index, index_of, moved_blocks, moved_index, overwrite_index, refined_index
 from .view import PatternView
 
 Device = torch.device | str | int | None
@@ -242,10 +242,8 @@ class BlockPattern(PatternView):
         """
         check_matrix("scores", scores)
         bn, bk = check_block_shape(block_shape)
-        chosen = best_blocks(scores, parts, density, nnz)
-        return cls._from_sorted(
-            chosen, (scores.shape[0] * bn, scores.shape[1] * bk), (bn, bk), device=scores.device
-        )
+        chosen, shape = best_blocks(scores, parts, density, nnz), (scores.shape[0] * bn, scores.shape[1] * bk)
+        return cls._from_sorted(chosen, shape, (bn, bk), device=scores.device)
 
     @classmethod
     @checked
@@ -267,9 +265,7 @@ class BlockPattern(PatternView):
         """
         check_matrix("dense", dense)
         block_shape = check_shapes(dense.shape, block_shape)[1]
-        blocks = blocks_of(dense.detach(), block_shape)
-        dtype = torch.promote_types(dense.dtype, torch.float32)
-        scores = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
+        scores = block_norms(dense, block_shape)
         return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
 
     @classmethod
@@ -385,15 +381,20 @@ class BlockPattern(PatternView):
         (out_features, in_features), (bn, bk) = self.shape, self.block_shape
         return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 
+    @checked
+    def refined(self, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Return the pattern of the same weight in smaller blocks, on the same device.
+
+        Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
+
+        Raises:
+            InvalidArgumentError: ``block_shape`` does not divide the pattern's.
+        """
+        return BlockPattern.from_index(refined_index(self._index, block_shape))
+
     def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
         return _rebuild, tuple(self._index)
 
 
-def _rebuild(
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    slot: Tensor,
-    shape: tuple[int, int],
-    block_shape: tuple[int, int],
-) -> BlockPattern:
-    return BlockPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, slot=slot)
+def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: Any) -> BlockPattern:
+    return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._arguments import shown
 from .._checks import as_integer, check_content, check_shapes, checked_count, checked_fraction
+from .._runtime.indices import blocks_of
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 from .indices import is_integer
 
@@ -49,6 +50,13 @@ def listed_blocks(blocks: Tensor | Sequence[tuple[int, int]], grid: tuple[int, i
         first = divmod(int(chosen[twice[0, 0]]), cols)
         raise InvalidPatternError(f"blocks: {first} is listed twice")
     return chosen, slot
+
+
+def block_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """Return the Frobenius norm [R, C] of each block of a matrix, in float32 at least."""
+    blocks, dtype = blocks_of(dense.detach(), block_shape), torch.promote_types(dense.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
+    return norms
 
 
 def random_blocks(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import INT32_MAX, Index, check_content, check_shapes
-from .._runtime.indices import validate
+from .._checks import INT32_MAX, Index, check_block_shape, check_content, check_shapes
+from .._runtime.indices import block_indices, validate
 from .._runtime.lookup import update_of
 from ..errors import InvalidArgumentError, InvalidPatternError
 
@@ -66,6 +66,20 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     starts = torch.arange(rows + 1, device=numbers.device) * cols
     crow = torch.searchsorted(numbers, starts, out_int32=True)
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
+
+
+def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
+    """Return the index of the same weight in smaller blocks; the parts of a block follow each other."""
+    small, (bn, bk) = check_block_shape(block_shape), index.block_shape
+    if bn % small[0] or bk % small[1]:
+        raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
+    rows, cols = block_indices(index)
+    down = torch.arange(bn // small[0], device=rows.device)
+    across = torch.arange(bk // small[1], device=rows.device)
+    rows = rows[:, None, None] * len(down) + down[:, None]
+    cols = cols[:, None, None] * len(across) + across
+    numbers = (rows * (index.shape[1] // small[1]) + cols).flatten()
+    return index_of(numbers, index._replace(block_shape=small))
 
 
 def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:

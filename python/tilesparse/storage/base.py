@@ -21,6 +21,13 @@ Form: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a te
 STORED_NAMES = ("mask", "metadata", "scales")  # what some storages keep besides the weight
 
 
+def smaller_blocks(blocks: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """Divide blocks [nnz, bn, bk] into smaller ones, the parts of each one after the other, row by row."""
+    (nnz, bn, bk), (rows, columns) = blocks.shape, block_shape
+    parts = blocks.reshape(nnz, bn // rows, rows, bk // columns, columns).transpose(2, 3)
+    return parts.reshape(-1, rows, columns)
+
+
 class Storage(ABC):
     """One way to store the kept blocks [nnz, bn, bk] of a weight: its tensors, packing and conversions.
 
@@ -76,6 +83,15 @@ class Storage(ABC):
         weight, metadata, scales = (tensors.get(name) for name in ("weight", "metadata", "scales"))
         assert weight is not None
         return expand(weight, metadata, scales, spec.dtype)
+
+    @abstractmethod
+    def refined(
+        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the same weight in smaller blocks, in the order of `BlockPattern.refined`.
+
+        Nothing is rounded: values, scales and masks are those of the larger blocks.
+        """
 
     @abstractmethod
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._checks import COMPRESSIBLE
-from .base import Form, Storage
+from .._checks import COMPRESSIBLE, DTYPES
+from .base import Form, Storage, smaller_blocks
 from .values import compress, expand
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ class CompressedStorage(Storage):
         assert mask is not None
         weight, metadata = compress(blocks, mask)
         return {"weight": weight, "metadata": metadata}
+
+    def refined(
+        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the same weight in smaller blocks."""
+        weight, mask = tensors["weight"], self.mask(tensors)
+        assert mask is not None
+        exact = weight if weight.dtype in DTYPES else weight.float()  # which holds every value in 8 bits
+        blocks = smaller_blocks(expand(exact, tensors["metadata"]).to(weight.dtype), block_shape)
+        return self.store(blocks, smaller_blocks(mask, block_shape), spec)
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""

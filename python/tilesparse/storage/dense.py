@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._ops.masks import masked
-from .base import Form, Storage
+from .base import Form, Storage, smaller_blocks
 from .compressed import COMPRESSED
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ class DenseStorage(Storage):
         weight, mask = tensors["weight"], tensors.get("mask")
         assert weight is not None
         return weight.detach().clone() if mask is None else masked(weight.detach(), mask)
+
+    def refined(
+        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the same weight in smaller blocks."""
+        return {name: smaller_blocks(tensors[name], block_shape) for name in self.forms(spec)}
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .._checks import PACKED
-from .base import Form
+from .base import Form, smaller_blocks
 from .int4 import quantize_int4
 from .quantized import QuantizedStorage
 
@@ -50,3 +50,8 @@ class PackedStorage(QuantizedStorage):
     def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
         """Return (bn, bk) of the blocks that a stored weight holds."""
         return weight.shape[1], 2 * weight.shape[2]
+
+    def refined_weight(self, weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
+        """Return the weight in smaller blocks."""
+        rows, columns = block_shape
+        return smaller_blocks(weight, (rows, columns // 2))

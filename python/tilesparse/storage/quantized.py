@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .base import Form, Storage
+from .base import Form, Storage, smaller_blocks
 from .compressed import COMPRESSED
 from .values import PER_FEATURE, SCALES, quantize, row_scales
 
@@ -63,6 +63,26 @@ class QuantizedStorage(Storage):
         if spec.scales == PER_FEATURE and scales is not None and pattern is not None:
             tensors = {**tensors, "scales": row_scales(scales, pattern)}
         return super().dense_blocks(tensors, spec)
+
+    def refined(
+        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the same weight in smaller blocks, with the scales of the larger ones."""
+        if spec.nm is None:
+            stored = {"weight": self.refined_weight(tensors["weight"], block_shape)}
+        else:
+            stored = COMPRESSED.refined(tensors, spec, block_shape)
+        (bn, bk), (rows, columns), scales = spec.block_shape, block_shape, tensors["scales"]
+        if spec.scales == "block":
+            scales = scales.repeat_interleave(bn // rows * (bk // columns))
+        elif spec.scales == "row":
+            of_rows = scales.reshape(-1, bn // rows, 1, rows).expand(-1, -1, bk // columns, -1)
+            scales = of_rows.reshape(-1, rows)
+        return {**stored, "scales": scales}
+
+    def refined_weight(self, weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
+        """Return the weight in smaller blocks, without 2:4."""
+        return smaller_blocks(weight, block_shape)
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""

@@ -27,6 +27,7 @@ from .._checks import (
 from .._runtime.choice import EXPAND_AND_RUN_DENSE
 from .._runtime.kernels import prefer_kernels, preference
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..storage.registry import storage_of
 from .devices import KINDS, Device
 from .products import OPS, Product, dtype_name
 
@@ -136,6 +137,19 @@ class KernelChoice:
     dense_microseconds: float | None
     candidates: tuple[Candidate, ...]
     refused: Mapping[str, str]
+
+    @property
+    def expands(self) -> bool:
+        """True if every call first writes dense blocks of values that are stored in fewer bytes."""
+        product = self.product
+        storage = storage_of(product.storage)
+        if storage.trainable or self.kernel is None:
+            return not storage.trainable
+        if product.activations is not None:
+            return False
+        kernel = next(kernel for kernel in kernels() if kernel.name == self.kernel)
+        read = "plain" if product.nm is None else "compressed"
+        return read not in kernel.storages or storage.dtype not in (None, *kernel.values_dtypes)
 
     def __str__(self) -> str:
         lines = [
