@@ -9,24 +9,26 @@ from typing import Any
 from table_makers import BLOCKS, DENSITIES, LARGE
 from table_parts import cases, short, table, times
 
-PRODUCTS = {"H200": "h200_eight_bits.json"}
+PRODUCTS = {"H200": "h200_eight_bits.json", "H100": "h100_eight_bits.json"}
 DTYPES = ("int8", "float8")
 
 
 def eight_bits() -> str:
     """Speedups over the dense float8 product of the large layers, by GPU, density and block."""
+    blocks = BLOCKS[1:]
     lines = [
         [
             gpu,
-            dtype,
             short(density),
-            *(times(_speedups(gpu, dtype, LARGE, density, block)) for block in BLOCKS[1:]),
+            *(
+                " / ".join(times(_speedups(gpu, dtype, LARGE, density, block)) for dtype in DTYPES)
+                for block in blocks
+            ),
         ]
         for gpu in PRODUCTS
-        for dtype in DTYPES
         for density in DENSITIES
     ]
-    return table(["", "both factors", "density", *(f"{block} × {block}" for block in BLOCKS[1:])], lines)
+    return table(["int8 / float8", "density", *(f"{block} × {block}" for block in blocks)], lines)
 
 
 def eight_bit_products() -> str:
@@ -53,6 +55,53 @@ def eight_bit_products() -> str:
     return table([*header, "sparse bfloat16", "quantizing x", "η"], lines)
 
 
+def eight_bit_models() -> str:
+    """Whole models with weights and activations in int8, beside dense float8."""
+    lines = [
+        [
+            case["model"],
+            {"graph": "eager", "compile-graph": "compiled"}[case["mode"]],
+            short(one["density"]),
+            f"{statistics.mean(one['dense_us']) / 1e3:.2f} ms",
+            f"{one['t_us'] / 1e3:.2f} ms",
+            f"{one['speedup']:.2f}×",
+        ]
+        for case in cases("h100_models_eight_bits.json")
+        for one in case["results"]
+    ]
+    return table(["model", "code", "density", "dense float8", "sparse int8", "speedup"], lines)
+
+
+def four_bits() -> str:
+    """Decode with weights in 8 and 4 bits, beside dense bfloat16 and PyTorch's dense int4."""
+    measured = cases("h100_int4.json")
+    peers = {
+        case["tokens"]: one["t_us"]
+        for case in measured
+        for one in case["results"]
+        if one["contender"].startswith("dense int4")
+    }
+    lines = []
+    for case in measured:
+        found = {one["contender"]: one for one in case["results"]}
+        int4 = found["int4"]
+        lines.append(
+            [
+                str(case["tokens"]),
+                str(case["block_shape"][0]),
+                short(case["density"]),
+                f"{statistics.mean(int4['dense_us']):.0f}",
+                f"{peers[case['tokens']]:.0f}",
+                f"{statistics.mean(int4['plain_us']):.0f}",
+                f"{found['int8']['t_us']:.0f}",
+                f"{int4['t_us']:.0f}",
+                f"{int4['stored_bytes'] / int4['t_us'] / 1e6:.2f}",
+            ]
+        )
+    header = ["tokens", "block", "density", "dense bfloat16", "dense int4", "dense blocks", "int8", "int4"]
+    return table([*header, "TB/s of int4"], lines)
+
+
 def _all() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for gpu, file in PRODUCTS.items():
         for case in cases(file):
@@ -69,5 +118,5 @@ def _speedups(gpu: str, dtype: str, shapes: tuple[str, ...], density: float, blo
 
 
 EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (eight_bits, eight_bit_products)
+    maker.__name__: maker for maker in (eight_bits, eight_bit_products, eight_bit_models, four_bits)
 }

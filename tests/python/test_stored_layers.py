@@ -23,6 +23,7 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
+from tilesparse._runtime.choice import DECODE_TOKENS
 from tilesparse.config import LayerSpec
 from tilesparse.storage import STORAGES, two_of_four
 
@@ -628,10 +629,12 @@ def test_conversions_change_the_dtype_of_activations_alone(name: str, conversion
 @pytest.mark.gpu
 @every_layer
 def test_moves_to_another_device_and_back(name: str) -> None:
+    """With more tokens than are multiplied without being quantized on CUDA devices."""
     layer = make(name)
-    before, x = states(layer), randn(3, IN)
+    before, x = states(layer), randn(DECODE_TOKENS + 3, IN)
     expected = layer(x)
-    torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
+    allowed = 2e-3 if layer.activations == "float8_e4m3fn" else 1e-4  # of sums by tensor cores
+    torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), expected, rtol=allowed, atol=allowed)
     assert same(states(layer.cpu()), before)
     assert torch.equal(layer(x), expected)
 
