@@ -1,0 +1,84 @@
+"""Layers of a checkpoint as a server's process needs them: cut, merged, stored as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..._runtime.tensor_files import named
+from ...config import LayerSpec
+from ...errors import InvalidArgumentError, UnsupportedError
+from ...nn.joined import concatenate
+from ...nn.linear import BlockSparseLinear
+from ...nn.tensors import INDEX_NAMES
+from ...storage.registry import storage_of
+from ...tuning.products import Product
+from ...tuning.selection import choose
+
+Span = tuple[int, int]
+
+
+def sparse_part(
+    name: str,
+    spec: LayerSpec,
+    state: Mapping[str, Tensor],
+    rows: Sequence[Span],
+    columns: Span,
+    dtype: torch.dtype,
+) -> BlockSparseLinear:
+    """Return rows and columns of a layer of a checkpoint; several spans of rows become one layer.
+
+    Args:
+        name: of the layer, for errors.
+        spec: of the whole layer.
+        state: its tensors.
+        rows: (begin, end) of output features.
+        columns: (begin, end) of input features.
+        dtype: of the weight, but for values in 8 bits.
+
+    Raises:
+        CheckpointError: the tensors are not those that the spec describes.
+        UnsupportedError: a span lies inside blocks that cannot be divided there.
+    """
+    with named(name):
+        layer = BlockSparseLinear.from_state(spec, state, dtype)
+    try:
+        parts = [layer.cut(span, columns) for span in rows]
+    except InvalidArgumentError as error:
+        raise UnsupportedError(f"{name}: it cannot be cut so for tensor parallelism: {error}") from error
+    part = parts[0] if len(parts) == 1 else concatenate(parts)
+    # Where the number of tokens decides, compiled code would keep the decision of one number for all.
+    part.policy = "sparse" if part.policy == "auto" else part.policy
+    return part
+
+
+def dense_part(weight: Tensor, rows: Sequence[Span], columns: Span, dtype: torch.dtype) -> nn.Linear:
+    """Return rows and columns of a dense weight [out_features, in_features] as a layer."""
+    own = torch.cat([weight[slice(*span), slice(*columns)] for span in rows])
+    linear = nn.Linear(own.shape[1], own.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(own.to(dtype), requires_grad=False)
+    return linear
+
+
+def merged(parts: list[nn.Module]) -> list[nn.Module]:
+    """Return one layer in place of several, if all are block-sparse with equal blocks and stored alike."""
+    layers = [part for part in parts if isinstance(part, BlockSparseLinear)]
+    kinds = {replace(layer.spec, shape=layer.block_shape, nnz=0) for layer in layers}
+    if len(parts) == 1 or len(layers) < len(parts) or len(kinds) > 1:
+        return parts
+    return [concatenate(layers)]
+
+
+def for_serving(part: nn.Module) -> nn.Module:
+    """Return a layer whose values no call has to convert: kernels on its device read them so."""
+    if not isinstance(part, BlockSparseLinear):
+        return part
+    if choose(Product.of(part, tokens=1), part.weight.device).expands:
+        spec = replace(part.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None)
+        pattern = {name: part.get_buffer(name) for name in INDEX_NAMES}
+        return BlockSparseLinear.from_state(spec, {"weight": part.plain_values(), **pattern})
+    multiplied = storage_of(part.storage).multiplied(part.nm)
+    return part if multiplied == part.storage else part.to_storage(multiplied)
