@@ -244,6 +244,7 @@ def parts_of(llm: Any) -> dict[str, list[Any]]:
     return {name: list(module.parts) for name, module in model.named_modules() if hasattr(module, "parts")}
 
 
+FALCON = {"multi_query": False, "parallel_attn": True, "num_key_value_heads": 4, "ffn_hidden_size": 512}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "merged": ({}, {}, 1),
     "compiled": ({"kind": "qwen2", "block_shape": (16, 64)}, {"enforce_eager": False}, 1),
@@ -251,6 +252,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "fused on disk": ({"kind": "phi3", "nm": (2, 4), "storage": "compressed"}, {}, 1),
     "masked": ({"nm": (2, 4), "config": {"tie_word_embeddings": True}}, {}, 1),
     "head": ({"pattern": r"lm_head|.*mlp\..*_proj", "storage": "float8_e4m3fn"}, {}, 1),
+    "by heads": (
+        {"kind": "gpt_neox", "pattern": r".*query_key_value"},
+        {},
+        1,
+    ),  # vLLM runs Transformers' code
     "8-bit activations": ({"storage": "int8", "activations": "int8"}, {"enforce_eager": False}, 1),
 }
 
@@ -289,9 +295,13 @@ def test_other_patterns_in_a_folder_are_followed_by_compiled_models(tmp_path: Pa
     for seed, density in ((0, 0.5), (1, 0.5), (2, 0.25)):
         model = make_model(seed=seed, density=density)
         model.save_pretrained(tmp_path)
-        with serving(tmp_path, enforce_eager=False) as llm:
-            outputs = generated(llm)
-        assert_of(model, outputs, 1e-5)
+        assert_of(model, outputs_of(tmp_path, enforce_eager=False), 1e-5)
+
+
+def outputs_of(folder: Path, **options: Any) -> Any:
+    """Of a server that is gone afterwards: the end of one would take the process groups of the next."""
+    with serving(folder, **options) as llm:
+        return generated(llm)
 
 
 def test_lora(tmp_path: Path) -> None:
@@ -384,7 +394,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "layer that is missing in the section": (
         lambda folder: change_section(folder, lambda own: own["layers"].pop("model.layers.0.mlp.down_proj")),
-        "crow_indices",
+        r"no module or parameter named 'layers\.0\.mlp\.down_proj",
     ),
     "layer that vLLM has not": (
         lambda folder: change_section(
@@ -419,9 +429,9 @@ def test_broken_checkpoints_are_refused(kind: str, tmp_path: Path) -> None:
             r"c_fc: vLLM's GPT2LMHeadModel rewrites weights",
         ),
         (
-            {"kind": "gpt_neox", "pattern": r".*query_key_value", "config": {"num_key_value_heads": 4}},
+            {"kind": "falcon", "pattern": r".*query_key_value", "config": FALCON},
             {},
-            r"query_key_value: the order of its fused rows in checkpoints of GPTNeoXForCausalLM is not known",
+            r"query_key_value: the order of its fused rows in checkpoints of FalconForCausalLM is not known",
         ),
     ],
 )
