@@ -46,10 +46,10 @@ def test_info_begins_with_what_is_asked_most(
     monkeypatch.setattr(info, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
     assert cli.main(["info", *LAYER]) == 0
     lines = capsys.readouterr().out.splitlines()
-    starts = ["tilesparse 0", "library: ", "cpu: ", "  2:4, int8, ", "cuda: ", "  kernels: "]
+    starts = ["tilesparse 0", "library: ", "cpu: ", "  int4: cpu", "  2:4, int8, ", "cuda: ", "  kernels: "]
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
     library = Path(lines[1].split(",")[0].removeprefix("library: "))
-    assert library.is_file() and "compute capability 9.0" in lines[4]
+    assert library.is_file() and "compute capability 9.0" in lines[5]
     policy = next(place for place, line in enumerate(lines) if "policy='dense'" in line)
     layer = next(place for place, line in enumerate(lines) if line.startswith("64 -> 96"))
     assert policy < layer < lines.index("kernels:")

@@ -904,7 +904,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "regex": (vectors, {"layers": "("}, "layers must be a name or a regular expression"),
     "nothing matches": (vectors, {"layers": "decoder"}, "no layer is left"),
     "does not fit": (vectors, {"layers": "4"}, "layer '4'"),
-    "storage": (vectors, {"storage": "int4"}, "storage"),
+    "storage": (vectors, {"storage": "int3"}, "storage"),
     "nm": (vectors, {"nm": (2, 4), "block_shape": 16}, "2:4"),
     "device": (vectors, {"device": "cuda:99"}, "device"),
     "configs and patterns": (

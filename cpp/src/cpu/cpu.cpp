@@ -87,7 +87,7 @@ template <const InstructionSet& set>
 constexpr Kernel values_of_int4(const char* name) {
     Kernel row = ts::cpu::row<set>(name, bits_of(Op::dds_nt), kEightBitResults, 0);
     row.refuses = refuses_int4<set>;
-    row.max_tokens = kMostDecodeTokens;
+    row.max_tokens = 8;  // with the widest vectors, half as many as their lanes
     row.values_dtypes = bits_of(DType::int4);
     return row;
 }
