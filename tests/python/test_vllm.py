@@ -274,11 +274,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "fused on disk": ({"kind": "phi3", "nm": (2, 4), "storage": "compressed"}, {}, 1),
     "masked": ({"nm": (2, 4), "config": {"tie_word_embeddings": True}}, {}, 1),
     "head": ({"pattern": r"lm_head|.*mlp\..*_proj", "storage": "float8_e4m3fn"}, {}, 1),
-    "by heads": (
-        {"kind": "gpt_neox", "pattern": r".*query_key_value"},
-        {},
-        1,
-    ),  # vLLM runs Transformers' code
     "8-bit activations": ({"storage": "int8", "activations": "int8"}, {"enforce_eager": False}, 1),
 }
 
