@@ -279,15 +279,14 @@ def test_writes_are_noticed(write: str, name: str) -> None:
 
 def test_memory_that_is_used_again_holds_another_input() -> None:
     first, second = make("int8"), make("int8", 1)
-    addresses = set()
+    like = tokens()
+    memory = bytearray(like.nbytes)
     for seed in range(20):
-        x = tokens(seed=seed)
-        addresses.add(x.data_ptr())
+        x = torch.frombuffer(memory, dtype=like.dtype).view(like.shape).copy_(tokens(seed=seed))
         wanted = second(x.clone())
         first(x)
         assert torch.equal(second(x), wanted)
         del x
-    assert len(addresses) < 20
 
 
 def test_modes_do_not_disturb_each_other() -> None:

@@ -197,13 +197,24 @@ TS_INLINE V load_parts(const void* low, const void* high) {
 #endif
 }
 
+// Integers modulo 2^32: parts of sums of x with an offset may be beyond.
+template <class V>
+TS_INLINE V sum_of(const V& a, const V& b) {
+    if constexpr (std::is_same_v<element_t<V>, int32_t>) {
+        using U = Vector<uint32_t, sizeof(V)>;
+        return bit_cast_vector<V>(bit_cast_vector<U>(a) + bit_cast_vector<U>(b));
+    } else {
+        return a + b;
+    }
+}
+
 template <int Half, class V, int Count>
 TS_INLINE void add_lanes(V (&rows)[Count]) {
     if constexpr (Half < Count) {
         TS_UNROLL
         for (int i = 0; i < Count; i += 2 * Half) {
             exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
-            rows[i] += rows[i + Half];
+            rows[i] = sum_of(rows[i], rows[i + Half]);
         }
         add_lanes<2 * Half>(rows);
     }
