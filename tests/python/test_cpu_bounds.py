@@ -16,13 +16,13 @@ import test_eight_bits_cpu as eight_bits
 import torch
 from helpers import OPTIONS
 from test_cpu_kernels import CPU, POISON, random_pattern
-from test_eight_bits_cpu import CODES, RESULTS, ROWS, SCALES_PER_FEATURE, Operands, Problem, Row, check
+from test_eight_bits_cpu import RESULTS, ROWS, Operands, Problem, Row, check
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
-from tilesparse._checks import BLOCK_SIZES, DTYPES
+from tilesparse._checks import BLOCK_SIZES
 from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import ACTIVATIONS, DDS_NT
+from tilesparse._runtime.native import DDS_NT
 
 PAGE = mmap.PAGESIZE
 PRIVATE_ANONYMOUS = 0x22
@@ -97,40 +97,10 @@ def bounded_pattern(pattern: BlockPattern, at_end: bool) -> tuple[_C.Pattern, li
 
 def run(operands: Operands) -> Tensor:
     """Does what `test_eight_bits_cpu.run` does, with a workspace in an area."""
-    row, problem, buffers = operands.row, operands.problem, operands.buffers
-    descriptor, _arrays = bounded_pattern(problem.pattern, Bounded.at_end)
-    made = _C.Product(
-        descriptor,
-        DDS_NT,
-        CODES[row.dtype],
-        CPU,
-        problem.tokens,
-        activation=ACTIVATIONS[problem.activation],
-        kernel=row.number,
-        ldx=buffers["x"].ld,
-        y_layout=problem.y_layout,
-        ldy=buffers["y"].ld,
-        residual=problem.residual,
-        ldr=buffers["residual"].ld,
-        row_scales=SCALES_PER_FEATURE,
-        result_dtype=DTYPES[problem.result],
-        gated=problem.gated,
-    )
-    assert made.resolve() == (row.number - 1, 0)
+    pattern, _arrays = bounded_pattern(operands.problem.pattern, Bounded.at_end)
+    made = eight_bits.product_of(operands, pattern)
     workspace = Area(made.workspace_size(), Bounded.at_end, ALIGNMENT)
-    buffers["y"].poison()
-    at = {name: buffer.address for name, buffer in buffers.items()}
-    made.run(
-        at["x"],
-        at["y"],
-        at["values"],
-        at["bias"] if problem.bias else 0,
-        at["residual"] if problem.residual else 0,
-        workspace.address,
-        0,
-        scales=at["scales"],
-        x_scales=at["x_scales"],
-    )
+    eight_bits.call(made, operands, workspace.address)
     return operands.by_tokens("y")
 
 

@@ -141,11 +141,11 @@ class Operands:
         return self[name].t() if self.problem.y_layout else self[name]
 
 
-def run(operands: Operands) -> Tensor:
-    """Calls the kernel with a poisoned workspace; y as [tokens, out_features]."""
+def product_of(operands: Operands, pattern: _C.Pattern) -> _C.Product:
+    """The product by the kernel of the row."""
     row, problem, buffers = operands.row, operands.problem, operands.buffers
     product = _C.Product(
-        descriptor(problem.pattern),
+        pattern,
         DDS_NT,
         CODES[row.dtype],
         CPU,
@@ -162,9 +162,12 @@ def run(operands: Operands) -> Tensor:
         gated=problem.gated,
     )
     assert product.resolve() == (row.number - 1, 0)
-    size, poison = product.workspace_size(), POISON[4][1]
-    workspace = torch.full((size // 4 + 1024,), poison, dtype=torch.int32)
-    first = -workspace.data_ptr() // 4 % 64
+    return product
+
+
+def call(product: _C.Product, operands: Operands, workspace: int) -> None:
+    """Calls the kernel for a poisoned y, with the workspace at that address."""
+    problem, buffers = operands.problem, operands.buffers
     buffers["y"].poison()
     at = {name: buffer.address for name, buffer in buffers.items()}
     product.run(
@@ -173,11 +176,20 @@ def run(operands: Operands) -> Tensor:
         at["values"],
         at["bias"] if problem.bias else 0,
         at["residual"] if problem.residual else 0,
-        workspace[first:].data_ptr(),
+        workspace,
         0,
         scales=at["scales"],
         x_scales=at["x_scales"],
     )
+
+
+def run(operands: Operands) -> Tensor:
+    """Calls the kernel with a poisoned workspace; y as [tokens, out_features]."""
+    product = product_of(operands, descriptor(operands.problem.pattern))
+    size, poison = product.workspace_size(), POISON[4][1]
+    workspace = torch.full((size // 4 + 1024,), poison, dtype=torch.int32)
+    first = -workspace.data_ptr() // 4 % 64
+    call(product, operands, workspace[first:].data_ptr())
     after = workspace[first + (size + 3) // 4 :]
     assert bool((workspace[:first] == poison).all()) and bool((after == poison).all()), (
         "outside the workspace"

@@ -239,7 +239,7 @@ def _is_bare(module: Any) -> bool:
 
 
 def _quantize_alike(gate: Any, up: Any) -> bool:
-    """Whether both quantize x alike in eager mode, and nobody else sees it."""
+    """Return True if both quantize x alike in eager mode, and nobody else sees it."""
     if getattr(up, "activations", None) is None or is_compiling():
         return False
     are_bare = _is_bare(gate) and _is_bare(up) and not (gate._forward_pre_hooks or up._forward_pre_hooks)

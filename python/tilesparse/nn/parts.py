@@ -30,7 +30,7 @@ _Layer = TypeVar("_Layer", bound="BlockSparseLinear")
 
 
 class Stored(NamedTuple):
-    """What makes up a layer: tensors as its state_dict names them, without those of the pattern."""
+    """The parts of a layer: tensors as its state_dict names them, without those of the pattern."""
 
     spec: LayerSpec
     pattern: BlockPattern

@@ -1,4 +1,4 @@
-"""What becomes of each layer of a model, found block by block and applied at the end."""
+"""The plan of what becomes of each layer of a model, found block by block and applied at the end."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SPAN = 16  # exponents of factors are within this of the largest
 
 
 class Found(NamedTuple):
-    """What is best for the layers of a group that are to be quantized.
+    """The best that was found for the layers of a group that are to be quantized.
 
     Attributes:
         alpha: the strength of the migration, None for none.
