@@ -133,6 +133,10 @@ typedef struct ts_pattern {
     const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
     const int32_t* row_idx;  /* [nnz] */
     const int32_t* col_slot; /* [nnz] */
+    int64_t groups; /* 0 or 1: one weight. E: weights of equal shape below each other, such as those of
+                       experts; out_features is that of all, E times that of one. Column arrays go
+                       by group: col_ptr is [E * in_features / block_cols + 1], and row_idx
+                       counts block rows from the group's first */
 } ts_pattern;
 
 /* A matrix of tokens x features in one of the two layouts. */
@@ -200,6 +204,12 @@ typedef struct ts_matmul_desc {
                                 y[t, f] = sum over k of x[t, k] W[f, k], times x_scales[t], times scales[f]
                               before bias, activation and the rest. Sums of TS_INT8 are exact: in_features
                               is below 2^17. result_dtype is TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16. */
+    const int32_t* group_offsets; /* [groups + 1], or NULL where the pattern has no groups: a grouped product.
+                                     Tokens group_offsets[g] to group_offsets[g + 1] - 1 of x and y, which
+                                     are row-major [tokens, features of one weight], meet the weight of group
+                                     g alone. Offsets ascend from 0 to tokens and lie where the operands do.
+                                     On TS_CUDA the host does not read them, and kernels touch nothing
+                                     outside of x and y whatever they are. bias is [out_features] */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */
