@@ -11,6 +11,7 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
     using Sum = typename Traits::Accumulator;
+    using Work = typename Traits::Work;
 
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
@@ -29,8 +30,11 @@ class DdsConsumer {
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
+            if constexpr (Traits::kGrouped) epilogue.set_group(work);
             epilogue.begin(Traits::first_token(work, rank_));
-            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
+            int64_t partial = 0;
+            if constexpr (Traits::kSplits)
+                partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
             if constexpr (kPromotes) products_.begin(sums);
             const bool any = multiply_all(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived

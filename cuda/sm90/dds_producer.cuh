@@ -24,7 +24,7 @@ struct DdsProducer {
         const int pieces = plan.pieces, width = Traits::kStep / pieces;
         const int steps_read = kWarpSize / pieces;
         while (true) {
-            const Work work = shared.schedule.pop(next, lane);
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const auto read = [&](int first) {
@@ -70,7 +70,7 @@ struct DdsProducer {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
-            const Work work = shared.schedule.pop(next, lane);
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int end = work.step + work.steps;
             const auto read = [&](int first) -> WeightStep {

@@ -213,6 +213,12 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
+double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kCountingSpans = 2;
+    return kCountingSpans +
+           dds_time_of_medium_batch(kernel, of_one_weight(problem, kernel.tile_tokens), device);
+}
+
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
     return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
 }

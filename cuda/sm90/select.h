@@ -9,6 +9,7 @@
 namespace ts::sm90 {
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device);
+double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device);
