@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "common/problem.h"
+#include "common/plan.h"
 
 namespace ts::groups {
 
@@ -17,6 +17,7 @@ struct Groups {
     // Written by list(), in memory of bytes_of(count):
     int32_t* spans_before;  // [count + 1] spans of the groups before each
     int32_t* by_size;       // [count] groups, those with most tokens first
+    int32_t* tiles_before;  // [count + 1] in that order: tiles of the groups before each, see PlanStarts
     int32_t* taken;         // 0: how much of the work has been taken
 
 #ifdef __CUDACC__
@@ -26,9 +27,16 @@ struct Groups {
 #endif
 };
 
+// A plan that says where the tiles of each group begin, and the key that it must have; or none.
+struct PlanStarts {
+    const PlanHeader* plan = nullptr;
+    int32_t key = 0;
+};
+
 size_t bytes_of(int count);
 
 // A span is so many tokens, the last one of a group fewer. Returns 0 or the CUDA error of the launch.
-int32_t list(Groups& groups, const Problem& problem, int span_tokens, void* memory, void* stream);
+int32_t list(Groups& groups, const Problem& problem, int span_tokens, PlanStarts starts, void* memory,
+             void* stream);
 
 }  // namespace ts::groups

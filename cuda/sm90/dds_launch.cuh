@@ -87,7 +87,7 @@ struct Dds {
         arguments.groups.tiles = static_cast<int>(tiles);
         arguments.groups.span_tokens = kSpanTokens;
         if (const int32_t error =
-                groups::list(arguments.groups.groups, problem, kSpanTokens, workspace, stream))
+                groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
             return error;
         return multiply(arguments, problem, tiles * spans, stream);
     }

@@ -278,6 +278,15 @@ Decision decide_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 // Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.
+// Each token meets the weight of one group alone.
+double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kListingGroups = 2;
+    Problem one = problem;
+    one.pattern.out_features /= one.pattern.groups;
+    one.pattern.nnz /= one.pattern.groups;
+    return kListingGroups + estimate_sdd(kernel, one, device);
+}
+
 double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& device) {
     const double density = problem.pattern.density();
     const double product = 0.66 * density + 0.118 * std::sqrt(density);

@@ -15,6 +15,7 @@ double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Dev
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
+double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.

@@ -15,8 +15,8 @@
 #include <climits>
 #include <cstdint>
 
-#include "tma/ring.cuh"
 #include "tma/work.cuh"
+#include "tma/work_queue.cuh"
 
 namespace ts::tma {
 
@@ -33,8 +33,9 @@ class Schedule {
 
   public:
     using Work = typename Places::Work;
+    using Queue = WorkQueue<Work>;
     static constexpr int kMaxClusters = 128;
-    static constexpr int kQueue = 4;
+    static constexpr int kQueue = Queue::kPlaces;
 
     // So many spans that the numbers of all work, and of what a cluster's steps cost, fit into 32 bits.
     static int64_t most_spans(int64_t tiles, int64_t steps, int multiprocessors) {
@@ -45,7 +46,7 @@ class Schedule {
     }
 
     // `readers`: warps that take work.
-    __device__ void init(int readers) { ring_.init(readers); }
+    __device__ void init(int readers) { queue_.init(readers); }
 
     // Called by one warp: fills the queue for this cluster, of at most as many as there is work. `is_own`:
     // whether the tiles are of the plan that the launch is for. If not, the kernel ends with an error before
@@ -53,16 +54,16 @@ class Schedule {
     __device__ void run(const typename Places::Arguments& arguments, const Costs& costs, bool is_own,
                         int cluster, int clusters, int lane) {
         const Items items{Places{arguments}, costs, clusters, lane};
-        Ring<kQueue>::Position position;
+        typename Queue::Position position;
         if (kMayLack && cluster >= items.places.size()) {
             if (!is_own) __trap();
-            return push(no_more(), position, lane);
+            return queue_.push(no_more<Work>(), position, lane);
         }
         // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
         const Work first_work = items.work_at(cluster);
         if (!is_own) __trap();
-        push(first_work, position, lane);
+        queue_.push(first_work, position, lane);
         const int rounds = (items.places.size() + clusters - 1) / clusters;
         Keys round, next, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);
@@ -83,25 +84,12 @@ class Schedule {
             add(loads, round);
             const uint32_t key = given[cluster];
             if ((again || r < once) && key < kLast)
-                push(items.work_at(r * clusters + static_cast<int>(key % kPlaces)), position, lane);
+                queue_.push(items.work_at(r * clusters + static_cast<int>(key % kPlaces)), position, lane);
         }
-        push(no_more(), position, lane);
+        queue_.push(no_more<Work>(), position, lane);
     }
 
-    // Called by every lane of a reading warp.
-    __device__ Work pop(Ring<kQueue>::Position& position, int lane) {
-        ring_.wait_full(position);
-        Work work = queue_[position.stage];
-        // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
-        work.each([](int& number) { number = __shfl_sync(~0u, number, 0); });
-        // An arrival waits for no load under way. It waits for this comparison of all that was loaded, which
-        // is always true.
-        int loaded = 0;
-        work.each([&](int number) { loaded |= number; });
-        if (lane == 0 && loaded != INT_MIN) ring_.empty[position.stage].arrive();
-        position.advance();
-        return work;
-    }
+    __device__ Work pop(typename Queue::Position& position, int lane) { return queue_.pop(position, lane); }
 
   private:
     static constexpr bool kMayLack = Places::kMayLack;
@@ -110,12 +98,6 @@ class Schedule {
     static constexpr uint32_t kMostCost = 1 << 22;
     static constexpr uint32_t kLast = 1u << 31;  // of what does not exist
     using Keys = uint32_t[kPerLane];
-
-    __device__ static Work no_more() {
-        Work work{};
-        work.tile = -1;
-        return work;
-    }
 
     // All work, numbered. A round has as many items as there are clusters. The key of an item sorts by cost,
     // greatest first; its last bits are its place in its round.
@@ -246,18 +228,7 @@ class Schedule {
         }
     }
 
-    __device__ void push(const Work& work, Ring<kQueue>::Position& position, int lane) {
-        ring_.wait_empty(position);
-        if (lane == 0) {
-            queue_[position.stage] = work;
-            ring_.full[position.stage].arrive();
-        }
-        __syncwarp();
-        position.advance();
-    }
-
-    Ring<kQueue> ring_;
-    Work queue_[kQueue];
+    Queue queue_;
     uint32_t given_[kMostRounds][kMaxClusters];  // keys of the items of a round, by cluster
 };
 
