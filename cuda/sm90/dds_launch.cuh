@@ -173,7 +173,7 @@ struct Dds {
         const int64_t k_size = arguments.k_size, tokens = problem.tokens;
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, Math::kMapType, matrix.data,
-                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kTileTokens}});
+                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kBoxTokens}});
         constexpr int kAtom = 64;
         const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
         if (const cudaError_t error = encode(

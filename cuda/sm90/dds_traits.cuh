@@ -46,6 +46,9 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     }
 
     static constexpr bool kGrouped = kGrouped_;
+    // Tiles of which a group has no more than half the tokens load and multiply half as many.
+    static constexpr bool kHalves = kGrouped && kTileTokens > 64;
+    static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
     static constexpr int kWarpgroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kWarpgroupFeatures = Weight::kFeatures;
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
@@ -75,6 +78,14 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Costs = StepCosts;
     using Schedule = tma::Schedule<std::conditional_t<kGrouped, GroupSpans, Bands<kSplits>>, Costs>;
     using Work = typename Schedule::Work;
+
+    // Whether half of a tile has all tokens that there are from `token` on.
+    __device__ static bool is_half(const Work& work, int token) {
+        if constexpr (kHalves)
+            return work.end - token <= kBoxTokens;
+        else
+            return false;
+    }
 
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64];
