@@ -38,9 +38,11 @@ __global__ void __launch_bounds__(kMaxGroups) list_groups(Groups groups, int spa
     for (int i = 0; i < groups.count; ++i) place += sizes[i] > size || (sizes[i] == size && i < own);
     if (exists) by_size[place] = groups.by_size[place] = own;
     __syncthreads();
+    // A plan of one weight has no starts.
     const int32_t* const first = reinterpret_cast<const int32_t*>(starts.plan) + starts.plan->starts_at;
     const int group = exists ? by_size[own] : 0;
-    const int tiles = sum_up_to(exists ? first[group + 1] - first[group] : 0);
+    const int of_group = groups.count == 1 ? starts.plan->tiles : first[group + 1] - first[group];
+    const int tiles = sum_up_to(exists ? of_group : 0);
     if (exists) groups.tiles_before[own + 1] = tiles;
     if (own == 0) groups.tiles_before[0] = 0;
 }

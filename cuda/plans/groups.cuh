@@ -104,7 +104,8 @@ static __global__ void __launch_bounds__(1024)
                 for (int i = lane; i < size; i += 32)
                     if (i != own && !is_paired(before, i))
                         best = max(best, offer(sets, counts, fit, begin + own, begin + i));
-                partner = best == 0 ? -1 : best_of(best, begin + own) - begin;
+                const int found = best_of(best, begin + own);
+                partner = found < 0 ? -1 : found - begin;
             }
             if (lane == 0) after[own] = partner;
         }

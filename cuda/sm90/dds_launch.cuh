@@ -86,6 +86,7 @@ struct Dds {
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, 1)) return error;
         arguments.groups.tiles = static_cast<int>(tiles);
         arguments.groups.span_tokens = kSpanTokens;
+        arguments.groups.band_spans = band_spans(arguments.k_size);
         if (const int32_t error =
                 groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
             return error;

@@ -60,8 +60,8 @@ class SddProducer {
             (__ldg(groups.tiles_before + middle) <= index ? low : high) = middle;
         }
         const int group = __ldg(groups.by_size + low), begin = groups.begin(group);
-        return {__ldg(plan.starts + group) + index - __ldg(groups.tiles_before + low), begin,
-                begin + groups.size(group)};
+        const int first = groups.count == 1 ? 0 : __ldg(plan.starts + group);
+        return {first + index - __ldg(groups.tiles_before + low), begin, begin + groups.size(group)};
     }
 
     // Lanes load the strips and then the units of a tile, one each. The plan is asked for the units before it

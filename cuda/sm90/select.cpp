@@ -214,9 +214,10 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kCountingSpans = 2;
-    return kCountingSpans +
-           dds_time_of_medium_batch(kernel, of_one_weight(problem, kernel.tile_tokens), device);
+    constexpr double kListingGroups = 2, kRate = 3.75e6;
+    const Problem one = of_one_weight(problem, kernel.tile_tokens);
+    return kListingGroups +
+           std::hypot(dds_time_of_medium_batch(kernel, one, device), stored_bytes(problem) / kRate);
 }
 
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
@@ -278,13 +279,10 @@ Decision decide_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 // Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.
-// Each token meets the weight of one group alone.
 double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kListingGroups = 2;
-    Problem one = problem;
-    one.pattern.out_features /= one.pattern.groups;
-    one.pattern.nnz /= one.pattern.groups;
-    return kListingGroups + estimate_sdd(kernel, one, device);
+    constexpr double kListingGroups = 2, kRate = 2e6;
+    const Problem one = of_one_weight(problem, 64);
+    return kListingGroups + std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
 }
 
 double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& device) {

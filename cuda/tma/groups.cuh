@@ -13,6 +13,7 @@ struct GroupArguments {
     groups::Groups groups;
     int tiles;        // of each group's weight
     int span_tokens;  // that a cluster computes
+    int band_spans;   // spans of a band, see Bands
 };
 
 struct GroupWork {
@@ -29,7 +30,7 @@ struct GroupWork {
     }
 };
 
-// Group by group; in each as the plan has the tiles, and for each tile one span after another.
+// Group by group; in each by bands of tokens, as of one weight.
 class GroupSpans {
   public:
     using Work = GroupWork;
@@ -45,11 +46,15 @@ class GroupSpans {
         const int group = group_of(item / arguments_.tiles);
         const int before = __ldg(arguments_.groups.spans_before + group);
         const int spans = __ldg(arguments_.groups.spans_before + group + 1) - before;
-        const int within = item - before * arguments_.tiles, tile = within / spans;
+        const int within = item - before * arguments_.tiles;
+        const int band = within / (arguments_.tiles * arguments_.band_spans);
+        const int first = band * arguments_.band_spans, of_band = min(arguments_.band_spans, spans - first);
+        const int in_band = within - first * arguments_.tiles, tile = in_band / of_band;
         Work work{};
         work.tile = group * arguments_.tiles + tile;
         work.group = group;
-        work.token = arguments_.groups.begin(group) + (within - tile * spans) * arguments_.span_tokens;
+        work.token =
+            arguments_.groups.begin(group) + (first + in_band - tile * of_band) * arguments_.span_tokens;
         work.end = arguments_.groups.begin(group + 1);
         return work;
     }
