@@ -276,15 +276,14 @@ class DdsEpilogue {
         }
     }
 
-    // One thread. Of a grouped product only tokens of the group are stored, see map_group_output.
+    // One thread. Of a grouped product only tokens of the group are stored.
     __device__ void store_chunk(int chunk, int buffer) const {
         const int stored = end_ - token_ - chunk * Traits::kChunkTokens;
         if (Traits::kGrouped && stored <= 0) return;
         each_box(chunk, buffer, [&](int x, int y, const char* box) {
             if constexpr (Traits::kGrouped) {
                 const int some = min(stored, Traits::kChunkTokens);
-                cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, x, Traits::kChunkTokens - some,
-                                              y + some);
+                store_range_box(&arguments_.output, box, x, y, some);
             } else if (kFloat && arguments_.output_layout == Layout::row_major)
                 cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
             else
@@ -344,22 +343,6 @@ cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& p
                   {{problem.tokens, 1, Traits::kChunkTokens}, {problem.features(), matrix.ld, rows}});
 }
 
-// The output of a grouped product. A box of kChunkTokens that begins at some token ends where the group does:
-// the second dimension is as long as a box, and a box is moved in it so that what is beyond the group lies
-// outside, which TMA does not write; the third one moves it back. Its first element is so far before the
-// matrix that no place in it is negative.
-template <class Traits>
-cudaError_t map_group_output(CUtensorMap& map, const Problem& problem) {
-    constexpr int kTokens = Traits::kChunkTokens;
-    const Matrix& matrix = problem.output();
-    const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
-    const auto first = reinterpret_cast<uintptr_t>(matrix.data) -
-                       static_cast<uintptr_t>(kTokens * matrix.ld) * sizeof(typename Traits::Result);
-    return encode(
-        map, problem.result_dtype, reinterpret_cast<const void*>(first),
-        {{problem.features(), 1, rows}, {kTokens, matrix.ld, kTokens}, {problem.tokens + 1, matrix.ld, 1}});
-}
-
 // All arguments that the epilogue reads.
 template <class Traits>
 cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
@@ -378,7 +361,8 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
             return error;
     if constexpr (Traits::kGrouped) {
         arguments.group_rows = static_cast<int>(problem.features() / problem.row_block());
-        return map_group_output<Traits>(arguments.output, problem);
+        return encode_ranges(arguments.output, problem.result_dtype, problem.output(), problem.features(),
+                             arguments.row_width, Traits::kChunkTokens);
     }
     return map_results<Traits>(arguments.output, problem.output(), problem);
 }

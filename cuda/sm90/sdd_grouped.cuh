@@ -1,8 +1,8 @@
 // Grouped wgrad (sm_90): sdd.cuh for groups of tokens, each of which has a weight of its own.
 //   W_g[n,k] (+)= sum over the tokens t of group g of Y[t,n] * X[t,k], for the kept blocks only.
 // A tile has blocks of one weight and sums up the tokens of its group: the last step of a group reads zeros
-// in place of the tokens of the next, in both operands (map_group). Tiles are not split over the tokens. CTAs
-// take one after another, those of the groups with most tokens first (elementwise/groups.h). Y and X are
+// in place of the tokens of the next, in both operands (encode_ranges). Tiles are not split over the tokens.
+// CTAs take one after another, those of the groups with most tokens first (elementwise/groups.h). Y and X are
 // row-major.
 #pragma once
 

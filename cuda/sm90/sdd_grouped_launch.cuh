@@ -67,9 +67,11 @@ struct GroupedSdd {
             if (const cudaError_t error = map_blocks(arguments, problem, unit)) return error;
         if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
         if (const cudaError_t error =
-                map_group(arguments.y, problem, problem.y, pattern.group_out_features(), Traits::kStrip))
+                encode_ranges(arguments.y, problem.input_dtype, problem.y, pattern.group_out_features(),
+                              Traits::kStrip, Traits::kStep))
             return error;
-        return map_group(arguments.x, problem, problem.x, pattern.in_features, unit);
+        return encode_ranges(arguments.x, problem.input_dtype, problem.x, pattern.in_features, unit,
+                             Traits::kStep);
     }
 
     // Where tiles come one after another quickly, see Sdd::stages_results.
@@ -78,17 +80,6 @@ struct GroupedSdd {
         return are_wide_blocks(problem.pattern) && !problem.accumulate &&
                problem.result_dtype == Math::kResult &&
                problem.tokens <= kMostSteps * Traits::kStep * problem.pattern.groups;
-    }
-
-    // Of a box of 64 tokens what is beyond the group reads as zero, as map_group_output leaves it out.
-    static cudaError_t map_group(CUtensorMap& map, const Problem& problem, const Matrix& matrix,
-                                 int64_t features, int width) {
-        constexpr int kTokens = Traits::kStep;
-        const auto first = reinterpret_cast<uintptr_t>(matrix.data) -
-                           static_cast<uintptr_t>(kTokens * matrix.ld) * sizeof(typename Traits::Input);
-        return encode(
-            map, problem.input_dtype, reinterpret_cast<const void*>(first),
-            {{features, 1, width}, {kTokens, matrix.ld, kTokens}, {problem.tokens + 1, matrix.ld, 1}});
     }
 };
 

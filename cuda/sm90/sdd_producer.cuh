@@ -112,10 +112,8 @@ class SddProducer {
             char* const target = shared_.stages + cursor_.stage_offset() + offset;
             if constexpr (Traits::kGrouped) {
                 const int in_weight = is_y ? feature % arguments_.group_features : feature;
-                const int left = work.end - work.begin - token, some = min(left, Traits::kStep);
-                if (loads)
-                    load_box(map, full, to, target, in_weight, Traits::kStep - some,
-                             work.begin + token + some);
+                const int first = work.begin + token, rows = min(work.end - first, Traits::kStep);
+                if (loads) load_range_box(map, full, target, in_weight, first, rows);
             } else if (loads) {
                 load_box(map, full, to, target, row_major ? feature : token, row_major ? token : feature);
             }

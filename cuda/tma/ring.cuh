@@ -12,6 +12,8 @@
 
 namespace ts::tma {
 
+constexpr int kRangeRows = 1 << 30;  // see encode_ranges
+
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 // Waits for a phase. CUTLASS's wait lets the compiler move memory accesses across it.
@@ -79,6 +81,18 @@ __device__ inline void load_box(const void* map, const Barrier& barrier, Multica
         cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, signal, to.mask, kNormalPriority, target, x, y, z);
     else
         cute::SM90_TMA_LOAD_3D::copy(map, signal, kNormalPriority, target, x, y, z);
+}
+
+// Of encode_ranges(): the box of rows from `row` on, of which the range has `rows` more.
+__device__ inline void load_range_box(const void* map, const Barrier& barrier, void* target, int x, int row,
+                                      int rows) {
+    auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));
+    const int all = kRangeRows;
+    cute::SM90_TMA_LOAD_4D::copy(map, signal, kNormalPriority, target, x, all - rows, row + rows, all);
+}
+__device__ inline void store_range_box(const void* map, const void* source, int x, int row, int rows) {
+    const int all = kRangeRows;
+    cute::SM90_TMA_STORE_4D::copy(map, source, x, all - rows, row + rows, all);
 }
 
 // Bytes that lie one after another, in multiples of 16.

@@ -10,6 +10,7 @@
 #include <initializer_list>
 
 #include "common/problem.h"
+#include "tma/ring.cuh"
 
 namespace ts::tma {
 
@@ -61,7 +62,7 @@ inline int element_bytes(CUtensorMapDataType type) {
     return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 ? 4 : 2;
 }
 
-constexpr int kMaxDimensions = 3;
+constexpr int kMaxDimensions = 4;
 
 // All that a tensor map is made of.
 struct Tensor {
@@ -69,16 +70,16 @@ struct Tensor {
     cuuint64_t sizes[kMaxDimensions];
     cuuint64_t strides[kMaxDimensions - 1];  // bytes; neighbours of the innermost dimension touch
     cuuint32_t boxes[kMaxDimensions];
-    uint8_t dimensions;
-    uint8_t type;
-    uint16_t promotion;
+    uint16_t dimensions;
+    uint16_t type;
+    uint32_t promotion;
 };
-static_assert(sizeof(Tensor) == 8 * sizeof(uint64_t));  // no padding: compared and hashed byte by byte
+static_assert(sizeof(Tensor) == 11 * sizeof(uint64_t));  // no padding: compared and hashed byte by byte
 
 inline cudaError_t encode_tiled(CUtensorMap& map, const Tensor& tensor) {
     Encoder encode = nullptr;
     if (const cudaError_t error = find_encoder(encode)) return error;
-    constexpr cuuint32_t kSteps[kMaxDimensions] = {1, 1, 1};
+    constexpr cuuint32_t kSteps[kMaxDimensions] = {1, 1, 1, 1};
     const auto type = static_cast<CUtensorMapDataType>(tensor.type);
     const CUresult result =
         encode(&map, type, tensor.dimensions, const_cast<void*>(tensor.data), tensor.sizes, tensor.strides,
@@ -120,8 +121,8 @@ inline cudaError_t encode(CUtensorMap& map, CUtensorMapDataType type, const void
                 static_cast<cuuint64_t>(extent.stride * element_bytes(type));
         tensor.boxes[tensor.dimensions++] = static_cast<cuuint32_t>(extent.box);
     }
-    tensor.type = static_cast<uint8_t>(type);
-    tensor.promotion = static_cast<uint16_t>(promotion);
+    tensor.type = static_cast<uint16_t>(type);
+    tensor.promotion = static_cast<uint32_t>(promotion);
     thread_local KnownMaps known;
     KnownMaps::Place& place = known.place_of(tensor);
     if (std::memcmp(&place.tensor, &tensor, sizeof(Tensor)) != 0) {
@@ -136,6 +137,22 @@ inline cudaError_t encode(CUtensorMap& map, DType dtype, const void* data,
                           std::initializer_list<Extent> extents,
                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     return encode(map, map_type(dtype), data, extents, promotion);
+}
+
+// Boxes of rows of a row-major matrix that end where some range of rows does: what is beyond the range reads
+// as zero and is not written, wherever it ends. Rows are counted in a dimension of kRangeRows so that a box's
+// last row of the range is the last one there is; two further dimensions move the box to where the range
+// lies. Of these the last has the stride 2^34 less a row, kRangeRows times which are 2^64 less kRangeRows
+// rows. (Triton's ragged descriptors work likewise.) load_range_box() and store_range_box() have the
+// coordinates.
+inline cudaError_t encode_ranges(CUtensorMap& map, DType dtype, const Matrix& matrix, int64_t features,
+                                 int box_features, int box_rows) {
+    const int64_t whole = (int64_t{1} << 34) / element_bytes(map_type(dtype));
+    return encode(map, dtype, matrix.data,
+                  {{features, 1, box_features},
+                   {kRangeRows, matrix.ld, box_rows},
+                   {INT32_MAX, matrix.ld, 1},
+                   {INT32_MAX, whole - matrix.ld, 1}});
 }
 
 // Why TMA cannot store results of so many tokens, or nullptr: it writes whole 16 bytes of a line, also past

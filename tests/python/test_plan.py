@@ -24,8 +24,10 @@ from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.prepared import Prepared
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
-# The index of one kernel for each plan shape and set of products.
-KERNELS = {(kernel.plan, kernel.ops): index for index, kernel in enumerate(_C.kernels()) if kernel.plan}
+# The index of the first kernel for each plan shape and set of products: later ones are for groups.
+KERNELS = {
+    (kernel.plan, kernel.ops): index for index, kernel in reversed(list(enumerate(_C.kernels()))) if kernel.plan
+}
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
