@@ -86,7 +86,10 @@ struct Dds {
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, 1)) return error;
         arguments.groups.tiles = static_cast<int>(tiles);
         arguments.groups.span_tokens = kSpanTokens;
-        arguments.groups.band_spans = band_spans(arguments.k_size);
+        // At least so many that all clusters have work in one.
+        arguments.groups.band_spans =
+            std::max(band_spans(arguments.k_size),
+                     (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1);
         if (const int32_t error =
                 groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
             return error;

@@ -587,6 +587,7 @@ def test_values_in_other_storages_have_no_gradient() -> None:
 @pytest.mark.parametrize("counts", [[1000, 0, 500, 548], [2, 0, 5, 1]])  # of many tokens, and decode
 def test_graphs_follow_their_offsets(counts: list[int]) -> None:
     case = Case(counts, torch.bfloat16, "cuda", (64, 64), (4, 4))
+    case.pattern = case.pattern.to("cuda")
     for _ in range(2):
         case.run()  # so that all is there before the capture
     graph = torch.cuda.CUDAGraph()
