@@ -294,7 +294,7 @@ def test_epilogues(device: str, dtype: torch.dtype, routing: str, activation: st
     counts = COUNTS[routing]
     case = Case(counts, dtype, device)
     added = randn(case.tokens, case.out, dtype=dtype, device=device, seed=9)
-    options = {} if other == "nothing" else {other: added}
+    options: dict[str, Any] = {} if other == "nothing" else {other: added}
     exact = torch.cat(
         [
             tokens.double() @ weight.t() + bias
