@@ -86,7 +86,9 @@ def test_rounding_is_that_of_the_inverse_of_kept_columns(name: str) -> None:
     found = rounded(weight, pattern, second, name, clip=False)
     mask = pattern.to_mask()
     for row in torch.nonzero(~found.nearest).flatten().tolist()[::7]:
-        columns = mask[row].nonzero().flatten()
+        columns, sizes = mask[row].nonzero().flatten(), moment.matrix.diagonal()
+        blocks = sorted(columns.split(BLOCK), key=lambda block: -float(sizes[block].sum()))
+        columns = torch.cat([block[sizes[block].argsort(descending=True)] for block in blocks])
         left, inverse = weight[row, columns].double(), torch.linalg.inv(moment.matrix[columns][:, columns])
         expected = torch.zeros(IN)
         for start in range(0, len(columns), BLOCK):

@@ -1,14 +1,15 @@
 """One weight rounded column by column, so that columns behind make up for the error of those before.
 
-Weights ŵ of a row change its output by (w - ŵ) H (w - ŵ)ᵀ, H = XᵀX / tokens + λ I. Columns are rounded from
-left to right. With H = R Rᵀ, R upper triangular and U = R⁻¹, the error of column j costs least once the
+Weights ŵ of a row change its output by (w - ŵ) H (w - ŵ)ᵀ, H = XᵀX / tokens + λ I. With H = R Rᵀ in the order
+in which columns are rounded, R upper triangular and U = R⁻¹, the error of column j costs least once the
 columns i that are still free become
 
     w_i ← w_i - (w_j - ŵ_j) R_jj U_ji,   i > j,
 
 and is then ((w_j - ŵ_j) R_jj)². This is GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers", arXiv:2210.17323), whose Cholesky factor of H⁻¹ is U. The rows of a
-block row keep the same columns S, and H is H_SS for them: blocks that are pruned make up for nothing.
+block row keep the same columns S, and H is H_SS for them: blocks that are pruned make up for nothing. Blocks
+with the largest inputs are rounded first, and in a block the columns with these, while most others are free.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _in_order(
     bk = pattern.block_shape[1]
     rounded = torch.zeros_like(weight)
     limits, largest = weight.new_zeros(2, len(weight), weight.shape[1] // bk)
-    for rows, columns in supports(pattern, weight.device):
+    for rows, kept in supports(pattern, weight.device):
+        columns = _largest_first(kept.view(-1, bk), moment.matrix.diagonal())
         matrix = moment.matrix[columns][:, columns]
         root = torch.linalg.cholesky(matrix.flip(0, 1)).flip(0, 1)
         inverse = torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=True)
@@ -109,6 +111,13 @@ def _in_order(
     return _Rounded(blocks, limits, limits < largest)
 
 
+def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
+    """Return columns [C · bk] of blocks [C, bk], block by block, those of the largest size first."""
+    of_blocks = sizes[blocks]
+    order = of_blocks.argsort(dim=1, descending=True, stable=True)
+    return blocks.gather(1, order)[of_blocks.sum(1).argsort(descending=True, stable=True)].flatten()
+
+
 def _best_of(
     group: Tensor, limits: Tensor, root: Tensor, storage: QuantizedStorage
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,16 +134,16 @@ def _best_of(
         limits [n].
     """
     tried, (n, bk) = len(limits), group.shape
-    left, each = group.repeat(tried, 1), limits.flatten()
+    left, each = group.T.repeat(1, tried), limits.flatten()  # columns lie in one piece so
     inverse = torch.linalg.solve_triangular(root, torch.eye(bk).to(root), upper=True)
     stored, errors = left.new_empty(left.shape, dtype=torch.float32), torch.empty_like(left)
     for j in range(bk):
-        stored[:, j : j + 1] = storage.rounded(left[:, j : j + 1].float(), each)
-        errors[:, j] = (left[:, j] - stored[:, j]) * root[j, j]
-        left[:, j + 1 :].addr_(errors[:, j], inverse[j, j + 1 :], alpha=-1)
-    best = errors.square().sum(1).view(tried, n).argmin(0)
+        stored[j] = storage.rounded(left[j].float()[:, None], each)[:, 0]
+        errors[j] = (left[j] - stored[j]) * root[j, j]
+        left[j + 1 :].addr_(inverse[j, j + 1 :], errors[j], alpha=-1)
+    best = errors.square().sum(0).view(tried, n).argmin(0)
     places = best * n + torch.arange(n, device=best.device)
-    return stored[places], errors[places], each[places]
+    return stored[:, places].T, errors[:, places].T, each[places]
 
 
 def _errors(weight: Tensor, blocks: Tensor, pattern: BlockPattern, second: Tensor) -> Tensor:
