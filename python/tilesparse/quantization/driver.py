@@ -70,7 +70,8 @@ def quantize_(
 
     Args:
         model: with `BlockSparseLinear` in the storage "plain", not 2:4.
-        batches: calibration data, as of `prune_model`; some thousand tokens are enough.
+        batches: calibration data, as of `prune_model`. With 8-bit activations a few thousand tokens do;
+            weights alone want several tokens for each of a layer's in_features.
         storage: "int8", "float8_e4m3fn" or "int4".
         activations: the same where it has 8 bits, or None for weights alone. "auto" is None for int4 and the
             same for others.
