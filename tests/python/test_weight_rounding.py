@@ -250,7 +250,7 @@ def test_errors_of_the_report_are_those_of_the_stored_layers() -> None:
 def test_int4_is_weights_alone_and_8_bits_are_not_by_default() -> None:
     for storage, activations in (("int4", None), ("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
         made = model()
-        assert quantize_(made, batches(1), storage=storage).activations == activations
+        assert quantize_(made, batches(2), storage=storage).activations == activations
         assert made.head.activations == activations
 
 
@@ -268,7 +268,7 @@ def test_layers_of_2_4_are_skipped() -> None:
         ("int8", "2:4, whose weights are rounded one by one"),
         ("int4", "nm must be None"),
     ):
-        report = quantize_(copy.deepcopy(made), batches(1), storage=storage, activations=None)
+        report = quantize_(copy.deepcopy(made), batches(2), storage=storage, activations=None)
         assert [layer.name for layer in report.skipped] == ["head"]
         assert reason in report.skipped[0].reason
 
@@ -290,7 +290,7 @@ def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made.unused = BlockSparseLinear(IN, IN, density=1, block_shape=BLOCK)
     before = copy.deepcopy(made)
     with pytest.raises(InvalidArgumentError, match="batches must run layer 'unused'"):
-        quantize_(made, batches(1), storage="int4")
+        quantize_(made, batches(2), storage="int4")
     assert_unchanged(made, before)
     calls, to_storage = [], BlockSparseLinear.to_storage
 
@@ -302,7 +302,7 @@ def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(BlockSparseLinear, "to_storage", failing)
     with pytest.raises(MemoryError):
-        quantize_(made, batches(1), storage="int4", layers=["blocks", "head"])
+        quantize_(made, batches(2), storage="int4", layers=["blocks", "head"])
     assert_unchanged(made, before)
 
 
@@ -311,7 +311,14 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
     with torch.no_grad():
         made.head.weight[0, 0, 0] = torch.inf
     with pytest.raises(InvalidArgumentError, match=r"layer 'head': weight must be finite"):
-        quantize_(made, batches(1), storage="int4")
+        quantize_(made, batches(2), storage="int4")
+
+
+def test_few_tokens_are_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"at least as many tokens as it has inputs.*got 128 of 129 at blocks"
+    ):
+        quantize_(model(), batches(1), storage="int4")
 
 
 # ---- values of to_storage ----

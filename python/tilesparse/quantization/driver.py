@@ -21,6 +21,7 @@ from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
+from ..prune.report import warn_of_few_tokens
 from ..storage.quantized import QuantizedStorage
 from ..storage.registry import storage_of
 from .parameters import is_linear
@@ -63,6 +64,8 @@ def quantize_(
     in GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
     Transformers", arXiv:2210.17323), within the kept blocks of each row. Each row of a block is clipped where
     that costs least. Output features whose error would grow are rounded to the nearest, as `to_storage` does.
+
+    A warning names layers that meet fewer tokens than they have inputs: their errors are then too small.
 
     Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse, with all their blocks.
     The model runs as in evaluation and is changed only at the very end: after an error it is as it was.
@@ -113,6 +116,8 @@ def quantize_(
         plan.make()
         plan.apply()
     layers_changed(model)
+    if activations is None:
+        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in plan.layers})
     return QuantizeReport(plan.layers, skipped, plan.stack, storage, activations)
 
 
