@@ -107,14 +107,6 @@ def quantized_minilm() -> str:
     return _quality("cpu_quantization_minilm.json", lambda one, _: f"{one:.4f}".removeprefix("0"))
 
 
-def quantized_smollm2() -> str:
-    """Perplexities of SmolLM2, quantized with and without data."""
-    return _quality(
-        "cpu_quantization_smollm2.json",
-        lambda one, plain: f"{one:.2f}" if one == plain else f"{one:.2f} ({one / plain - 1:+.1%})",
-    )
-
-
 def _quality(file: str, shown: Callable[[float, float], str]) -> str:
     """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
     lines = []
@@ -157,6 +149,5 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
         eight_bit_models,
         four_bits,
         quantized_minilm,
-        quantized_smollm2,
     )
 }
