@@ -87,7 +87,7 @@ def test_rounding_is_that_of_the_inverse_of_kept_columns(name: str) -> None:
     mask = pattern.to_mask()
     for row in torch.nonzero(~found.nearest).flatten().tolist()[::7]:
         columns, sizes = mask[row].nonzero().flatten(), moment.matrix.diagonal()
-        blocks = sorted(columns.split(BLOCK), key=lambda block: -float(sizes[block].sum()))
+        blocks = sorted(torch.split(columns, BLOCK), key=lambda block: -float(sizes[block].sum()))
         columns = torch.cat([block[sizes[block].argsort(descending=True)] for block in blocks])
         left, inverse = weight[row, columns].double(), torch.linalg.inv(moment.matrix[columns][:, columns])
         expected = torch.zeros(IN)
