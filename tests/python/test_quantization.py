@@ -15,7 +15,10 @@ import tilesparse as ts
 from tilesparse import BlockSparseConfig, BlockSparseLinear, InvalidArgumentError, UnsupportedError
 from tilesparse._replay.batches import tensors_in
 from tilesparse.quantization import quantize_
+from tilesparse.quantization.samples import Samples
 from tilesparse.quantization.search import Search
+from tilesparse.storage.quantized import QuantizedStorage
+from tilesparse.storage.registry import storage_of
 
 WIDTH, HIDDEN, HEADS, SHARED, HEAD = 64, 96, 4, 2, 16
 OUTLIERS = 40.0
@@ -211,6 +214,26 @@ def test_clipping_lowers_the_error_of_large_weights_that_matter_little() -> None
     assert wrong[0] < 0.5 * wrong[1]
 
 
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_a_few_tokens_with_large_activations_cost_the_others_nothing(name: str) -> None:
+    x = torch.randn(256, WIDTH, generator=seeded(0))
+    x[:2, 5] = 5000.0  # as at the beginning of texts in language models
+    weight = torch.randn(48, WIDTH, generator=seeded(1))
+    storage, samples = storage_of(name), Samples(torch.device("cpu"))
+    assert isinstance(storage, QuantizedStorage)
+    samples.add(x, 0)
+    found = Search(samples, {"layer": weight}, storage).best(torch.arange(WIDTH), clip=True)
+    columns = torch.ones(WIDTH) if found.columns is None else found.columns
+
+    def error(columns: Tensor, limits: Tensor) -> float:
+        scaled = x / columns
+        y = storage.rounded(scaled, scaled.abs().amax(1)) @ storage.rounded(weight * columns, limits).T
+        wrong = (y - x @ weight.T).square().sum(1) / (x @ weight.T).square().sum(1)
+        return float(wrong[2:].mean())
+
+    assert error(columns, found.limits["layer"]) <= error(torch.ones(WIDTH), weight.abs().amax(1))
+
+
 @pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
 def test_errors_of_the_report_are_those_of_the_layers(storage: str) -> None:
     dense, made = model(), model()
@@ -338,8 +361,8 @@ def test_a_second_call_says_what_is_stored_already() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"storage": "plain", "activations": "plain"}, "storage must have 8 bits"),
-        ({"storage": "float8_e4m3fn"}, "activations must be .*float8_e4m3fn"),
+        ({"storage": "plain", "activations": "plain"}, "storage must have 8 or 4 bits"),
+        ({"storage": "float8_e4m3fn", "activations": "int8"}, "activations must be .*float8_e4m3fn"),
         ({"layers": "nothing"}, "layers must each name a layer to quantize, got 'nothing'"),
         ({"layers": ["mlp", "between"]}, "got 'between'"),
         ({"batches": []}, "batches must have at least one"),

@@ -155,17 +155,28 @@ def to_semi_structured(layer: BlockSparseLinear) -> Tensor:
         ) from error
 
 
-def convert_storage(layer: StoredWeight, spec: LayerSpec, limits: Tensor | None = None) -> float:
+def convert_storage(
+    layer: StoredWeight, spec: LayerSpec, limits: Tensor | None = None, values: Tensor | None = None
+) -> float:
     """Store a layer's weight as a spec says that differs in nothing else; return the relative error."""
     storage = storage_of(spec.storage)
-    if limits is not None and not storage.scales:
-        raise InvalidArgumentError(f"limits must be None with storage {spec.storage!r}, which has no scales")
+    for name, given in (("limits", limits), ("values", values)):
+        if given is not None and not storage.scales:
+            raise InvalidArgumentError(
+                f"{name} must be None with storage {spec.storage!r}, which has no scales"
+            )
+    if values is not None and values.shape != (spec.nnz, *spec.block_shape):
+        raise InvalidArgumentError(
+            f"values must be {[spec.nnz, *spec.block_shape]}, as the blocks of the layer, got "
+            f"{list(values.shape)}"
+        )
     if layer.weight.is_meta:
         layer.allocate(spec, layer.weight.device)
         return layer.storage_error
     blocks = layer.plain_values()
     pattern = None if spec.activations is None else layer.pattern
-    layer.assign(spec, storage.store(blocks, layer.kept_mask(), spec, pattern, limits))
+    given = blocks if values is None else values.to(blocks.device)
+    layer.assign(spec, storage.store(given, layer.kept_mask(), spec, pattern, limits))
     norm = torch.linalg.vector_norm(blocks, dtype=torch.float64)
     lost = torch.linalg.vector_norm(layer.plain_values().double() - blocks.double())
     return float(lost / norm) if float(norm) > 0 else 0.0

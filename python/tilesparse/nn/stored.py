@@ -245,6 +245,7 @@ class StoredWeight(nn.Module):
         per: str = "row",
         activations: str | None = None,
         limits: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> _Weight:
         """Store the weight in another way, in place.
 
@@ -258,12 +259,15 @@ class StoredWeight(nn.Module):
                 with `activations`, whatever it is.
             activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
                 then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
-            limits: of 8 bits, the magnitude at which the weights of each scale are clipped, see
-                `storage.quantize`; `quantize_` finds good ones. None clips nothing.
+            limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
+                `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
+            values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded
+                already, so that errors make up for each other; `quantize_` finds good ones.
 
         Raises:
             InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
-                or 4 bits; `activations` of another dtype; limits that do not fit. The layer is as it was.
+                or 4 bits; `activations` of another dtype; limits or values that do not fit. The layer is as
+                it was.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
         check_whole(self, "to_storage")
@@ -274,8 +278,8 @@ class StoredWeight(nn.Module):
         checked_scales("per", per, activations)
         spec = self.spec
         wanted = spec.with_storage(storage, per, activations)
-        if wanted != spec or limits is not None:
-            self._storage_error = convert.convert_storage(self, wanted, limits)
+        if wanted != spec or limits is not None or values is not None:
+            self._storage_error = convert.convert_storage(self, wanted, limits, values)
         return self
 
     def freeze(self) -> None:

@@ -125,19 +125,24 @@ class Calibration:
             return next(self._results(unit, parameters))
 
     def visit(
-        self, unit: Unit, layers: Sequence[str], note: Callable[[str, Tensor, int, Tensor | None], None]
+        self,
+        unit: Unit,
+        layers: Sequence[str],
+        note: Callable[[str, Tensor, int, Tensor | None], None],
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Run the next unit on all batches; nothing of it is replaced.
+        """Run the next unit on all batches.
 
         Args:
             unit: the next one.
             layers: names of layers in it.
             note: called with the name and the input of a layer at each of its calls, the number of the batch,
                 and which of its tokens count, [sequences, tokens] of bools or None.
+            parameters: what takes the places of the model's own, by their names.
         """
         number = 0
         with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
-            for current, _ in enumerate(self._results(unit), 1):
+            for current, _ in enumerate(self._results(unit, parameters), 1):
                 number = min(current, len(self._batches) - 1)
 
     def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:

@@ -279,14 +279,21 @@ def workspace(device: torch.device) -> int:
     return _CPU_WORKSPACE
 
 
-def _systems(moment: Damped, pattern: BlockPattern) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield rows, kept columns and their Cholesky factor of H, of each block row that keeps columns."""
+def supports(pattern: BlockPattern, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows [r, 1] of a weight and the columns [s] that they keep, rows that keep the same together."""
     bn, bk = pattern.block_shape
-    for row, kept in enumerate(pattern.to_block_mask().cpu()):
-        columns = (kept.nonzero() * bk + torch.arange(bk)).flatten().to(moment.matrix.device)
+    masks, own = torch.unique(pattern.to_block_mask().cpu(), dim=0, return_inverse=True)
+    for number, kept in enumerate(masks):
+        rows = ((own == number).nonzero() * bn + torch.arange(bn)).view(-1, 1)
+        columns = (kept.nonzero() * bk + torch.arange(bk)).flatten()
         if len(columns):
-            factor = torch.linalg.cholesky(moment.matrix[columns][:, columns])
-            yield slice(row * bn, (row + 1) * bn), columns, factor
+            yield rows.to(device), columns.to(device)
+
+
+def _systems(moment: Damped, pattern: BlockPattern) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield rows [r, 1], kept columns and the Cholesky factor of H of these, as `supports` does."""
+    for rows, columns in supports(pattern, moment.matrix.device):
+        yield rows, columns, torch.linalg.cholesky(moment.matrix[columns][:, columns])
 
 
 @contextmanager

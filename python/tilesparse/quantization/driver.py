@@ -1,4 +1,4 @@
-"""Whole models quantized: weights and activations in 8 bits, with scales chosen on calibration data."""
+"""Whole models quantized: weights in 8 or 4 bits, and perhaps activations in 8, by calibration data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import checked, shown
+from .._arguments import checked
 from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
 from .._names import NamePattern
 from .._replay.batches import chosen_device, evaluating
-from ..config import check_flag, check_storage
+from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
 from ..nn.linear import BlockSparseLinear
@@ -21,10 +21,13 @@ from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
+from ..prune.report import warn_of_few_tokens
+from ..storage.quantized import QuantizedStorage
 from ..storage.registry import storage_of
 from .parameters import is_linear
 from .plan import Plan
 from .report import QuantizeReport
+from .weights import WeightPlan
 
 
 @checked
@@ -33,7 +36,7 @@ def quantize_(
     batches: Iterable[Any],
     *,
     storage: str = "int8",
-    activations: str = "int8",
+    activations: str | None = "auto",
     layers: str | Sequence[str] | None = None,
     smooth: bool = True,
     clip: bool = True,
@@ -41,10 +44,9 @@ def quantize_(
     device: torch.device | str | int | None = None,
     strict: bool = True,
 ) -> QuantizeReport:
-    """Store block-sparse layers in 8 bits that also multiply activations in 8 bits, in place.
+    """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
-    `BlockSparseLinear.to_storage` does so without data. This chooses scales by what it does to the outputs of
-    layers on calibration data:
+    `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
 
     - **Smoothing**: features of activations that are much larger than others set the scale of their token,
       and cost all others precision. They are divided by a scale, and the weights that read them multiplied by
@@ -58,19 +60,28 @@ def quantize_(
 
     Scales of activations stay those of each token, found in every call: kernels take no others.
 
+    With weights alone it rounds them one column after the other, and those behind make up for the error, as
+    in GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+    Transformers", arXiv:2210.17323), within the kept blocks of each row. Each row of a block is clipped where
+    that costs least. Output features whose error would grow are rounded to the nearest, as `to_storage` does.
+
+    A warning names layers that meet fewer tokens than they have inputs: their errors are then too small.
+
     Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse, with all their blocks.
     The model runs as in evaluation and is changed only at the very end: after an error it is as it was.
     Build optimizers afterwards.
 
     Args:
         model: with `BlockSparseLinear` in the storage "plain", not 2:4.
-        batches: calibration data, as of `prune_model`; some thousand tokens are enough.
-        storage: "int8" or "float8_e4m3fn".
-        activations: the same. For weights alone there is `BlockSparseLinear.to_storage`.
+        batches: calibration data, as of `prune_model`. With 8-bit activations a few thousand tokens do;
+            weights alone want several tokens for each of a layer's in_features.
+        storage: "int8", "float8_e4m3fn" or "int4".
+        activations: the same where it has 8 bits, or None for weights alone. "auto" is None for int4 and the
+            same for others.
         layers: regular expressions, matched against the start of names of layers, or names, by the rules of
             `BlockSparseModelPatcher.add_pattern`. None is all block-sparse layers.
-        smooth: False scales nothing.
-        clip: False clips nothing.
+        smooth: False scales nothing. Without 8-bit activations nothing is scaled.
+        clip: False takes the scales that `to_storage` finds, by weights alone.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of its first parameter.
         strict: raise where no layer is left to quantize, or an expression of ``layers`` matches none.
@@ -87,11 +98,10 @@ def quantize_(
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
         >>> print(tilesparse.quantize_(model, batches, storage="int8"))
     """
-    check_storage(storage, None)
-    if storage_of(storage).dtype not in LARGEST:
-        raise InvalidArgumentError(f"storage must have 8 bits, got {storage!r}")
-    if activations != storage:
-        raise InvalidArgumentError(f"activations must be the storage {storage!r}, got {shown(activations)}")
+    stored = _storage(storage)
+    if activations == "auto":
+        activations = storage if stored.dtype in LARGEST else None
+    check_quantized_activations(activations, storage, None)
     for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
         check_flag(name, flag)
     check_model(model)
@@ -101,15 +111,30 @@ def quantize_(
         return QuantizeReport([], skipped, None, storage, activations)
     check_can_change(model)
     with evaluating(model):
-        plan = Plan(model, targets, data, forward or call_model, chosen_device(model, device), storage)
-        plan.make(smooth, clip)
+        given = model, targets, data, forward or call_model, chosen_device(model, device), stored
+        plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
+        plan.make()
         plan.apply()
     layers_changed(model)
+    if activations is None:
+        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in plan.layers})
     return QuantizeReport(plan.layers, skipped, plan.stack, storage, activations)
 
 
+def _storage(name: str) -> QuantizedStorage:
+    check_storage(name, None)
+    storage = storage_of(name)
+    if not isinstance(storage, QuantizedStorage):
+        raise InvalidArgumentError(f"storage must have 8 or 4 bits, got {name!r}")
+    return storage
+
+
 def _targets(
-    model: nn.Module, layers: str | Sequence[str] | None, storage: str, activations: str, strict: bool
+    model: nn.Module,
+    layers: str | Sequence[str] | None,
+    storage: str,
+    activations: str | None,
+    strict: bool,
 ) -> tuple[list[str], list[SkippedLayer]]:
     """Return the layers to quantize, and the linear ones that stay as they are."""
     regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
@@ -144,7 +169,7 @@ def _reason_to_skip(
     module: nn.Module,
     owners: Mapping[nn.Parameter, Sequence[nn.Module]],
     storage: str,
-    activations: str,
+    activations: str | None,
 ) -> str | None:
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
@@ -156,8 +181,10 @@ def _reason_to_skip(
         return "its weight is computed in every call"
     if len(owners[module.weight]) > 1:
         return "its weight is shared with another module"
-    if module.weight.dtype == torch.float64:
+    if module.weight.dtype == torch.float64 and activations is not None:
         return "its weight is float64, which has no products in 8 bits"
+    if module.nm is not None and activations is None and storage_of(storage).allows_nm:
+        return f"2:4, whose weights are rounded one by one, by to_storage({storage!r})"
     try:
         module.spec.with_storage(storage, activations=activations)
     except InvalidArgumentError as error:

@@ -14,7 +14,7 @@ from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..prune.calibration import Calibration, Forward, Unit
 from ..prune.targets import naming_layer
-from ..storage.registry import storage_of
+from ..storage.quantized import QuantizedStorage
 from .groups import GroupFinder, ScaleGroup, scalable
 from .parameters import dense_of, reasons_against_scaling, scaled_parameters, sizes_of
 from .report import QuantizedLayer
@@ -32,6 +32,8 @@ class Plan:
         forward: calls the model with a batch.
         device: where blocks run and errors are computed.
         storage: of the layers afterwards, and of their activations.
+        smooth: whether inputs are scaled.
+        clip: whether weights are clipped.
 
     Attributes:
         layers: what was found, in the order in which layers run.
@@ -45,14 +47,12 @@ class Plan:
         data: Sequence[Any],
         forward: Forward,
         device: torch.device,
-        storage: str,
+        storage: QuantizedStorage,
+        smooth: bool,
+        clip: bool,
     ) -> None:
-        self._model, self._targets, self._storage, self._device = (
-            model,
-            dict.fromkeys(targets),
-            storage,
-            device,
-        )
+        self._model, self._targets, self._device = model, dict.fromkeys(targets), device
+        self._storage, self._smooth, self._clip = storage, smooth, clip
         names = scalable(model)
         self._calibration = Calibration(model, data, forward, names, device, compare=False)
         self._against = reasons_against_scaling(model, names)
@@ -64,24 +64,24 @@ class Plan:
         self.stack = self._calibration.stack
 
     @torch.no_grad()
-    def make(self, smooth: bool, clip: bool) -> None:
+    def make(self) -> None:
         """Find the scales and limits of all layers.
 
         Raises:
             InvalidArgumentError: the batches do not run a layer, or give it NaN or infinities.
         """
         for unit in self._calibration.units():
-            self._make(unit, smooth, clip)
+            self._make(unit)
             self._calibration.advance(unit, {})
         missing = [name for name in self._targets if name not in self._limits]
         if missing:
             raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
 
-    def _make(self, unit: Unit, smooth: bool, clip: bool) -> None:
+    def _make(self, unit: Unit) -> None:
         if self._targets.keys().isdisjoint(unit.layers):
             return
         finder = GroupFinder(self._model, self._calibration, unit, self._against)
-        groups = list(finder.groups(self._targets, smooth))
+        groups = list(finder.groups(self._targets, self._smooth))
         samples = {group.layers[0]: Samples(self._device) for group in groups}
         self._calibration.visit(
             unit, list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
@@ -94,15 +94,13 @@ class Plan:
                     f"batches must be finite at every layer: batch {number} (counted from 0) gives layer "
                     f"{group.layers[0]!r} inputs with NaN or infinities"
                 )
-            self._solve(group, own, smooth, clip)
+            self._solve(group, own)
 
-    def _solve(self, group: ScaleGroup, samples: Samples, smooth: bool, clip: bool) -> None:
+    def _solve(self, group: ScaleGroup, samples: Samples) -> None:
         own = [name for name in group.layers if name in self._targets]
         weights = {name: dense_of(self._model.get_submodule(name), self._device) for name in own}
-        dtype = storage_of(self._storage).dtype
-        assert dtype is not None
-        search = Search(samples, weights, dtype)
-        found = search.best(group.source, clip=clip)
+        search = Search(samples, weights, self._storage)
+        found = search.best(group.source, clip=self._clip)
         if found.columns is not None and group.producer is not None:
             self._columns |= dict.fromkeys(group.layers, found.columns)
             rows = self._rows.setdefault(
@@ -112,11 +110,11 @@ class Plan:
             rows[group.start : group.start + len(factors)] *= factors
         self._limits |= found.limits
         for name in own:
-            self.layers.append(self._described(name, group, found, weights[name], samples.tokens, smooth))
+            self.layers.append(self._described(name, group, found, weights[name], samples.tokens))
             self._progress.show(len(self.layers), f"layers quantized, {name} the last")
 
     def _described(
-        self, name: str, group: ScaleGroup, found: Found, weight: Tensor, tokens: int, smooth: bool
+        self, name: str, group: ScaleGroup, found: Found, weight: Tensor, tokens: int
     ) -> QuantizedLayer:
         layer = self._module(name)
         scaled = weight if found.columns is None else weight * found.columns
@@ -131,7 +129,7 @@ class Plan:
             found.before[name],
             found.after[name],
             tokens,
-            group.reason if smooth else None,
+            group.reason if self._smooth else None,
         )
 
     def _module(self, name: str) -> Any:
@@ -164,7 +162,8 @@ class Plan:
             setattr(other, parameter, nn.Parameter(tensor, old.requires_grad))
         with naming_layer(name):
             limits = self._limits[name] * self._row_factors(name)
-            return other.to_storage(self._storage, activations=self._storage, limits=limits)
+            own_name = self._storage.name
+            return other.to_storage(own_name, activations=own_name, limits=limits)
 
     def _row_factors(self, name: str) -> Tensor | float:
         rows = self._rows.get(name)

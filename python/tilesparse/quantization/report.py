@@ -12,7 +12,7 @@ from ..storage.registry import storage_of
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One layer that has 8 bits now.
+    """One layer that has 8 or 4 bits now.
 
     Attributes:
         name: in the model.
@@ -20,12 +20,16 @@ class QuantizedLayer:
         density: kept fraction of the blocks.
         smoothed_by: the module that took the inverse of the scales of the layer's input, or None.
         alpha: strength of the migration from activations into weights; None without.
-        clipped: fraction of the output features whose largest weights are clipped.
-        error_before: ‖y - ŷ‖² / ‖y‖² of the layer's product X Wᵀ on the calibration data, in 8 bits without
-            smoothing and clipping.
+        clipped: fraction of the scales, each of an output feature, or with weights alone of a row of a block,
+            that clip the largest weights.
+        error_before: ‖Y - Ŷ‖² / ‖Y‖² of the layer's product Y = X Wᵀ on the calibration data, as `to_storage`
+            stores the layer. Each row of X is divided by the norm of what all layers with this input give for
+            it, so that a few tokens with large activations do not decide alone.
         error: likewise, as the layer is now.
         tokens: of the calibration data that the layer has met.
-        reason: why its input could not be smoothed, or None.
+        reason: why its input could not be smoothed, or None; None with weights alone.
+        nearest: fraction of the output features whose weights are each rounded to the nearest. 1 with 8-bit
+            activations; with weights alone those where no other rounding was better.
     """
 
     name: str
@@ -38,6 +42,7 @@ class QuantizedLayer:
     error: float
     tokens: int
     reason: str | None
+    nearest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,26 +54,30 @@ class QuantizeReport:
         skipped: linear layers that stay as they are, and why.
         stack: the name of the stack of blocks that the data went through block by block, or None.
         storage: of the layers now.
-        activations: likewise.
+        activations: likewise; None where weights alone are quantized.
     """
 
     layers: list[QuantizedLayer]
     skipped: list[SkippedLayer]
     stack: str | None
     storage: str
-    activations: str
+    activations: str | None
 
     def __str__(self) -> str:
-        columns = ("layer", "shape", "density", "smoothed by", "alpha", "clipped", "error before", "error")
-        rows: list[tuple[str, ...]] = [columns]
+        of_inputs = self.activations is not None
+        own = ("smoothed by", "alpha") if of_inputs else ("nearest",)
+        rows: list[tuple[str, ...]] = [
+            ("layer", "shape", "density", *own, "clipped", "error before", "error"),
+        ]
         for layer in self.layers:
+            alpha = "" if layer.alpha is None else f"{layer.alpha:g}"
+            own = (layer.smoothed_by or "", alpha) if of_inputs else (f"{layer.nearest:.0%}",)
             rows.append(
                 (
                     layer.name,
                     "{}x{}".format(*layer.shape),
                     f"{layer.density:.3f}",
-                    layer.smoothed_by or "",
-                    "" if layer.alpha is None else f"{layer.alpha:g}",
+                    *own,
                     f"{layer.clipped:.0%}",
                     f"{layer.error_before:.2g}",
                     f"{layer.error:.2g}",

@@ -51,3 +51,13 @@ class Samples:
         order, rows = (torch.cat(parts) for parts in zip(*self._chosen, strict=True))
         chosen = order.argsort()[:TOKENS]
         return order[chosen], rows[chosen].clone()
+
+
+def inverse_norms(outputs: Tensor) -> Tensor:
+    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], by which tokens count alike; 0 where y = 0.
+
+    Language models have a few tokens whose activations are a thousand times those of others. Sums of squares
+    would be about these alone.
+    """
+    norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
+    return torch.where(norms > 0, 1 / norms, 0)

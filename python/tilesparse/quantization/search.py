@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..prune.compensation import exact_products
 from ..storage.clipping import CLIP_RATIOS, clip_limits
-from ..storage.values import rounded, scales_of
-from .samples import Samples
+from ..storage.quantized import QuantizedStorage
+from .samples import Samples, inverse_norms
 
 ALPHAS = tuple(step / 10 for step in range(10))  # 0 to 0.9
 _SPAN = 16  # exponents of factors are within this of the largest
@@ -25,7 +25,7 @@ class Found(NamedTuple):
         columns: factors of the columns of all weights of the group [in_features], powers of two; the input
             has their inverse. None for none.
         limits: by layer, where its weights are clipped, [out_features].
-        before: by layer, ‖y - ŷ‖² / ‖y‖² without scaling and clipping.
+        before: by layer, the error as of `QuantizedLayer` without scaling and clipping.
         after: likewise, with both.
     """
 
@@ -43,15 +43,16 @@ class Search:
         samples: of the input.
         weights: W [out_features, in_features] in float32 of the layers that are to be quantized, by name, on
             the device of the samples.
-        dtype: of weights and activations.
+        storage: of weights, and so the dtype of activations.
     """
 
-    def __init__(self, samples: Samples, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, samples: Samples, weights: Mapping[str, Tensor], storage: QuantizedStorage) -> None:
         assert samples.largest is not None
         self._x, self._largest = samples.rows(), samples.largest
-        self._weights, self._dtype = weights, dtype
+        self._weights, self._rounded = weights, storage.rounded
         with exact_products(self._x.device):
             self._outputs = {name: self._x @ weight.T for name, weight in weights.items()}
+        self._sizes = inverse_norms(torch.cat(list(self._outputs.values()), 1))
 
     def best(self, source: Tensor | None, *, clip: bool) -> Found:
         """Return the best of all strengths, and then of all clippings.
@@ -81,7 +82,6 @@ class Search:
         source = source.to(self._largest.device)
         of_x, of_w = (_largest_of(each, source) for each in (self._largest, self._largest_weights()))
         live = (of_x > 0) & (of_w > 0)
-        live = (of_x > 0) & (of_w > 0)
         if not bool(live.any()):
             return torch.ones_like(of_x)
         exponents = (alpha * of_x.log2() - (1 - alpha) * of_w.log2()).round()
@@ -100,7 +100,8 @@ class Search:
         if not clip:
             return weight.abs().amax(-1)
         with exact_products(weight.device):
-            return clip_limits(weight, self._quantized(columns), self._rounded, ratios=CLIP_RATIOS)
+            inputs = self._quantized(columns) * self._sizes
+            return clip_limits(weight, inputs, self._rounded, ratios=CLIP_RATIOS)
 
     def _errors(self, columns: Tensor | None, limits: Mapping[str, Tensor] | None = None) -> dict[str, float]:
         x, found = self._quantized(columns), {}
@@ -108,20 +109,15 @@ class Search:
             for name, weight in self._weights.items():
                 scaled = weight if columns is None else weight * columns
                 own = scaled.abs().amax(-1) if limits is None else limits[name]
-                wrong = torch.linalg.vector_norm(self._outputs[name] - x @ self._rounded(scaled, own).T)
-                size = torch.linalg.vector_norm(self._outputs[name])
-                found[name] = float((wrong / size).square()) if float(size) > 0 else 0.0
+                wrong = (self._outputs[name] - x @ self._rounded(scaled, own).T) * self._sizes
+                size = float((self._outputs[name] * self._sizes).square().sum())
+                found[name] = float(wrong.square().sum()) / size if size > 0 else 0.0
         return found
 
     def _quantized(self, columns: Tensor | None) -> Tensor:
         """Return the tokens as products see them, over the factors of columns."""
         x = self._x if columns is None else self._x / columns
         return self._rounded(x, x.abs().amax(-1))
-
-    def _rounded(self, values: Tensor, limits: Tensor) -> Tensor:
-        """Return values [n, k] with a scale for each of n, in 8 bits and back."""
-        scales = scales_of(limits, self._dtype)[:, None]
-        return rounded(values, scales, self._dtype).float() * scales
 
 
 def _largest_of(of_features: Tensor, source: Tensor) -> Tensor:

@@ -50,6 +50,22 @@ def quantize_int4(
     return stored, scales
 
 
+def limits_int4(groups: Tensor) -> Tensor:
+    """Return the magnitude that becomes 7 for each group that shares a scale, as `quantize_int4` finds it.
+
+    Float32 [..., n] for groups [..., n, k].
+    """
+    groups = groups.float()
+    scales = clamped_scales(groups.abs().amax(-1, keepdim=True), LARGEST)
+    return (scales * _best_fractions(groups / scales, (-1,))).squeeze(-1) * LARGEST
+
+
+def rounded_int4(groups: Tensor, limits: Tensor) -> Tensor:
+    """Return groups [..., n, k] in float32, with limits [..., n] as 7: rounded to int4 and back."""
+    scales = clamped_scales(limits, LARGEST)[..., None]
+    return _rounded(groups.float() / scales) * scales
+
+
 def _quantize(values: Tensor, per: str, search: bool) -> tuple[Tensor, Tensor]:
     sides = (1, 2) if per == "block" else (2,)
     scales = clamped_scales(values.abs().amax(sides, keepdim=True), LARGEST)

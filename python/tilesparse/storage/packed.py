@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._checks import PACKED
 from .base import Form, smaller_blocks
-from .int4 import quantize_int4
+from .int4 import limits_int4, quantize_int4, rounded_int4
 from .quantized import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ class PackedStorage(QuantizedStorage):
         """Return the tensors that store dense blocks."""
         weight, scales = quantize_int4(blocks, per=spec.scales or "row", limits=limits)
         return {"weight": weight, "scales": scales}
+
+    def limits_of(self, groups: Tensor) -> Tensor:
+        """Return the magnitude at which `store` clips each group: the one with the least squared error."""
+        return limits_int4(groups)
+
+    def rounded(self, groups: Tensor, limits: Tensor) -> Tensor:
+        """Return groups [..., n, k] as products see them, clipped at limits [..., n] and rounded."""
+        return rounded_int4(groups, limits)
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return None: there is no 2:4."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .base import Form, Storage, smaller_blocks
 from .compressed import COMPRESSED
-from .values import PER_FEATURE, SCALES, quantize, row_scales
+from .values import PER_FEATURE, SCALES, quantize, rounded, row_scales, scales_of
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
@@ -63,6 +63,21 @@ class QuantizedStorage(Storage):
         if spec.scales == PER_FEATURE and scales is not None and pattern is not None:
             tensors = {**tensors, "scales": row_scales(scales, pattern)}
         return super().dense_blocks(tensors, spec)
+
+    def limits_of(self, groups: Tensor) -> Tensor:
+        """Return the magnitude at which `store` clips each group that shares a scale, from values alone.
+
+        Float32 [..., n] for groups [..., n, k].
+        """
+        return groups.abs().amax(-1).float()
+
+    def rounded(self, groups: Tensor, limits: Tensor) -> Tensor:
+        """Return groups [..., n, k] in float32 as products see them, clipped at limits [..., n] and rounded.
+
+        Storing what is returned with the same limits rounds nothing.
+        """
+        scales = scales_of(limits, self.dtype)[..., None]
+        return rounded(groups.float(), scales, self.dtype).float() * scales
 
     def refined(
         self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
