@@ -17,5 +17,6 @@ struct StripPlan {
 // since loading the operands takes longer than multiplying. Blocks of 128 x 128 are paired, two of a row or
 // two of a column to a tile.
 StripPlan build_strip_plan(const Pattern& pattern);
+StripPlan build_strip_plan_of_one(const Pattern& weight);  // see Pattern::groups
 
 }  // namespace ts
