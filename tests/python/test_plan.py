@@ -26,17 +26,20 @@ from tilesparse._runtime.prepared import Prepared
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of the first kernel for each plan shape and set of products: later ones are for groups.
 KERNELS = {
-    (kernel.plan, kernel.ops): index for index, kernel in reversed(list(enumerate(_C.kernels()))) if kernel.plan
+    (kernel.plan, kernel.ops): index
+    for index, kernel in reversed(list(enumerate(_C.kernels())))
+    if kernel.plan
 }
 needs_plans = pytest.mark.skipif(not KERNELS, reason="this library has no kernel with a plan")
 
 
-def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str, np.ndarray]:
-    """The sections of a plan by name."""
-    words = build_on_host(pattern, kernel, op) if device == "cpu" else build_on_gpu(pattern, kernel, op)
+def build(pattern: BlockPattern, kernel: int, op: int, device: str, groups: int = 1) -> dict[str, np.ndarray]:
+    """The sections of a plan by name; of one weight, or of several below each other."""
+    builder = build_on_host if device == "cpu" else build_on_gpu
+    words = builder(pattern, kernel, op, groups)
     tiles, steps, group_rows, pieces, *offsets, total = words[:10].tolist()
     assert total == len(words)
-    assert words[11] == _C.plan_key(prepared_on("cpu", pattern).descriptor, kernel, op) != 0
+    assert words[11] == _C.plan_key(prepared_on("cpu", pattern, groups).descriptor, kernel, op) != 0
     assert all(offset % 4 == 0 and 16 <= offset <= total for offset in offsets)
     tile, ranks = _C.kernels()[kernel].plan >> 12 & 0xFFF, _C.kernels()[kernel].plan >> 24 & 0xF
     shapes: dict[str, tuple[int, ...]]
@@ -50,6 +53,9 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
         }
     elif walks_strips(kernel):
         shapes = strip_shapes(tiles, units=pieces, unit_blocks=group_rows)
+        if groups > 1:
+            offsets.append(int(words[10]))
+            shapes["starts"] = (groups + 1,)
     elif op == SDD_TN:
         shapes = {
             "tiles": (tiles,),
@@ -81,21 +87,22 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str) -> dict[str,
     return sections_of(words, offsets, shapes)
 
 
-def prepared_on(device: str, pattern: BlockPattern) -> Prepared:
+def prepared_on(device: str, pattern: BlockPattern, groups: int = 1) -> Prepared:
     """What is read of a pattern on that device; its memory lasts as long as the pattern."""
-    return prepared(pattern.index_on(torch.device(device)))
+    one = prepared(pattern.index_on(torch.device(device)))
+    return one if groups == 1 else one.grouped(groups)
 
 
-def build_on_host(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
-    descriptor = prepared_on("cpu", pattern).descriptor
+def build_on_host(pattern: BlockPattern, kernel: int, op: int, groups: int = 1) -> np.ndarray:
+    descriptor = prepared_on("cpu", pattern, groups).descriptor
     words = np.full(_C.plan_size(descriptor, kernel, op) // 4, -7, dtype=np.int32)
     _C.plan_build(descriptor, kernel, op, words.ctypes.data, words.nbytes)
     return words
 
 
-def build_on_gpu(pattern: BlockPattern, kernel: int, op: int) -> np.ndarray:
+def build_on_gpu(pattern: BlockPattern, kernel: int, op: int, groups: int = 1) -> np.ndarray:
     """Built twice over different memory, of which no more than announced may be written."""
-    descriptor = prepared_on("cuda:0", pattern).descriptor
+    descriptor = prepared_on("cuda:0", pattern, groups).descriptor
     sizes = _C.plan_device_size(descriptor, kernel, op)
     plans = []
     for fill in (-7, 0x5A5A5A5A):

@@ -65,6 +65,9 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 }
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
+    const bool knows_groups = shape.kind == PlanKind::tiles || shape.kind == PlanKind::strips;
+    if (pattern.groups > 1 && !knows_groups)
+        fail(TS_UNSUPPORTED, "pattern.groups must be 0 or 1 for this kernel, got ", pattern.groups);
     if (shape.kind == PlanKind::aligned) {
         const View view = view_of(pattern, op);
         require(
