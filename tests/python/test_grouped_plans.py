@@ -37,7 +37,7 @@ def stacked(name: str, block_shape: tuple[int, int]) -> BlockPattern:
         grid = (GRID[0] - group % 3, GRID[1])  # so that they differ
         mask = torch.zeros(GRID, dtype=torch.bool)
         if group != 2:
-            mask[: grid[0]] = make_pattern(name, grid, block_shape).block_mask()
+            mask[make_pattern(name, grid, block_shape).block_indices()] = True
         masks.append(mask)
     return BlockPattern.from_block_mask(torch.cat(masks), block_shape=block_shape)
 
@@ -100,8 +100,7 @@ def test_sdd_tiles_are_of_one_weight(name: str, device: str) -> None:
         plan = build(pattern, index, SDD_TN, device, GROUPS)
         (check_strip_plan if walks_strips(index) else check_sdd_plan)(pattern, plan)
         rows, _ = pattern.block_indices()
-        slots = plan["slots"].reshape(len(plan["tiles"]), -1)
-        groups = [set((rows[tile[tile >= 0]] // GRID[0]).tolist()) for tile in slots]
+        groups = [set((rows[tile[tile >= 0]] // GRID[0]).tolist()) for tile in plan["slots"]]
         assert all(len(group) == 1 for group in groups)
         of_tiles = [group.pop() for group in groups]
         assert of_tiles == sorted(of_tiles)
