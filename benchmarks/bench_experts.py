@@ -1,4 +1,4 @@
-"""Grouped products of block-sparse experts, against dense grouped ones and a loop over dense experts.
+"""Grouped products of block-sparse experts, and whole layers, against dense grouped ones and dense loops.
 
     python benchmarks/bench_experts.py --output experts.json
 
@@ -8,6 +8,7 @@ README.md beside this says what is measured and how.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,12 +37,20 @@ from harness import (
     within_budget,
     write_json,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
-from tilesparse import BlockPattern
+from tilesparse import BlockPattern, BlockSparseExperts
 from tilesparse.functional import grouped_linear
 
 OPS = ("forward", "dx", "dw")
+SECTIONS = ("products", "layer")
+LAYER = {  # Qwen3-30B-A3B
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 ROUTINGS = ("even", "zipf")
 WRONG = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # relative Frobenius norm of the difference
 WARM_UP_CALLS = 3
@@ -145,6 +154,41 @@ def _chosen_experts(case: Case, generator: torch.Generator) -> Tensor:
     return (likely - (-uniform.log()).log()).topk(shape.top_k).indices.flatten()
 
 
+@dataclass(frozen=True)
+class LayerCase:
+    """A whole Qwen3-MoE layer: router, sorting, experts, and the sum of their results."""
+
+    tokens: int
+    block_shape: tuple[int, int]
+    density: float
+
+    def __str__(self) -> str:
+        bn, bk = self.block_shape
+        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g}"
+
+    def record(self) -> dict[str, Any]:
+        """What is written of it, with results to come."""
+        own = {"tokens": self.tokens, "block_shape": list(self.block_shape), "density": self.density}
+        return {"shape": "layer", **LAYER, **own, "results": []}
+
+    def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+        """Return the dense layer, by grouped products, and the sparse one with its best blocks."""
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(**LAYER)
+        config._experts_implementation = "grouped_mm"
+        dense = Qwen3MoeSparseMoeBlock(config)
+        for parameter in dense.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        dense = dense.to(device, dtype)
+        sparse = copy.deepcopy(dense)
+        sparse.experts = BlockSparseExperts.from_experts(
+            dense.experts, self.density, block_shape=self.block_shape
+        )
+        return dense, sparse
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if a result was wrong or the GPU gave up."""
     arguments = parsed(_parser(), argv)
@@ -165,6 +209,8 @@ def _parser() -> argparse.ArgumentParser:
         default=tuple(SHAPES.values()),
         help=f"of {','.join(SHAPES)}, or experts x out x in x top_k x tokens as 8x1024x512x2x512 (all named)",
     )
+    add("--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (both)")
+    add("--layer-tokens", type=positive, nargs="+", default=[8192], help="of a whole layer (%(default)s)")
     add("--blocks", type=block_list, default=block_list("128,64"), help="as 32 or 128x32 (128,64)")
     add("--densities", type=density_list, default=(0.25, 0.5, 1.0), help="(.25,.5,1)")
     add("--routings", type=subset(ROUTINGS), default=ROUTINGS, help=f"of {','.join(ROUTINGS)} (both)")
@@ -192,13 +238,17 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer: Timer = CudaTimer() if on_gpu else HostTimer()
     if on_gpu:
         warm_up()
-    sections = arguments.shapes, arguments.blocks, arguments.densities, arguments.routings
-    cases = [Case(*parts) for parts in product(*sections)]
+    axes = arguments.blocks, arguments.densities
+    cases: list[Case | LayerCase] = []
+    if "products" in arguments.sections:
+        cases += [Case(*parts) for parts in product(arguments.shapes, *axes, arguments.routings)]
+    if "layer" in arguments.sections:
+        cases += [LayerCase(*parts) for parts in product(arguments.layer_tokens, *axes)]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
         with recording(record, "case"):
-            _measure_case(case, record, timer, arguments)
+            (_measure_case if isinstance(case, Case) else _measure_layer)(case, record, timer, arguments)
         write_json(arguments.output, document)
 
 
@@ -233,6 +283,51 @@ def _measure(
         "speedup": round(min(dense.values()) / times.sparse_us, 4),
         "unsteady": times.unsteady,
     }
+
+
+def _measure_layer(
+    case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
+) -> None:
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    torch.manual_seed(arguments.seed)
+    dense, sparse = case.make(arguments.device, dtype)
+    size = 1, case.tokens, LAYER["hidden_size"]
+    x, dy = (torch.randn(size, dtype=dtype, device=arguments.device) for _ in range(2))
+    error = _error_of_layer(dense, sparse, x)
+    for op, call in (("layer forward", _forward_of), ("layer step", _step_of)):
+        result: dict[str, Any] = {"op": op}
+        record["results"].append(result)
+        with recording(result, op):
+            calls = [_captured(call(layer, x, dy)) for layer in (sparse, dense)]
+            times = steady_times(*calls, timer, arguments.repetitions)
+            result |= {
+                "t_us": round(times.sparse_us, 2),
+                "grouped_us": round(sum(times.dense_us) / 2, 2),
+                "speedup": round(times.speedup, 4),
+                "unsteady": times.unsteady,
+                "error": error,
+                "wrong": error is None or error > WRONG[dtype],
+            }
+            print(f"  {op:8} {result}", flush=True)
+
+
+@torch.no_grad()
+def _error_of_layer(dense: Any, sparse: Any, x: Tensor) -> float | None:
+    """Compare with the dense layer of the same weights, whose routing is the same."""
+    same = copy.deepcopy(dense)
+    for name, tensor in sparse.experts.to_dense().items():
+        same.experts.get_parameter(name).copy_(tensor)
+    return relative_error(sparse(x), same(x).float())
+
+
+def _forward_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    return torch.no_grad()(lambda: layer(x))
+
+
+def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    """Forward, and the gradients of x and of all parameters."""
+    wanted = [x.detach().requires_grad_(), *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(wanted[0]), wanted, dy)[0]
 
 
 def _sparse(op: str, operands: Operands) -> Callable[[], Tensor]:

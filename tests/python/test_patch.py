@@ -681,7 +681,7 @@ def falcon() -> FalconForCausalLM:
     [
         ("encoder", gpt, "'encoder' .it matches no name"),
         (r"blocks\.0\.mlp$", gpt, "Sequential.: not nn.Linear"),
-        (MLP, mixtral, r"MixtralExperts.*: not nn.Linear"),
+        (MLP, mixtral, r"MixtralTopKRouter.*: not nn.Linear"),
         (r"transformer\.h", falcon, r"8 FalconLinear .*a subclass of nn.Linear"),
         (".*", lambda: nn.Sequential(nn.Linear(64, 2)), "multiple of 32"),
     ],

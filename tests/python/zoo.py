@@ -162,6 +162,11 @@ def _kinds() -> dict[str, Kind]:
     zoo["mixtral"] = _decoder("Mixtral", GROUPED | {"num_local_experts": 4})
     qwen = GROUPED | EXPERTS | {"head_dim": 32, "num_experts": 4}
     zoo["qwen3_moe"] = _decoder("Qwen3Moe", qwen)
+    zoo["qwen2_moe"] = _decoder(
+        "Qwen2Moe", GROUPED | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64}, fused=2
+    )
+    zoo["olmoe"] = _decoder("Olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2})
+    zoo["granitemoe"] = _decoder("GraniteMoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2})
     ranks = {
         "kv_lora_rank": 16,
         "q_lora_rank": 32,
