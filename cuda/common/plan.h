@@ -112,7 +112,8 @@ inline int32_t plan_key(const Pattern& pattern, Op op, const PlanShape& shape) {
                              pattern.block_cols,
                              pattern.out_features,
                              pattern.in_features,
-                             pattern.nnz};
+                             pattern.nnz,
+                             pattern.groups};
     uint64_t hash = 0;
     for (const int64_t word : words) {
         hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;

@@ -73,8 +73,11 @@ struct Pattern {
     int64_t out_features;
     int64_t in_features;
     int64_t nnz;
-    Adjacency rows;  // of each block row (out)
-    Adjacency cols;  // of each block column (in)
+    Adjacency rows;      // of each block row (out)
+    Adjacency cols;      // of each block column (in); of groups one after another, idx within the group
+    int32_t groups = 1;  // weights of equal shape below each other, see ts_pattern
+
+    int64_t group_out_features() const { return out_features / groups; }
 
     // Elements of the weight that the kept blocks cover, whatever their storage keeps of them.
     int64_t value_count() const { return nnz * block_rows * block_cols; }
@@ -139,7 +142,8 @@ struct Problem {
     Matrix x;
     Matrix y;
     Values values;
-    const float* x_scales;  // of each token, where x has 8 bits
+    const float* x_scales;   // of each token, where x has 8 bits
+    const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
     const void* packed;  // values as Kernel::pack left them, or null
@@ -154,8 +158,10 @@ struct Problem {
     bool forward() const { return op == Op::dds_nt; }
     const Matrix& input() const { return forward() ? x : y; }
     const Matrix& output() const { return forward() ? y : x; }
-    int64_t features() const { return forward() ? pattern.out_features : pattern.in_features; }  // results
-    int64_t k_size() const { return forward() ? pattern.in_features : pattern.out_features; }  // summed over
+    // Results and what is summed over, of each group.
+    int64_t features() const { return forward() ? pattern.group_out_features() : pattern.in_features; }
+    int64_t k_size() const { return forward() ? pattern.in_features : pattern.group_out_features(); }
+    bool grouped() const { return offsets != nullptr; }
     int32_t row_block() const { return forward() ? pattern.block_rows : pattern.block_cols; }  // features
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
     const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
@@ -242,7 +248,8 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&, const Decision&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
-    bool splits = false;  // the sums of few tiles into parts, see part_count
+    bool splits = false;            // the sums of few tiles into parts, see part_count
+    uint32_t grouped = bits_of(0);  // bit 0: products with one weight, bit 1: grouped ones
     // What of values and results it computes with; the dtypes are bits, 0 for the input's.
     uint32_t storages = bits_of(Storage::dense);
     uint32_t values_dtypes = 0;
