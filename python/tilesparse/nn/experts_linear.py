@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from .._arguments import check_types_after, checked
 from .._checks import check_block_shape
 from .._ops.autocast import autocast
+from .._ops.grouped import grouped_linear_on
 from .._ops.masks import straight_through
 from ..config import check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..functional import grouped_linear
 from ..pattern.block_pattern import BlockPattern
 from .joined import concatenate
 from .linear import BlockSparseLinear
@@ -131,14 +131,13 @@ class ExpertsLinear(BlockSparseLinear):
                     "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
                     "have neither"
                 )
-            pattern = BlockPattern.from_index(self.index())
-            stored: dict[str, Any] = {"metadata": self.metadata, "scales": self.scales}
+            stored = self.metadata, self.scales
             weight: Tensor = self.weight
             if self.mask is not None:
                 (weight,) = autocast(weight)
                 weight = straight_through(weight, self.mask)
-            return grouped_linear(
-                x, weight, pattern, offsets, self.bias, activation, residual=residual, gate=gate, **stored
+            return grouped_linear_on(
+                x, weight, self.index(), offsets, self.bias, activation, residual, stored, gate
             )
         except Exception as error:
             check_types_after(error, ExpertsLinear.forward, locals())

@@ -13,7 +13,7 @@ from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
 from ..config import BlockSparseConfig, LayerSpec, as_nm
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
 from ..storage.registry import forms_of
 from ._checks import renamed
@@ -25,7 +25,7 @@ from ._layers import (
     shape_of,
 )
 from .configs import ErrorProfiles, block_shape_of
-from .experts import expanded, place_in
+from .experts import refuse_experts
 from .knapsack import solve
 from .latency import LatencyTable
 
@@ -245,7 +245,7 @@ def allocate(
     unit, budget = _budget(parameters, bytes, milliseconds, table)
     layers = dense_layers("profiles", model, profiles)
     if table is not None:
-        _refuse_experts(model, layers)
+        refuse_experts(model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes")
     factors = _factors(weights, layers)
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
@@ -267,16 +267,6 @@ def allocate(
         for name, item, error, cost in zip(layers, found.items, errors, costs, strict=True)
     ]
     return Allocation(allocated, unit, budget, found.bound, table.where() if table is not None else "")
-
-
-def _refuse_experts(model: nn.Module, layers: Iterable[str]) -> None:
-    with expanded(model) as experts:
-        for name in layers:
-            if place_in(experts, name) is not None:
-                raise UnsupportedError(
-                    f"milliseconds: {name!r} is one of several experts, of whose time no table knows; give "
-                    "parameters or bytes"
-                )
 
 
 _ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  # by units

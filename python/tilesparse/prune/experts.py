@@ -13,7 +13,7 @@ had in the dense one need not be the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import experts_like
 from ..nn.experts_linear import ExpertsLinear
 from ..nn.known_experts import NORM, Projections, dense_weight_of, projections_of, reason_not_known
@@ -136,6 +136,14 @@ def place_in(experts: Mapping[str, LinearExperts], name: str) -> Place | None:
     if name.rpartition(".")[0].rpartition(".")[0] not in experts:
         return None
     return Place.of(name)
+
+
+def refuse_experts(model: nn.Module, names: Iterable[str], argument: str, why: str) -> None:
+    """Raise UnsupportedError where one of the layers is an expert of several."""
+    with expanded(model) as experts:
+        for name in names:
+            if place_in(experts, name) is not None:
+                raise UnsupportedError(f"{argument}: {name!r} is one of several experts, {why}")
 
 
 def tokens_of_projections(experts: Mapping[str, LinearExperts], tokens: Mapping[str, int]) -> dict[str, int]:
