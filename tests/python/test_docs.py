@@ -114,6 +114,7 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "../README.md",
         "layers.md",
         "models.md",
+        "experts.md",
         "storages.md",
         "choosing.md",
         "compile.md",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import seeded
+from helpers import DEVICES, seeded
 from torch import Tensor, nn
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -91,7 +91,7 @@ def gradients(experts: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, d
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = experts(x, index, weights)
     named = dict(experts.named_parameters())
-    slope = torch.randn(y.shape, generator=seeded(3), dtype=y.dtype)
+    slope = torch.randn(y.shape, generator=seeded(3), dtype=y.dtype).to(y.device)
     found = torch.autograd.grad(y, [x, weights, *named.values()], slope)
     return y.detach(), dict(zip(["x", "weights", *named], found, strict=True))
 
@@ -104,12 +104,15 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*MIXTURES, *ALONE])
-def test_with_every_block_they_compute_what_transformers_does(kind: str, dtype: torch.dtype) -> None:
-    dense = dense_experts(kind, dtype)
+def test_with_every_block_they_compute_what_transformers_does(
+    kind: str, device: str, dtype: torch.dtype
+) -> None:
+    dense = dense_experts(kind, dtype).to(device)
     sparse = ts.BlockSparseExperts.from_experts(dense, 1.0, block_shape=BLOCK)
     for only in (None, 1, 3):  # the others have no tokens
-        inputs = routed(dense, dtype, only=only)
+        inputs = tuple(one.to(device) for one in routed(dense, dtype, only=only))
         expected, of_dense = gradients(dense, inputs)
         actual, of_sparse = gradients(sparse, inputs)
         close(actual, expected)
@@ -198,6 +201,46 @@ def test_gradients_of_the_routing_are_exact() -> None:
     x, index, weights = routed(dense, torch.float64, tokens=3)
     inputs = x.requires_grad_(), weights.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, weights: sparse(x, index, weights), inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_and_exported_they_compute_the_same(device: str) -> None:
+    sparse = ts.BlockSparseExperts.from_experts(dense_experts("mixtral").to(device), 0.5, block_shape=BLOCK)
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    for tokens in (9, 24):
+        inputs = tuple(one.to(device) for one in routed(dense_experts("mixtral"), torch.float32, tokens))
+        (expected, of_eager), (actual, of_compiled) = gradients(sparse, inputs), gradients(compiled, inputs)
+        assert torch.equal(actual, expected)
+        for name, gradient in of_eager.items():
+            assert torch.equal(of_compiled.get(name, of_compiled.get(f"_orig_mod.{name}")), gradient)
+    exported = torch.export.export(sparse, inputs).module()
+    assert torch.equal(exported(*inputs), expected)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_routing() -> None:
+    sparse = ts.BlockSparseExperts.from_experts(
+        dense_experts("mixtral", torch.bfloat16).cuda(), 0.5, block_shape=BLOCK
+    )
+    routings = [
+        tuple(one.cuda() for one in routed(dense_experts("mixtral"), torch.bfloat16, only=only))
+        for only in (None, 2, 1)
+    ]
+    routings[2] = tuple(torch.cat((one, one), 1) if one is not routings[2][0] else one for one in routings[2])
+    inputs = tuple(one.clone() for one in routings[0])
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            sparse(*inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = sparse(*inputs)
+        for routing in routings:
+            for own, new in zip(inputs, routing, strict=True):
+                own.copy_(new)
+            graph.replay()
+            assert torch.equal(y, sparse(*routing))
 
 
 def test_experts_without_a_gate_or_a_module_of_transformers() -> None:
@@ -394,6 +437,42 @@ def test_experts_are_reconstructed_and_distilled() -> None:
     middle = error()
     ts.distill(model, teacher, batches * 5, lr=1e-4)
     assert error() < middle < before
+
+
+def test_blocks_move_without_dense_gradients_and_not_with_them() -> None:
+    batch = calibration("mixtral")[0]
+    for grow in ("random", "gradient"):
+        model = ZOO["mixtral"].make()
+        ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
+        (first, *_) = sparse_experts_of(model).values()
+        before = first.down.pattern.to_block_mask()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+            optimizer.step()
+
+        if grow == "gradient":
+            with pytest.raises(UnsupportedError, match="no dense gradients of experts"):
+                ts.train.PatternSchedule(model, optimizer, every=1, grow=grow)
+            step()
+        else:
+            schedule = ts.train.PatternSchedule(model, optimizer, every=1, grow=grow)
+            step()
+            schedule.step()
+            assert not torch.equal(first.down.pattern.to_block_mask(), before)
+            step()
+            assert first.down.density == 0.5
+
+
+def test_experts_are_not_spread_over_processes() -> None:
+    model = ZOO["mixtral"].make()
+    for experts in experts_of(model).values():
+        experts._is_expert_parallel = True
+    report = ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)}, strict=False)
+    assert ["spread over processes" in one.reason for one in report.skipped if one.kind == "MixtralExperts"] == [
+        True
+    ] * 2
 
 
 # Checkpoints.

@@ -245,7 +245,9 @@ def allocate(
     unit, budget = _budget(parameters, bytes, milliseconds, table)
     layers = dense_layers("profiles", model, profiles)
     if table is not None:
-        refuse_experts(model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes")
+        refuse_experts(
+            model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes"
+        )
     factors = _factors(weights, layers)
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
