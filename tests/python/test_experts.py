@@ -142,6 +142,14 @@ def test_they_compute_with_the_kept_blocks_alone(kind: str) -> None:
     assert float((kept[f"{sparse.up_name}_proj"] == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
+def test_an_index_that_is_none_of_an_expert_stands_for_none() -> None:
+    dense = dense_experts("mixtral")
+    sparse = ts.BlockSparseExperts.from_experts(dense, 1.0, block_shape=BLOCK)
+    x, index, weights = routed(dense, torch.float32)
+    index[::3, 0] = sparse.num_experts
+    close(sparse(x, index, weights), dense(x, index, weights))
+
+
 def test_routing_is_refused_where_it_does_not_fit() -> None:
     sparse = ts.BlockSparseExperts.from_experts(dense_experts("mixtral"), 0.5, block_shape=BLOCK)
     x, index, weights = routed(dense_experts("mixtral"), torch.float32)
@@ -470,9 +478,9 @@ def test_experts_are_not_spread_over_processes() -> None:
     for experts in experts_of(model).values():
         experts._is_expert_parallel = True
     report = ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)}, strict=False)
-    assert ["spread over processes" in one.reason for one in report.skipped if one.kind == "MixtralExperts"] == [
-        True
-    ] * 2
+    assert [
+        "spread over processes" in one.reason for one in report.skipped if one.kind == "MixtralExperts"
+    ] == [True] * 2
 
 
 # Checkpoints.

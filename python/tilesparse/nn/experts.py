@@ -149,7 +149,8 @@ class BlockSparseExperts(nn.Module):
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: [tokens, k] integers: the experts of each token, from 0 to num_experts - 1.
+            top_k_index: [tokens, k] integers: the experts of each token, from 0 to num_experts - 1; others
+                stand for no expert, as in Transformers.
             top_k_weights: [tokens, k]: what their results are multiplied by.
 
         Returns:
@@ -157,7 +158,9 @@ class BlockSparseExperts(nn.Module):
         """
         try:
             _check_routing(hidden_states, top_k_index, top_k_weights)
-            routing = routing_of(top_k_index, self.num_experts)
+            chosen = top_k_index.clamp(0, self.num_experts - 1)
+            top_k_weights = torch.where(chosen == top_k_index, top_k_weights, 0)
+            routing = routing_of(chosen, self.num_experts)
             x = gathered(hidden_states, routing)
             y = self.down(self._between(x, routing.offsets), routing.offsets)
             norm = self._modules.get(NORM)
@@ -205,9 +208,8 @@ class BlockSparseExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """The number of experts and, where it is no module, the activation."""
-        own = (
-            "" if "act_fn" in self._modules or self._apply_gate else f", activation={self.activation_name!r}"
-        )
+        given = "act_fn" in self._modules or self._apply_gate is not None
+        own = "" if given else f", activation={self.activation_name!r}"
         return f"num_experts={self.num_experts}{own}"
 
 
