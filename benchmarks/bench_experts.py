@@ -248,7 +248,10 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         record = case.record()
         document["cases"].append(record)
         with recording(record, "case"):
-            (_measure_case if isinstance(case, Case) else _measure_layer)(case, record, timer, arguments)
+            if isinstance(case, Case):
+                _measure_case(case, record, timer, arguments)
+            else:
+                _measure_layer(case, record, timer, arguments)
         write_json(arguments.output, document)
 
 
@@ -264,7 +267,8 @@ def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: a
         record["results"].append(result)
         with recording(result, op):
             result |= _measure(op, calls[op], operands, timer, arguments.repetitions)
-            result |= {"error": errors[op], "wrong": errors[op] is None or errors[op] > WRONG[dtype]}
+            error = errors[op]
+            result |= {"error": error, "wrong": error is None or error > WRONG[dtype]}
             print(f"  {op:8} {result}", flush=True)
 
 
@@ -298,8 +302,8 @@ def _measure_layer(
         result: dict[str, Any] = {"op": op}
         record["results"].append(result)
         with recording(result, op):
-            calls = [_captured(call(layer, x, dy)) for layer in (sparse, dense)]
-            times = steady_times(*calls, timer, arguments.repetitions)
+            sparse_call, dense_call = (_captured(call(layer, x, dy)) for layer in (sparse, dense))
+            times = steady_times(sparse_call, dense_call, timer, arguments.repetitions)
             result |= {
                 "t_us": round(times.sparse_us, 2),
                 "grouped_us": round(sum(times.dense_us) / 2, 2),

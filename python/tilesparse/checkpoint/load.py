@@ -92,9 +92,9 @@ def load(
         setattr(owner, attribute, buffer)
     for replacement in replacements:
         for name in replacement.layers():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, BlockSparseLinear)
-            layer.declare_shared()
+            installed = model.get_submodule(name)
+            assert isinstance(installed, BlockSparseLinear)
+            installed.declare_shared()
     layers_changed(model)
     return model
 
@@ -112,8 +112,11 @@ def _places(
                 f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
                 f"model is sharded or converted"
             )
-        for parameter in module.parameters(recurse=False):
-            _check_hooks(name, parameter)
+        replaced = (
+            module.parameters(recurse=False) if isinstance(layers.get(module), BlockSparseExperts) else ()
+        )
+        for there_now in (getattr(module, attribute, None), *replaced):
+            _check_hooks(name, there_now)
         before = tensor if owner is module else next(module.parameters(recurse=False))
         there = torch.device("cpu") if before.is_meta else before.device
         places[name] = _Place(owner, attribute, tensor, device or there)

@@ -169,6 +169,7 @@ def _empty_experts(dense: Any, forms: Mapping[str, LayerSpec]) -> BlockSparseExp
             raise InvalidArgumentError(f"layers: {own!r} of experts is missing beside {sorted(forms)}")
         bias = dense._parameters.get(f"{name}_bias")
         layer = ExpertsLinear.from_spec(forms[own], bias=bias is not None, device="meta")
+        assert isinstance(layer, ExpertsLinear)
         trained = dense.get_parameter(name).requires_grad
         layer.weight.requires_grad_(storage_of(forms[own].storage).trainable and trained)
         if layer.bias is not None and bias is not None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from .._arguments import check_types_after, checked
 from .._checks import check_block_shape
+from ..config import checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
+from ..pattern.choosing import check_parts_beside
 from .convert import best_blocks
 from .experts_linear import ExpertsLinear
 from .known_experts import NORM, dense_weight_of, projections_of, reason_not_known
@@ -124,6 +126,7 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
+        parts, scales = check_parts_beside(patterns, parts), checked_scales("scales", scales, None)
         layers = []
         for name, own in found.layers().items():
             weight = dense_weight_of(module, name)
@@ -200,10 +203,10 @@ class BlockSparseExperts(nn.Module):
         for own, layer in self.projections().items():
             name = f"{own}_proj"
             dense = BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense()
-            weight = dense.unflatten(0, (self.num_experts, -1))
+            weight = dense.view(self.num_experts, -1, layer.in_features)
             found[name] = weight.mT.contiguous() if self._transposed else weight
             if layer.bias is not None:
-                found[f"{name}_bias"] = layer.bias.detach().unflatten(0, (self.num_experts, -1)).clone()
+                found[f"{name}_bias"] = layer.bias.detach().view(self.num_experts, -1).clone()
         return found
 
     def extra_repr(self) -> str:
@@ -216,14 +219,15 @@ class BlockSparseExperts(nn.Module):
 def experts_like(module: nn.Module, up: ExpertsLinear, down: ExpertsLinear) -> BlockSparseExperts:
     """Return experts of these projections, with the function of a module that implements the interface."""
     dense: Any = module
-    default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    apply_gate: Any = type(dense)._apply_gate
+    default = getattr(apply_gate, "__name__", "") == "_default_apply_gate"
     own = default or not dense.has_gate
     made = BlockSparseExperts(
         up,
         down,
         gated=dense.has_gate,
         activation=getattr(module, "act_fn", nn.Identity()) if own else "none",
-        apply_gate=None if own else type(module)._apply_gate,
+        apply_gate=None if own else apply_gate,
     )
     known = vars(made)
     known.update((name, value) for name, value in vars(module).items() if name not in known)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types_after, checked
-from .._checks import check_block_shape
+from .._checks import check_block_shape, checked_count
 from .._ops.autocast import autocast
 from .._ops.grouped import grouped_linear_on
 from .._ops.masks import straight_through
@@ -56,7 +56,9 @@ class ExpertsLinear(BlockSparseLinear):
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
+        experts = checked_count("experts", experts)
         if pattern is None:
+            out_features = checked_count("out_features", out_features)
             check_experts(experts, out_features, check_block_shape(block_shape)[0])
             shape = out_features, in_features
             drawn: Any = {"block_shape": block_shape, "density": density, "generator": generator}
@@ -79,6 +81,7 @@ class ExpertsLinear(BlockSparseLinear):
         whole = concatenate(layers)
         spec = replace(whole.spec, experts=len(layers))
         made = cls.from_state(spec, whole.state_dict())
+        assert isinstance(made, ExpertsLinear)
         made.weight.requires_grad_(layers[0].weight.requires_grad)
         if made.bias is not None and layers[0].bias is not None:
             made.bias.requires_grad_(layers[0].bias.requires_grad)

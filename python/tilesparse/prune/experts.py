@@ -68,6 +68,7 @@ class LinearExperts(nn.Module):
         rows: how many there are.
     """
 
+    dense: Any
     tokens: Tensor | None = None
     rows = 0
 
@@ -77,7 +78,8 @@ class LinearExperts(nn.Module):
         self.names = tuple(projections.layers().values())
         for name, own in projections.layers().items():
             weight, bias = dense.get_parameter(name), dense._parameters.get(f"{name}_bias")
-            parts = dense_weight_of(dense, name).unflatten(0, (len(weight), -1))
+            whole = dense_weight_of(dense, name)
+            parts = whole.view(len(weight), -1, whole.shape[1])
             biases = [None] * len(weight) if bias is None else bias.detach()
             layers = [_linear(*pair, weight.requires_grad) for pair in zip(parts, biases, strict=True)]
             self.add_module(own, _Projection(layers))
@@ -89,7 +91,7 @@ class LinearExperts(nn.Module):
         """Compute what the dense experts do, one after the other."""
         result, self.rows = torch.zeros_like(hidden_states), len(hidden_states)
         up, down = (self.get_submodule(name) for name in self.names)
-        for number in top_k_index.unique().tolist():
+        for number in sorted({*top_k_index.flatten().tolist()}):
             self.tokens, choice = (top_k_index == number).nonzero(as_tuple=True)
             y = up.get_submodule(str(number))(hidden_states[self.tokens])
             y = self.dense._apply_gate(y) if self.dense.has_gate else self.dense.act_fn(y)

@@ -144,7 +144,8 @@ class _Replacer(BlockSparseModelPatcher):
             self.add_pattern(re.escape(name), options, fullmatch=True)
 
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Replacement:
-        return self._made[name]
+        made: Replacement = self._made[name]
+        return made
 
 
 def _indices(pattern: BlockPattern) -> list[list[int]]:
