@@ -37,7 +37,7 @@ from .errors import (
 from .inference import prepare_for_inference
 from .integrations import accelerate, peft_hooks
 from .matrix import BlockSparseMatrix
-from .nn import BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
+from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
 from .prune import prune_
@@ -63,6 +63,7 @@ transformers_hooks.register()
 __all__ = [
     "BlockPattern",
     "BlockSparseConfig",
+    "BlockSparseExperts",
     "BlockSparseLinear",
     "BlockSparseMLP",
     "BlockSparseMatrix",

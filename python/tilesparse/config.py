@@ -30,6 +30,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 METHOD = "tilesparse"  # in Transformers' configurations
+# Fields of a manifest's entry that its first version does not have, and the version that has them.
+NEWER = {"activations": 2, "experts": 3}
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class LayerSpec:
         dtype: of the dense blocks: float64, float32, float16 or bfloat16.
         storage, nm, transposable, policy, activations: as in `BlockSparseConfig`.
         scales: "row" or "block" where the storage has 8 or 4 bits, "feature" with activations, else None.
+        experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
+            `BlockSparseExperts`; None is an ordinary layer.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -120,6 +124,7 @@ class LayerSpec:
     scales: str | None = None
     policy: str = "sparse"
     activations: str | None = None
+    experts: int | None = None
 
     def __post_init__(self) -> None:
         block_shape = check_block_shape(self.block_shape)
@@ -141,6 +146,13 @@ class LayerSpec:
                 f"{self.activations!r}, got {shown(self.scales)}"
             )
         check_policy(self.policy)
+        if self.experts is not None:
+            check_experts(self.experts, shape[0], block_shape[0])
+            for name, only in (("policy", "sparse"), ("activations", None)):
+                if getattr(self, name) != only:
+                    raise InvalidArgumentError(
+                        f"{name} must be {only!r} with experts, got {getattr(self, name)!r}"
+                    )
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -174,7 +186,7 @@ class LayerSpec:
         return replace(self, storage=storage, scales=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint's manifest for this layer; activations are in it only if set."""
+        """Return the entry of a checkpoint's manifest for this layer; what is newer is in it only if set."""
         entry = {
             "shape": list(self.shape),
             "block_shape": list(self.block_shape),
@@ -186,7 +198,8 @@ class LayerSpec:
             "scales": self.scales,
             "policy": self.policy,
         }
-        return entry if self.activations is None else {**entry, "activations": self.activations}
+        newer = {name: getattr(self, name) for name in NEWER}
+        return {**entry, **{name: value for name, value in newer.items() if value is not None}}
 
     @classmethod
     def from_json(cls, entry: object) -> LayerSpec:
@@ -196,13 +209,14 @@ class LayerSpec:
             InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
         """
         names = [field.name for field in fields(cls)]
-        if not isinstance(entry, Mapping) or {*entry, "activations"} != {*names}:
+        if not isinstance(entry, Mapping) or {*entry, *NEWER} != {*names}:
             raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")
         pairs = {name: entry[name] for name in ("shape", "block_shape")}
         for name, pair in pairs.items():
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise InvalidArgumentError(f"{name} must be two numbers, got {shown(pair)}")
-        for name, numbers in {**pairs, "nnz": [entry["nnz"]]}.items():
+        counts = {name: [entry[name]] for name in ("nnz", "experts") if name in entry}
+        for name, numbers in {**pairs, **counts}.items():
             if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
                 raise InvalidArgumentError(
                     f"{name} must be integers from 0 to 2^31 - 1, got {shown(entry[name])}"
@@ -211,6 +225,15 @@ class LayerSpec:
             if not isinstance(entry[name], str) or entry[name] not in allowed:
                 raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
         return cls(**{**entry, "dtype": _DTYPES[entry["dtype"]]})
+
+
+def check_experts(experts: object, rows: int, block_rows: int) -> None:
+    """Raise InvalidArgumentError unless a weight of so many rows can be that of so many experts."""
+    if not isinstance(experts, int) or experts < 1 or rows % (experts * block_rows):
+        raise InvalidArgumentError(
+            f"experts must divide the {rows} rows of W into whole blocks of {block_rows} rows, got "
+            f"{shown(experts)}"
+        )
 
 
 def check_quantized_activations(

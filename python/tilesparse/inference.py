@@ -26,7 +26,8 @@ def prepare_for_inference(model: _Model, *, tokens: Iterable[int] = ()) -> _Mode
     `BlockSparseModelPatcher.fuse_mlps`), layers keep prepacked copies of their weights where kernels read
     them so (see `BlockSparseLinear.pack`), and layers with the policy "sparse" get the policy "auto": each
     call takes the sparse or the dense product, whichever is faster for its tokens. Where numbers of tokens
-    are given, both are measured for every layer on the device where its weight lies, see `tune`.
+    are given, both are measured for every layer on the device where its weight lies, see `tune`. Experts
+    have one product and one form, and nothing to choose.
 
     State dicts and checkpoints do not change. A model that is made anew has to be prepared anew.
 
@@ -50,6 +51,7 @@ def prepare_for_inference(model: _Model, *, tokens: Iterable[int] = ()) -> _Mode
     layers = [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
     if not layers:
         raise InvalidArgumentError("model must have a block-sparse layer, got none")
+    layers = [layer for layer in layers if not layer.of_experts]
     for device in dict.fromkeys(layer.weight.device for layer in layers) if counts else ():
         here = [layer for layer in layers if layer.weight.device == device]
         tune([Product.of(layer, tokens=count) for layer in here for count in counts], device)

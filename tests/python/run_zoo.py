@@ -38,6 +38,7 @@ from zoo import BLOCK, ZOO, Kind, linear_layers
 
 import tilesparse
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
+from tilesparse.nn.known_experts import projections_of
 from tilesparse.peft import merge_loss
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
@@ -71,12 +72,37 @@ def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return {name: one for name, one in model.named_modules() if isinstance(one, BlockSparseLinear)}
 
 
+def stacked(dense: nn.Module) -> dict[str, tuple[str, bool]]:
+    """The parameters of experts, by the names of those that replace them, and whether they lie transposed."""
+    found = {}
+    for prefix, module in dense.named_modules():
+        projections = projections_of(module)
+        for name, own in projections.layers().items() if projections is not None else ():
+            found[f"{prefix}.{own}.weight"] = f"{prefix}.{name}", projections.transposed
+            if projections.bias:
+                found[f"{prefix}.{own}.bias"] = f"{prefix}.{name}_bias", False
+    return found
+
+
+def flat(tensor: Tensor, transposed: bool) -> Tensor:
+    """Weights or biases of experts below each other."""
+    return (tensor.mT if transposed else tensor).flatten(0, 1)
+
+
 def densified(kind: Kind, sparse: nn.Module) -> Any:
     """The dense model with zeros where there are no blocks, by the definition of the pattern."""
     model, state = kind.make(), sparse.state_dict()
     layers = sparse_layers(sparse)
     with torch.no_grad():
+        of_experts = stacked(model)
+        for name, (own, transposed) in of_experts.items():
+            layer, tensor = layers[name.rpartition(".")[0]], model.get_parameter(own)
+            whole = state[name] if name.endswith("bias") else dense_of_blocks(layer.weight, layer.pattern)
+            whole = whole.unflatten(0, (len(tensor), -1))
+            tensor.copy_(whole.mT if transposed else whole)
         for name, tensor in model.state_dict().items():
+            if name in dict(of_experts.values()):
+                continue
             layer = layers.get(name.removesuffix(".weight"))
             if layer is None or not name.endswith(".weight"):
                 tensor.copy_(state[name])
@@ -148,9 +174,14 @@ def patch(kind: Kind) -> None:
     check_dense(kind, model, report.skipped)
     layers = sparse_layers(model)
     check([layer.name for layer in report.layers] == list(layers), "the report has other layers")
+    of_experts = stacked(dense)
     for name, layer in layers.items():
-        weight = dense.get_submodule(name).weight
-        weight = weight.T if isinstance(dense.get_submodule(name), Conv1D) else weight
+        if f"{name}.weight" in of_experts:
+            own, transposed = of_experts[f"{name}.weight"]
+            weight = flat(dense.get_parameter(own), transposed)
+        else:
+            weight = dense.get_submodule(name).weight
+            weight = weight.T if isinstance(dense.get_submodule(name), Conv1D) else weight
         check(
             torch.equal(layer.weight, blocks_of_dense(weight, layer.pattern)), f"{name}: blocks have changed"
         )
@@ -294,13 +325,17 @@ def train(kind: Kind) -> None:
 
 def check_gradients(model: nn.Module, twin: nn.Module) -> None:
     layers, theirs = sparse_layers(model), dict(twin.named_parameters())
+    of_experts = stacked(twin)
     for name, parameter in model.named_parameters():
-        expected, owner = theirs[name].grad, name.removesuffix(".weight")
+        own, transposed = of_experts.get(name, (name, False))
+        expected, owner = theirs[own].grad, name.removesuffix(".weight")
+        if expected is not None and name in of_experts:
+            expected = flat(expected, transposed)
         if expected is None or parameter.grad is None:
             check(expected is parameter.grad, f"gradient of {name}: {parameter.grad}, expected {expected}")
             continue
         if owner in layers and name != owner:
-            conv1d = isinstance(twin.get_submodule(owner), Conv1D)
+            conv1d = own == name and isinstance(twin.get_submodule(owner), Conv1D)
             expected = blocks_of_dense(expected.T if conv1d else expected, layers[owner].pattern)
         scale = max(1e-4, float(expected.abs().max()))  # of keys' biases it is 0 but for rounding
         error = float((parameter.grad - expected).abs().max())

@@ -25,6 +25,7 @@ from torch import nn
 import tilesparse
 from tilesparse import (
     BlockPattern,
+    BlockSparseExperts,
     BlockSparseLinear,
     BlockSparseMatrix,
     BlockSparseMLP,
@@ -41,6 +42,7 @@ from tilesparse import (
     train,
 )
 from tilesparse.config import BlockSparseConfig
+from tilesparse.nn import ExpertsLinear
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -111,6 +113,8 @@ NOT_CALLED = {
     "patch.PatchedLayer",
     "patch.SkippedLayer",
     "patch.Size",
+    "nn.ExpertsLinear.cut",  # which always raise
+    "nn.ExpertsLinear.from_linear",
     "prune.AllocatedLayer",
     "prune.Allocation",
     "prune.ErrorCurves",
@@ -217,6 +221,25 @@ def mlp() -> BlockSparseMLP:
     return BlockSparseMLP(
         BlockSparseLinear(32, 64, block_shape=32), BlockSparseLinear(64, 32, block_shape=32)
     )
+
+
+def projection(rows: int, columns: int) -> ExpertsLinear:
+    return ExpertsLinear(columns, 2 * rows, experts=2, block_shape=BLOCK)
+
+
+def dense_experts() -> nn.Module:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(hidden_size=64, intermediate_size=64, num_local_experts=2)
+    experts: nn.Module = MixtralExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def choices() -> torch.Tensor:
+    return torch.zeros(len(tokens()), 1, dtype=torch.long)
 
 
 def snapshots() -> list[tuple[int, dict[str, torch.Tensor]]]:
@@ -386,6 +409,18 @@ CASES: dict[str, Callable[[], Any]] = {
         )
     },
     "BlockSparseMLP.forward": lambda: (mlp(), {"x": tokens(32)}),
+    "BlockSparseExperts": lambda: {"up": projection(64, 64), "down": projection(64, 32)},
+    "BlockSparseExperts.from_experts": lambda: {"module": dense_experts(), "block_shape": BLOCK},
+    "BlockSparseExperts.forward": lambda: (
+        BlockSparseExperts(projection(64, 64), projection(64, 32)),
+        {"hidden_states": tokens(), "top_k_index": choices(), "top_k_weights": torch.rand(choices().shape)},
+    ),
+    "nn.ExpertsLinear": lambda: {"in_features": 64, "out_features": 64, "experts": 2, "block_shape": BLOCK},
+    "nn.ExpertsLinear.from_layers": lambda: {"layers": [layer(), layer()]},
+    "nn.ExpertsLinear.forward": lambda: (
+        projection(64, 64),
+        {"x": tokens(), "offsets": torch.tensor([0, 3, len(tokens())], dtype=torch.int32)},
+    ),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
     "parallel.ColwiseParallel": dict,

@@ -18,6 +18,7 @@ import bench_checkpoint
 import bench_cpu
 import bench_cpu_eight_bits
 import bench_cpu_storages
+import bench_experts
 import bench_gradients
 import bench_host
 import bench_kernels
@@ -204,6 +205,26 @@ def test_gradients_in_float32_are_measured_and_checked(tmp_path: Path) -> None:
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) == 4
     assert all(not result["wrong"] for case in cases for result in case["results"])
+
+
+def test_products_of_experts_are_measured_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    monkeypatch.setattr(bench_experts, "LAYER", small)
+    path = tmp_path / "experts.json"
+    sizes = ["--shapes", "8x64x128x2x24,3x64x32x1x2", "--blocks", "16,32", "--densities", "0.5,1"]
+    sizes += ["--layer-tokens", "48"]
+    assert bench_experts.main(["--device", "cpu", "--repetitions", "1", *sizes, "--output", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    layers, cases = cases[16:], cases[:16]
+    assert [[result["op"] for result in case["results"]] for case in layers] == [
+        ["layer forward", "layer step"]
+    ] * 4
+    assert {case["rows"] for case in cases} == {48, 2}
+    assert all(not result["wrong"] for case in cases + layers for result in case["results"])
+    most = {case["routing"]: case["most_rows"] for case in cases if case["experts"] == 8}
+    assert most["zipf"] > most["even"]
 
 
 def test_products_of_the_cpu_are_measured_and_checked(

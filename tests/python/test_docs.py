@@ -124,6 +124,7 @@ def test_the_page_on_grouped_products_runs(tmp_path: Path, monkeypatch: pytest.M
         "../README.md",
         "layers.md",
         "models.md",
+        "experts.md",
         "storages.md",
         "choosing.md",
         "compile.md",

@@ -693,7 +693,7 @@ def test_configurations_of_newer_versions_and_of_other_models_are_refused(tmp_pa
     with pytest.raises(InvalidArgumentError, match="none of them is in ViTModel"):
         transformers.ViTModel.from_pretrained(tmp_path)
     config = written(tmp_path)
-    config["quantization_config"]["version"] = 3
+    config["quantization_config"]["version"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidArgumentError, match=r"version must be .*newer tilesparse"):
         LlamaForCausalLM.from_pretrained(tmp_path)

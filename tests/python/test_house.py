@@ -27,6 +27,7 @@ FOREIGN = {
     "_fields": "public in NamedTuple",
     "_replace": "public in NamedTuple",
     "_version": "PyTorch's counter of a tensor's writes",
+    "_apply_gate": "experts of Transformers",
     "_parameters": "torch.nn.Module",
     "_buffers": "torch.nn.Module",
     "_modules": "torch.nn.Module",

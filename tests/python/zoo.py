@@ -159,9 +159,20 @@ def _kinds() -> dict[str, Kind]:
         "Gemma3ForCausalLM", _config("Gemma3Text", gemma), dense={"lm_head": "output"}, fused=2
     )
     zoo["mistral"] = _decoder("Mistral", GROUPED | {"sliding_window": 8}, fused=2)
-    zoo["mixtral"] = _decoder("Mixtral", GROUPED | {"num_local_experts": 4})
+    # Experts of dense models are adapted by PEFT in its own way, which block-sparse ones do not have.
+    attention = {"adapted": r".*self_attn\.\w*proj\w*"}
+    zoo["mixtral"] = _decoder("Mixtral", GROUPED | {"num_local_experts": 4}, **attention)
     qwen = GROUPED | EXPERTS | {"head_dim": 32, "num_experts": 4}
-    zoo["qwen3_moe"] = _decoder("Qwen3Moe", qwen)
+    zoo["qwen3_moe"] = _decoder("Qwen3Moe", qwen, **attention)
+    zoo["qwen2_moe"] = _decoder(
+        "Qwen2Moe",
+        GROUPED | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+        dense={r".*shared_expert_gate": "no multiple of 16"},
+        fused=2,
+        **attention,
+    )
+    zoo["olmoe"] = _decoder("Olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}, **attention)
+    zoo["granitemoe"] = _decoder("GraniteMoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2})
     ranks = {
         "kv_lora_rank": 16,
         "q_lora_rank": 32,
@@ -170,7 +181,7 @@ def _kinds() -> dict[str, Kind]:
         "v_head_dim": 32,
     }
     groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    zoo["deepseek_v3"] = _decoder("DeepseekV3", TEXT | EXPERTS | ranks | groups, fused=2)
+    zoo["deepseek_v3"] = _decoder("DeepseekV3", TEXT | EXPERTS | ranks | groups, fused=2, **attention)
     oss = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     zoo["gpt_oss"] = _decoder("GptOss", GROUPED | oss)
     zoo["phi3"] = _decoder("Phi3", GROUPED, fused=2)

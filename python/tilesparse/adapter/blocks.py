@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._names import NamePattern
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import owners_of_parameters
 from ..pattern.block_pattern import BlockPattern
@@ -45,6 +45,8 @@ def adaptable_layer(
     if not isinstance(layer, BlockSparseLinear) or not name:
         kind = "nothing" if layer is None else type(layer).__name__
         raise InvalidArgumentError(f"model must have a BlockSparseLinear as {name!r}, got {kind}")
+    if layer.of_experts:
+        raise UnsupportedError(f"model must have one weight for all tokens as {name!r}, got those of experts")
     sharing = [owner for owner in owners.get(layer.weight, ()) if owner is not layer]
     if sharing:
         other = next(other for other, module in modules.items() if module is sharing[0])

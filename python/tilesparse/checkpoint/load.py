@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from .._checks import DTYPES, Index, checked_device
 from .._listeners import check_can_change, layers_changed
 from .._runtime.tensor_files import StoredTensor, few, in_threads, named, read_tensor
 from ..errors import CheckpointError, InvalidArgumentError
+from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import checked_pattern
 from ..nn.tensors import INDEX_NAMES
@@ -82,16 +83,18 @@ def load(
     moved = _other_buffers(model, places, contents, device)
     if dtype is not None:
         for replacement in replacements:
-            replacement.layer.update_spec(dtype=dtype)
+            for layer in replacement.layers().values():
+                layer.update_spec(dtype=dtype)
     install(model, replacements)
     for name, place in places.items():
         setattr(place.owner, place.attribute, contents[name])
     for owner, attribute, buffer in moved:
         setattr(owner, attribute, buffer)
     for replacement in replacements:
-        layer = model.get_submodule(replacement.names[0])
-        assert isinstance(layer, BlockSparseLinear)
-        layer.declare_shared()
+        for name in replacement.layers():
+            installed = model.get_submodule(name)
+            assert isinstance(installed, BlockSparseLinear)
+            installed.declare_shared()
     layers_changed(model)
     return model
 
@@ -100,22 +103,38 @@ def _places(
     model: nn.Module, replacements: Iterable[Replacement], device: torch.device | None
 ) -> dict[str, _Place]:
     """Where the tensors go, by all their names, once the layers are replaced."""
-    layers = {replacement.module: replacement.layer for replacement in replacements}
+    layers = {replacement.module: replacement.new for replacement in replacements}
     places = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        owner = layers.get(module, module)
-        for attribute, tensor in own_tensors(owner):
-            name = joined(prefix, attribute)
-            if type(tensor) not in (Tensor, nn.Parameter):
-                raise CheckpointError(
-                    f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
-                    f"model is sharded or converted"
-                )
-            _check_hooks(name, getattr(module, attribute, None))
-            before: Any = tensor if owner is module else module.weight
-            there = torch.device("cpu") if before.is_meta else before.device
-            places[name] = _Place(owner, attribute, tensor, device or there)
+    for prefix, owner, attribute, tensor, module in _tensors(model, layers):
+        name = joined(prefix, attribute)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointError(
+                f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
+                f"model is sharded or converted"
+            )
+        replaced = (
+            module.parameters(recurse=False) if isinstance(layers.get(module), BlockSparseExperts) else ()
+        )
+        for there_now in (getattr(module, attribute, None), *replaced):
+            _check_hooks(name, there_now)
+        before = tensor if owner is module else next(module.parameters(recurse=False))
+        there = torch.device("cpu") if before.is_meta else before.device
+        places[name] = _Place(owner, attribute, tensor, device or there)
     return places
+
+
+def _tensors(
+    model: nn.Module, new: Mapping[nn.Module, nn.Module]
+) -> Iterator[tuple[str, nn.Module, str, Tensor, nn.Module]]:
+    """Yield owner's name, owner, attribute and tensor once modules are replaced, and the module before."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        owner = new.get(module, module)
+        owners = {prefix: owner}
+        if isinstance(owner, BlockSparseExperts) and owner is not module:
+            owners = {joined(prefix, own): layer for own, layer in owner.projections().items()}
+        for name, one in owners.items():
+            for attribute, tensor in own_tensors(one):
+                yield name, one, attribute, tensor, module
 
 
 def _check_hooks(name: str, tensor: object) -> None:
@@ -229,7 +248,8 @@ def _read(
     """The new tensors of the model by their names; what is one there or in the checkpoint is one."""
     arrays: dict[str, Tensor] = {}
     for replacement in replacements:
-        arrays |= _read_pattern(replacement, sources, stored)
+        for name, layer in replacement.layers().items():
+            arrays |= _read_pattern(name, layer, sources, stored)
 
     def kind(name: str) -> tuple[str, bool, torch.device]:
         return sources[name], isinstance(places[name].tensor, nn.Parameter), places[name].device
@@ -258,10 +278,9 @@ def _check_mask(name: str, mask: Tensor) -> None:
 
 
 def _read_pattern(
-    replacement: Replacement, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
+    prefix: str, layer: BlockSparseLinear, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
     """The arrays of a layer's pattern, by the names that they are stored under."""
-    prefix, layer = replacement.names[0], replacement.layer
     own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
     arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
     with named(f"{stored[own['slot']].file.name}: {prefix!r}"):

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from .._runtime.tensor_files import checked_texts, few, named, read_json, shown
-from ..config import METHOD, LayerSpec
+from ..config import METHOD, NEWER, LayerSpec
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from .files import CONFIG
 
-VERSION = 2  # of sections with 8-bit activations, which earlier readers refuse; others are of version 1
+VERSION = max(NEWER.values())  # the newest; a section has the least version that knows what is in it
 _KEYS = {"version", "layers", "ties", "files"}
 
 
@@ -27,14 +27,14 @@ def section(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``{"version": 1, "layers": {name: entry}}`` with `LayerSpec.to_json` of each `BlockSparseLinear` as
         entry. A layer that the model has under several names is listed under the first. With 8-bit
-        activations the version is 2.
+        activations the version is 2, with experts 3: earlier readers refuse them.
     """
     layers = {
         name: module.spec.to_json()
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear)
     }
-    return {"version": VERSION if any(map(_is_newer, layers.values())) else 1, "layers": layers}
+    return {"version": max(map(_version_of, layers.values()), default=1), "layers": layers}
 
 
 def forms(folder: Path) -> Mapping[str, LayerSpec]:
@@ -69,16 +69,18 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
     if not isinstance(layers, Mapping) or not all(isinstance(name, str) for name in layers):
         raise InvalidArgumentError(f"layers must have an entry for each layer's name, got {shown(layers)}")
     for name, entry in layers.items():
-        if version < VERSION and _is_newer(entry):
+        if version < _version_of(entry):
+            newest = max((field for field in NEWER if field in entry), key=NEWER.__getitem__)
             raise InvalidArgumentError(
-                f"version must be {VERSION}, as layer {shown(name)} has activations, got {shown(version)}"
+                f"version must be {NEWER[newest]}, as layer {shown(name)} has {newest}, got {shown(version)}"
             )
     return {name: _spec(name, entry) for name, entry in layers.items()}
 
 
-def _is_newer(entry: object) -> bool:
-    """Return True for an entry with what version 1 does not have."""
-    return isinstance(entry, Mapping) and "activations" in entry
+def _version_of(entry: object) -> int:
+    """Return the first version that has all fields of an entry."""
+    fields = entry if isinstance(entry, Mapping) else {}
+    return max((version for field, version in NEWER.items() if field in fields), default=1)
 
 
 def _spec(name: str, entry: object) -> LayerSpec:

@@ -14,6 +14,9 @@ from .._runtime.tensor_files import named, read_header, read_json, shown
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import is_conv1d
+from ..nn.experts import BlockSparseExperts, experts_like
+from ..nn.experts_linear import ExpertsLinear
+from ..nn.known_experts import projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
 from ..patch.modules import (
@@ -30,20 +33,29 @@ from .manifest import is_method, parsed_layers, read_section
 
 
 class Replacement(NamedTuple):
-    """A module of a model, all its names there, and the empty layer that is to take its place."""
+    """A module of a model, all its names there, and what is to take its place: an empty layer, or experts."""
 
     names: list[str]
     module: nn.Module
-    layer: BlockSparseLinear
+    new: BlockSparseLinear | BlockSparseExperts
+
+    def layers(self) -> dict[str, BlockSparseLinear]:
+        """Return the empty layers by their first names in the model."""
+        if isinstance(self.new, BlockSparseExperts):
+            return {
+                f"{self.names[0]}.{own}".lstrip("."): layer for own, layer in self.new.projections().items()
+            }
+        return {self.names[0]: self.new}
 
 
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
     """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
 
-    A `torch.nn.Linear`, also of a subclass, Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape
-    becomes a `BlockSparseLinear` with the block shape, number of blocks and storage of the section, whose
-    weight, bias and pattern have sizes only. It has a bias where the layer had one, and keeps its hooks, its
-    mode and ``requires_grad``. A `BlockSparseLinear` stays the same object.
+    Experts of Transformers become `BlockSparseExperts`. A `torch.nn.Linear`, also of a subclass,
+    Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear` with the
+    block shape, number of blocks and storage of the section, whose weight, bias and pattern have sizes only.
+    It has a bias where the layer had one, and keeps its hooks, its mode and ``requires_grad``. A
+    `BlockSparseLinear` stays the same object.
 
     Args:
         model: changed in place, once all is checked.
@@ -58,7 +70,7 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
     """
     replacements = replacements_of(model, parsed_layers(section))
     install(model, replacements)
-    return [replacement.names[0] for replacement in replacements]
+    return [name for replacement in replacements for name in replacement.layers()]
 
 
 def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
@@ -92,7 +104,7 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     with named(CONFIG):
         replacements = replacements_of(model, forms)
     install(model, replacements)
-    return [replacement.names[0] for replacement in replacements]
+    return [name for replacement in replacements for name in replacement.layers()]
 
 
 def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
@@ -100,8 +112,15 @@ def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Re
     names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
     found: dict[nn.Module, LayerSpec] = {}
+    experts: dict[nn.Module, dict[str, LayerSpec]] = {}  # dense ones, and the forms of their projections
     for name, form in forms.items():
         module = modules.get(name)
+        parent, _, own = name.rpartition(".")
+        dense = modules.get(parent)
+        if dense is not None and own in layers_of_experts(dense) and form.experts is not None:
+            _check_projection(model, names[dense], dense, name, form)
+            experts.setdefault(dense, {})[own] = form
+            continue
         if module is None:
             raise InvalidArgumentError(f"layers: {shown(name)}: missing in the model")
         reason = _reason_not_replaceable(model, module, names[module], form)
@@ -114,7 +133,49 @@ def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Re
             raise InvalidArgumentError(
                 f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
             )
-    return [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
+    made = [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
+    return made + [
+        Replacement(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()
+    ]
+
+
+def layers_of_experts(module: nn.Module) -> dict[str, str]:
+    """Return the parameters of dense experts by the names of the layers that replace them; else nothing."""
+    found = projections_of(module)
+    return {} if found is None else {own: name for name, own in found.layers().items()}
+
+
+def _check_projection(
+    model: nn.Module, aliases: list[str], dense: nn.Module, name: str, form: LayerSpec
+) -> None:
+    found = projections_of(dense)
+    assert found is not None
+    reason = reason_not_known(dense) or what_would_be_lost(dense)
+    weight = dense.get_parameter(layers_of_experts(dense)[name.rpartition(".")[2]])
+    experts, out, in_ = (weight.mT if found.transposed else weight).shape
+    if (form.experts, form.shape) != (experts, (experts * out, in_)):
+        reason = f"{form.experts} experts in {form.shape}, but {experts} in {experts * out, in_} in the model"
+    if dense is model:
+        reason = "the model itself cannot be replaced in place"
+    if reason is not None:
+        raise InvalidArgumentError(f"layers: {shown(name)}: {reason}")
+
+
+def _empty_experts(dense: Any, forms: Mapping[str, LayerSpec]) -> BlockSparseExperts:
+    """Return experts of these specs on the meta device, like the dense ones in all else."""
+    layers = []
+    for own, name in layers_of_experts(dense).items():
+        if own not in forms:
+            raise InvalidArgumentError(f"layers: {own!r} of experts is missing beside {sorted(forms)}")
+        bias = dense._parameters.get(f"{name}_bias")
+        layer = ExpertsLinear.from_spec(forms[own], bias=bias is not None, device="meta")
+        assert isinstance(layer, ExpertsLinear)
+        trained = dense.get_parameter(name).requires_grad
+        layer.weight.requires_grad_(storage_of(forms[own].storage).trainable and trained)
+        if layer.bias is not None and bias is not None:
+            layer.bias.requires_grad_(bias.requires_grad)
+        layers.append(layer.train(dense.training))
+    return experts_like(dense, *layers)
 
 
 def _reason_not_replaceable(
@@ -128,6 +189,8 @@ def _reason_not_replaceable(
         return (
             "its weight is no plain parameter; remove parametrizations, and shard a model after it is loaded"
         )
+    if form.experts != getattr(module, "experts", None):
+        return f"experts must be those of the model, got {form.experts}"
     if (shape := _shape(module)) != form.shape:
         return f"shape {form.shape}, but {shape} in the model"
     sparse = isinstance(module, BlockSparseLinear)
@@ -151,7 +214,8 @@ def _shape(module: Any) -> tuple[int, int]:
 
 def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
     """Return a layer of this spec on the meta device, like the module in all else."""
-    layer = BlockSparseLinear.from_spec(form, bias=module.bias is not None, device="meta")
+    kind = ExpertsLinear if form.experts is not None else BlockSparseLinear
+    layer = kind.from_spec(form, bias=module.bias is not None, device="meta")
     was_trainable = (
         module.weight.requires_grad or not storage_of(getattr(module, "storage", "plain")).trainable
     )
@@ -164,7 +228,7 @@ def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
 def install(model: nn.Module, replacements: list[Replacement]) -> None:
     """Put the layers into the model; nothing fails any more."""
     for names, module, layer in replacements:
-        if isinstance(module, BlockSparseLinear):
+        if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
             module.take_over(layer)
             continue
         share_hooks(module, layer)

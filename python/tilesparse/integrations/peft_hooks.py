@@ -8,8 +8,9 @@ from inspect import signature
 from typing import Any
 
 from .._libraries.hooks import PEFT, adapt, when_imported
+from .._reports import listed, warn_user
 from ..adapter.linear import AdaptedLinear
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 
 
@@ -34,6 +35,10 @@ def _adapt_layers(module: Any) -> None:
         def create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
             base = target.get_base_layer() if isinstance(target, layer_class) else target
             named = tuple(getattr(lora_config, "_custom_modules", None) or ())
+            if isinstance(base, BlockSparseLinear) and base.of_experts:
+                raise UnsupportedError(
+                    f"target_modules must not match experts, which no adapter of PEFT knows, got {base}"
+                )
             if isinstance(base, BlockSparseLinear) and not isinstance(base, named):
                 from .peft import LoraLinear  # where a model has such layers, whatever others ask of PEFT
 
@@ -70,12 +75,15 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     get_output = getattr(model, "get_output_embeddings", None)
     output = None if get_output is None else get_output()
     names: set[str] = set()
+    experts: set[str] = set()
     adapted: tuple[str, ...] = ()
     for name, layer in model.named_modules():  # parents come first
         if isinstance(layer, tuner_layer | AdaptedLinear):
             adapted = (*adapted, f"{name}.")
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
-            names.add(name)
+            (experts if layer.of_experts else names).add(name)
+    if experts:
+        warn_user(f'target_modules="all-linear" leaves experts without an adapter: {listed(sorted(experts))}')
     return names
 
 

@@ -30,6 +30,9 @@ def from_spec(
     cls: type[_Layer], spec: LayerSpec, bias: bool, device: torch.device | str | int | None
 ) -> _Layer:
     """Return a layer of this spec without contents, see `BlockSparseLinear.from_spec`."""
+    if (spec.experts is not None) != cls.of_experts:
+        raise InvalidArgumentError(f"spec.experts must fit {cls.__name__}, got {spec.experts}")
+    own: Any = {} if spec.experts is None else {"experts": spec.experts}
     sizes = spec.grid[0] + 1, spec.nnz, spec.nnz
     crow, col, slot = (torch.empty(size, dtype=torch.int32, device="meta") for size in sizes)
     layer = cls(
@@ -42,6 +45,7 @@ def from_spec(
         transposable=spec.transposable,
         device="meta",
         dtype=spec.dtype,
+        **own,
     ).to_storage(spec.storage, per=spec.scales or "row", activations=spec.activations)
     device = torch.empty(0, device=device).device
     return layer if device.type == "meta" else layer.to_empty(device=device)

@@ -53,7 +53,11 @@ def _random_pattern(layer: BlockSparseLinear, generator: torch.Generator | None)
     if layer.shard is not None:
         return layer.shard.random(layer.index(), generator)
     spec = layer.spec
-    return BlockPattern.random(spec.shape, block_shape=spec.block_shape, nnz=spec.nnz, generator=generator)
+    experts = spec.experts or 1
+    parts = (experts, 1) if spec.nnz % experts == 0 else (1, 1)
+    return BlockPattern.random(
+        spec.shape, block_shape=spec.block_shape, nnz=spec.nnz, parts=parts, generator=generator
+    )
 
 
 def _draw(parameter: nn.Parameter, bound: Tensor, generator: torch.Generator | None) -> Tensor:

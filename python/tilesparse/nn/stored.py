@@ -32,7 +32,7 @@ from .tensors import INDEX_NAMES, is_sharded
 # What a layer takes over from another one of its shape: all but hooks and mode.
 _STATE = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "origin", "_storage", "_storage_error"),
-    *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws"),
+    *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws", "_experts"),
 )
 
 
@@ -59,6 +59,8 @@ class StoredWeight(nn.Module):
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
     _activations: str | None = None
+    _experts: int | None = None
+    of_experts = False  # whether W is that of several experts
 
     def __init__(self, pattern: BlockPattern, spec: LayerSpec, device: torch.device) -> None:
         super().__init__()
@@ -84,6 +86,7 @@ class StoredWeight(nn.Module):
             scales=storage.scales_of(self.scales) if self._activations is None else PER_FEATURE,
             policy=self._policy,
             activations=self._activations,
+            experts=self._experts,
         )
 
     def update_spec(self, **changes: Any) -> None:
@@ -95,6 +98,7 @@ class StoredWeight(nn.Module):
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
         self._storage, self._activations = spec.storage, spec.activations
+        self._experts = spec.experts
 
     def assign(self, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> None:
         """Become a layer of this spec, with these tensors as its weight and what is stored beside it."""
@@ -154,7 +158,7 @@ class StoredWeight(nn.Module):
     @policy.setter
     def policy(self, policy: str) -> None:
         check_policy(policy)
-        self._policy = policy
+        self.update_spec(policy=policy)
 
     @property
     def nm(self) -> tuple[int, int] | None:

@@ -270,6 +270,10 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
 def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
     if mesh.ndim != 1:
         raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
+    if layer.of_experts:
+        raise UnsupportedError(
+            "parallelize_module cannot shard weights of experts; leave them out of the plan"
+        )
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +12,7 @@ from torch.nn.utils import parametrize
 from .._checks import DTYPES, check_block_shape
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
+from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
 from .modules import (
     Replacement,
     is_linear,
@@ -106,6 +108,11 @@ def check_rules(
         )
 
 
+def reason_not_patchable(module: nn.Module) -> str | None:
+    """Say why a module is neither a linear layer nor experts that can be replaced, or return None."""
+    return None if projections_of(module) is not None else reason_not_linear(module)
+
+
 def reason_not_linear(module: nn.Module) -> str | None:
     """Say why a module is no linear layer that can be replaced, or return None."""
     if is_linear(module):
@@ -116,6 +123,11 @@ def reason_not_linear(module: nn.Module) -> str | None:
         return "parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
     if isinstance(module, nn.Linear):
         return "a subclass of nn.Linear, which may compute something else; override is_patchable to patch it"
+    if projections_of(module) is not None:
+        return reason_not_known(module) or "its experts are no linear layers"
+    stacked = stacked_parameters(module)
+    if stacked:
+        return f"it has 3-D {' and '.join(stacked)}, but not the interface of Transformers' experts"
     return NOT_LINEAR
 
 
@@ -132,6 +144,8 @@ def _reason_to_skip(
     reason = reason_from_parents(model, aliases) or what_would_be_lost(module)
     if reason is None and is_linear(module):
         reason = _reason_not_sparse(module, options)
+    elif reason is None and projections_of(module) is not None:
+        reason = _reason_not_sparse_experts(module, options)
     return reason
 
 
@@ -151,4 +165,30 @@ def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
     blocks = (out_features // bn) * (in_features // bk)
     if options.pattern is None and fits and density > 0 and round(density * blocks) == 0:
         return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
+    return None
+
+
+def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str | None:
+    """Say what keeps dense experts with these options from becoming sparse ones that are of use."""
+    reason, config = reason_not_known(module), options.config
+    if reason is not None:
+        return reason
+    found = projections_of(module)
+    assert found is not None
+    dtypes = {module.get_parameter(name).dtype for name in found.names()}
+    if not dtypes <= {*DTYPES}:
+        return f"its weights are {', '.join(map(str, dtypes))}, for which there are no sparse layers"
+    for name, value, only in (
+        ("policy", config.policy, "sparse"),
+        ("activations", config.activations, None),
+        ("pattern", options.pattern, None),
+        ("pseudo_linear", options.pseudo_linear, False),
+    ):
+        if value != only:
+            return f"experts need {name}={only!r}"
+    block = math.prod(check_block_shape(config.block_shape))
+    for name in found.names():
+        blocks = module.get_parameter(name)[0].numel() // block
+        if config.density > 0 and round(config.density * blocks) == 0:
+            return f"density {config.density:g} of {blocks} blocks of each expert's {name} rounds to none"
     return None

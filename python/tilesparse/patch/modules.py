@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ..nn.convert import is_conv1d
+from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
 
-Replacement: TypeAlias = BlockSparseLinear | PseudoBlockSparseLinear
+Replacement: TypeAlias = BlockSparseLinear | PseudoBlockSparseLinear | BlockSparseExperts
 
 # What `torch.nn.Module` keeps of the hooks of a call. A new layer shares the containers, so that the
 # handles that were given out still remove their hooks.

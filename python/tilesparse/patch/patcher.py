@@ -14,10 +14,11 @@ from .._listeners import layers_changed
 from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
+from ..nn.known_experts import projections_of
 from ..nn.known_mlps import is_known, reason_not_known
 from ..nn.mlp import BlockSparseMLP
 from .building import sparse_layer
-from .matching import reason_not_linear
+from .matching import reason_not_patchable
 from .modules import (
     Replacement,
     Target,
@@ -40,6 +41,9 @@ class BlockSparseModelPatcher:
     the optimizer after patching: the layers have new parameters.
 
     `torch.nn.Linear` itself is replaced, and Transformers' ``Conv1D``, which stores the transposed weight.
+    So are experts of Transformers, which `BlockSparseExperts` replaces, whatever their class is called; the
+    router stays. A pattern matches the module that holds all of them, not single projections or experts.
+
     The report lists as skipped:
 
     - subclasses, which an override of `is_patchable` and `new_child_module` can handle;
@@ -113,7 +117,7 @@ class BlockSparseModelPatcher:
             module: the module.
         """
         check_text("name", name)
-        return is_linear(module)
+        return is_linear(module) or projections_of(module) is not None
 
     @checked
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Replacement:
@@ -158,7 +162,7 @@ class BlockSparseModelPatcher:
         def refusal(name: str, module: nn.Module) -> str | None:
             if self.is_patchable(name, module):
                 return None
-            return reason_not_linear(module) or "is_patchable refuses it"
+            return reason_not_patchable(module) or "is_patchable refuses it"
 
         def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
             return self.new_child_module(name, module, options.to_mapping())

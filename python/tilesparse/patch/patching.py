@@ -52,7 +52,10 @@ def patch(
         layers_changed(model)
     warn_of_reads(targets, reads)
     chosen = {target.names[0] for target in targets if target.chosen}
-    warn_of_empty(layer for layer in report.layers if layer.name in chosen and layer.density)
+    of_chosen = [
+        one for one in report.layers if not chosen.isdisjoint((one.name, one.name.rpartition(".")[0]))
+    ]
+    warn_of_empty(layer for layer in of_chosen if layer.density)
     return report, targets
 
 

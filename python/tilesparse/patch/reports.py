@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._reports import aligned, empty_of, empty_texts, listed, warn_user, without_numbers
+from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
 from ..storage.registry import storage_of
@@ -172,10 +173,12 @@ def _size(modules: Iterable[nn.Module]) -> Size:
     for module in modules:
         parameters.update(tensor for tensor in module.parameters(recurse=False) if not is_lazy(tensor))
         buffers.update(tensor for tensor in module.buffers(recurse=False) if not is_lazy(tensor))
-    return Size(
-        sum(parameter.numel() for parameter in parameters),
-        sum(tensor.nbytes for tensor in parameters | buffers),
-    )
+    return _size_of(parameters, buffers)
+
+
+def _size_of(parameters: Collection[torch.Tensor], buffers: Collection[torch.Tensor] = ()) -> Size:
+    tensors = {*parameters, *buffers}
+    return Size(sum(parameter.numel() for parameter in parameters), sum(tensor.nbytes for tensor in tensors))
 
 
 def patch_report(
@@ -186,8 +189,11 @@ def patch_report(
 ) -> PatchReport:
     """Return the report of a model with these replacements, put in already or not."""
     replaced = {target.module: target.replacement for target in targets}
-    layers = [_patched(target) for target in targets]
-    before, after = _size(names), _size(replaced.get(module, module) for module in names)
+    layers = [layer for target in targets for layer in _patched(target)]
+    new = (
+        one for module in names for one in (replaced[module].modules() if module in replaced else [module])
+    )
+    before, after = _size(names), _size(new)
     left = {module: aliases for module, aliases in names.items() if module not in replaced}
     dense = _dense_parameters(left, before.parameters)
     return PatchReport(layers, skipped, unmatched, before, after, dense)
@@ -239,22 +245,35 @@ def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) ->
         )
 
 
-def _patched(target: Target) -> PatchedLayer:
+def _patched(target: Target) -> Iterator[PatchedLayer]:
+    """Yield the layers of a replacement: of experts their projections."""
     name, module, new = target.names[0], target.module, target.replacement
     assert isinstance(new, Replacement)
-    stored: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
-    if isinstance(new, BlockSparseLinear):
-        stored = new.policy, new.nm, new.storage
-    sizes = _size([module]), _size([new])
-    shape = new.out_features, new.in_features
-    if isinstance(new, PseudoBlockSparseLinear):
-        places = new.block_rows, new.block_cols
+    if isinstance(new, BlockSparseExperts):
+        for own, layer in new.projections().items():
+            dense = [module._parameters.get(each) for each in (f"{own}_proj", f"{own}_proj_bias")]
+            before = _size_of([tensor for tensor in dense if tensor is not None])
+            yield _patched_layer(f"{name}.{own}", layer, before)
     else:
-        places = new.pattern.block_indices()
-    empty = empty_of(places, shape, new.block_shape)
+        yield _patched_layer(name, new, _size([module]))
+
+
+def _patched_layer(name: str, new: BlockSparseLinear | PseudoBlockSparseLinear, before: Size) -> PatchedLayer:
+    stored: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
+    shape, experts = (new.out_features, new.in_features), 1
+    if isinstance(new, BlockSparseLinear):
+        stored, experts = (new.policy, new.nm, new.storage), new.spec.experts or 1
+    if isinstance(new, PseudoBlockSparseLinear):
+        rows, columns = new.block_rows, new.block_cols
+    else:
+        rows, columns = new.pattern.block_indices()
+    # Every expert has inputs of its own.
+    blocks_high, blocks_wide = shape[0] // new.block_shape[0], shape[1] // new.block_shape[1]
+    columns = columns + rows // (blocks_high // experts) * blocks_wide
+    empty = empty_of((rows, columns), (shape[0], experts * shape[1]), new.block_shape)
     activations = new.activations if isinstance(new, BlockSparseLinear) else None
     spec = shape, new.block_shape, new.density, *stored, new.storage_error
-    return PatchedLayer(name, *spec, *sizes, *empty, activations)
+    return PatchedLayer(name, *spec, before, _size([new]), *empty, activations)
 
 
 def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:

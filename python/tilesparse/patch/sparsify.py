@@ -11,7 +11,7 @@ from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from .building import sparse_layer
-from .matching import reason_not_linear
+from .matching import reason_not_patchable
 from .modules import Replacement
 from .patching import patch
 from .reports import PatchReport
@@ -27,21 +27,21 @@ def sparsify_(
     dry_run: bool = False,
     strict: bool = True,
 ) -> PatchReport:
-    """Replace the linear layers of a model by `BlockSparseLinear`, in place; on an error, none.
+    """Make the linear layers and the experts of a model block-sparse, in place; on an error, none.
 
-    The blocks of largest Frobenius norm are kept, with their values. `BlockSparseModelPatcher` does the same,
-    says which layers stay dense, and can undo it. Build the optimizer afterwards: the layers have new
-    parameters.
+    They become `BlockSparseLinear` and `BlockSparseExperts`. The blocks of largest Frobenius norm are kept,
+    with their values. `BlockSparseModelPatcher` does the same, says which layers stay dense, and can undo it.
+    Build the optimizer afterwards: the layers have new parameters.
 
     Args:
         model: changed in place.
         config: how layers are stored; or a config for each name or regular expression, of which the first
             that matches a layer counts, see `BlockSparseModelPatcher.add_pattern`: a name such as "q_proj"
             matches modules whose last components equal it.
-        filter_fn: takes a linear layer and its qualified name, and returns True to make it block-sparse. None
-            takes every `torch.nn.Linear` and Transformers' ``Conv1D`` but output embeddings (what
-            ``get_output_embeddings()`` returns, and layers named ``lm_head``), which take a config of their
-            name.
+        filter_fn: takes a linear layer, or experts, and its qualified name, and returns True to make it
+            block-sparse. None takes every `torch.nn.Linear`, Transformers' ``Conv1D`` and its experts, but
+            not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
+            which take a config of their name.
         dry_run: only report what would be done.
         strict: raise if a config makes no layer block-sparse. False leaves that to the report.
 
@@ -66,7 +66,7 @@ def sparsify_(
     ]
 
     def refusal(name: str, module: nn.Module) -> str | None:
-        reason = reason_not_linear(module)
+        reason = reason_not_patchable(module)
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             return "filter_fn refuses it"
         return reason

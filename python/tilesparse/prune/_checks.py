@@ -89,7 +89,7 @@ def collected(batches: Iterable[Any]) -> list[Any]:
 
 def checked_moments(name: str, moments: Moments | None) -> Moments:
     """Return the moments of a layer's inputs, which are finite and not of no token."""
-    if moments is None or moments.tokens() == 0:
+    if moments is None or moments.weight() == 0:
         raise InvalidArgumentError(f"batches must run layer {name!r}, or layers must leave it out")
     number = moments.not_finite()
     if number is not None:

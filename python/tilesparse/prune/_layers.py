@@ -14,6 +14,7 @@ from ..nn.convert import dense_weight, is_conv1d
 from ..storage.registry import storage_of
 from ._checks import checked_config
 from .configs import block_shape_of
+from .experts import expanded
 
 
 def check_names(argument: str, names: object) -> None:
@@ -24,7 +25,8 @@ def check_names(argument: str, names: object) -> None:
 def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     """Return the dense linear layers of these names; `argument` names their source in messages."""
     check_names(argument, names)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    with expanded(model):
+        modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Any] = {}
     seen: dict[nn.Module, str] = {}
     for name in names:

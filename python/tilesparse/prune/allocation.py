@@ -25,6 +25,7 @@ from ._layers import (
     shape_of,
 )
 from .configs import ErrorProfiles, block_shape_of
+from .experts import refuse_experts
 from .knapsack import solve
 from .latency import LatencyTable
 
@@ -243,6 +244,10 @@ def allocate(
     """
     unit, budget = _budget(parameters, bytes, milliseconds, table)
     layers = dense_layers("profiles", model, profiles)
+    if table is not None:
+        refuse_experts(
+            model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes"
+        )
     factors = _factors(weights, layers)
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []

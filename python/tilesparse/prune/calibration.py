@@ -14,6 +14,7 @@ from torch.func import functional_call
 from .._replay.batches import call, device_of, mask_of, moved, stacks
 from .._replay.replay import Stream, listening
 from ..errors import InvalidArgumentError
+from .experts import ExpertMoments, LinearExperts, Place
 from .moments import Moments
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -91,11 +92,48 @@ class Calibration:
         """Return the layers of a unit in the order in which they run, those with the same input together."""
         inputs: dict[str, list[Tensor]] = {}
         self.trial(unit, unit.layers, lambda name, x: inputs.setdefault(name, []).append(x))
-        groups: dict[tuple[int, ...], list[str]] = {}
+        groups: dict[Any, list[str]] = {}
         for name, tensors in inputs.items():
-            groups.setdefault(tuple(map(id, tensors)), []).append(name)
-        others = [[name] for name in unit.layers if name not in inputs]  # which other batches may run
-        return [*groups.values(), *others]
+            groups.setdefault(self._projection(name) or tuple(map(id, tensors)), []).append(name)
+        for name in unit.layers:
+            if name not in inputs:  # which other batches may run
+                groups.setdefault(self._projection(name) or name, []).append(name)
+        return list(groups.values())
+
+    def _projection(self, name: str) -> tuple[str, str] | None:
+        """Return the experts and the projection of a layer, which are pruned together, or None."""
+        parent = self._model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        return Place.of(name)[:2] if isinstance(parent, LinearExperts) else None
+
+    def moments_of_experts(
+        self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]
+    ) -> ExpertMoments | None:
+        """Return the moments of all experts of a layer's projection, None for a layer of another kind.
+
+        Args:
+            unit: the next one.
+            layer: the name of one expert's.
+            parameters: what takes the places of the model's own, by their names.
+        """
+        projection = self._projection(layer)
+        if projection is None:
+            return None
+        experts = self._model.get_submodule(projection[0])
+        assert isinstance(experts, LinearExperts)
+        found, number = ExpertMoments(self._device), 0
+
+        def note(name: str, x: Tensor) -> None:
+            keep = self._keep[number]
+            if keep is not None and keep.numel() == experts.rows:
+                keep = keep.reshape(-1)[experts.tokens]
+            found.add(name, x, number, keep)
+
+        prefix = ".".join(projection)
+        names = [f"{prefix}.{key}" for key, _ in self._model.get_submodule(prefix).named_children()]
+        with self._listening(names, note):
+            for current, _ in enumerate(self._results(unit, parameters), 1):
+                number = min(current, len(self._batches) - 1)
+        return found
 
     def trial(
         self,

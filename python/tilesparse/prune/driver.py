@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .._arguments import checked, shown
 from .._checks import check_policy
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
+from ..patch.reports import SkippedLayer
 from ..pattern.block_pattern import BlockPattern
 from ._checks import check_model, checked_config, renamed
 from .calibration import Forward, Loss
@@ -74,10 +76,11 @@ def prune_(
     options.check()
     check_model(model)
     if isinstance(config, BlockSparseConfig):
-        chosen = targets_matching(model, layers, checked_config("config", config), strict)
+        one = checked_config("config", config)
+        chosen = partial(targets_matching, model, layers, one, strict)
         return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
     _check_unnamed(layers, "config")
-    return prune_targets(model, batches, targets_named(model, config, "config"), None, options)
+    return prune_targets(model, batches, partial(targets_named, model, config, "config"), None, options)
 
 
 @renamed(configs="choices")
@@ -186,16 +189,24 @@ def prune_model(
     stored = _given(nm=nm, storage=storage, policy=policy)
     if patterns is not None:
         named = {name: config_of(name, pattern, **stored) for name, pattern in patterns.items()}
-        chosen = targets_named(model, named, "patterns")
-        check_shapes_of(model, patterns)
-        return prune_targets(model, batches, chosen, patterns, options)
+
+        def with_patterns() -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
+            chosen = targets_named(model, named, "patterns")
+            check_shapes_of(model, patterns)
+            return chosen
+
+        return prune_targets(model, batches, with_patterns, patterns, options)
     if configs is not None:
-        targets, skipped = targets_named(model, configs, "configs")
-        if policy is not None:
-            targets = {name: replace(config, policy=policy) for name, config in targets.items()}
-        return prune_targets(model, batches, (targets, skipped), None, options)
+
+        def with_configs() -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
+            targets, skipped = targets_named(model, configs, "configs")
+            if policy is not None:
+                targets = {name: replace(config, policy=policy) for name, config in targets.items()}
+            return targets, skipped
+
+        return prune_targets(model, batches, with_configs, None, options)
     config = BlockSparseConfig(**_given(density=density, block_shape=block_shape), **stored)
-    chosen = targets_matching(model, layers, checked_config("config", config), strict)
+    chosen = partial(targets_matching, model, layers, checked_config("config", config), strict)
     return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
 
 

@@ -25,15 +25,19 @@ class Moments:
         features: the layer's in_features.
         device: of the sums.
         compare: whether there are X₀.
+        origin: what inputs are taken less, [features], in place of their mean in the first call.
     """
 
-    def __init__(self, features: int, device: torch.device, compare: bool) -> None:
+    def __init__(
+        self, features: int, device: torch.device, compare: bool, *, origin: Tensor | None = None
+    ) -> None:
         options: Any = {"dtype": torch.float64, "device": device}
         self._products = torch.zeros(features, features, **options)
         self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
         self._across = torch.zeros(features, features, **options) if compare else None
         self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
-        self._tokens = torch.zeros((), **options)
+        self._tokens, self._prior = torch.zeros((), **options), 0.0
+        self._fixed = origin
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
@@ -54,6 +58,8 @@ class Moments:
         keep = keep.to(self._sums.device).reshape(-1, 1)
         if not self._finite:
             self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
+            if self._fixed is not None:
+                self._origin = self._fixed
         self._tokens += keep.sum()
         x = self._rows(x, keep, self._origin)
         sums = x.sum(0, dtype=torch.float64)
@@ -76,6 +82,29 @@ class Moments:
         rows = self._rows(x, keep, torch.zeros_like(self._origin))
         return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
 
+    @property
+    def origin(self) -> Tensor:
+        """What inputs are taken less [features], once there were any."""
+        return self._origin
+
+    @property
+    def _weight(self) -> Tensor:
+        """What sums are divided by: tokens, and those that `drawn_to` stands for."""
+        return self._tokens + self._prior
+
+    def weight(self) -> float:
+        """Return how many tokens moments are of, those of `drawn_to` included; waits for the GPU."""
+        return float(self._weight)
+
+    def drawn_to(self, others: Moments, strength: float) -> Moments:
+        """Return these moments as if there were ``strength`` more tokens like the others, of one origin."""
+        other, share = copy(self), strength / others._tokens.clamp(min=1)
+        other._products = self._products + share * others._products
+        other._sums = self._sums + share * others._sums
+        other._origin, other._prior = others._origin, strength
+        other._finite = {**others._finite}
+        return other
+
     def tokens(self) -> int:
         """Return how many tokens were counted; waits for the GPU, as `not_finite` does."""
         return int(self._tokens)
@@ -89,25 +118,25 @@ class Moments:
 
     def second(self, *, centred: bool = False) -> Tensor:
         """Return XᵀX / tokens [features, features], of X less its mean if centred."""
-        off = self._sums / self._tokens
-        found = (self._products / self._tokens).addr_(off, off, alpha=-1)
+        off = self._sums / self._weight
+        found = (self._products / self._weight).addr_(off, off, alpha=-1)
         return found if centred else found.addr_(self.mean(), self.mean())
 
     def across(self, *, centred: bool = False) -> Tensor | None:
         """Return X₀ᵀX / tokens [features, features], less the means if centred; None where X₀ = X."""
         if self._across is None:
             return None
-        dense, off = self._dense_sums / self._tokens, self._sums / self._tokens
-        found = (self._across / self._tokens).addr_(dense, off, alpha=-1)
+        dense, off = self._dense_sums / self._weight, self._sums / self._weight
+        found = (self._across / self._weight).addr_(dense, off, alpha=-1)
         return found if centred else found.addr_(self.dense_mean(), self.mean())
 
     def mean(self) -> Tensor:
         """Return the mean of X [features]."""
-        return self._sums / self._tokens + self._origin
+        return self._sums / self._weight + self._origin
 
     def dense_mean(self) -> Tensor:
         """Return the mean of X₀ [features], where there are any."""
-        return self._dense_sums / self._tokens + self._dense_origin
+        return self._dense_sums / self._weight + self._dense_origin
 
     def reordered(self, order: Tensor) -> Moments:
         """Return the moments of the same inputs with features in another order: order[i] becomes i."""

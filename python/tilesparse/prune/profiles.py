@@ -16,6 +16,7 @@ from ._checks import check_model, check_numbers, checked_config, collected, rena
 from .calibration import Calibration, Forward, call_model
 from .compensation import DAMPING
 from .configs import ErrorProfiles
+from .experts import expanded, tokens_of_projections
 from .layer import GRADIENT_METHODS
 from .report import warn_of_few_tokens
 from .run import Run
@@ -68,27 +69,28 @@ def measure_errors(
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")
     check_model(model)
-    fitting: dict[str, list[BlockSparseConfig]] = {}
-    others: list[SkippedLayer] = []
-    for config in dict.fromkeys(checked):
-        targets, skipped = targets_matching(model, layers, config, strict=False, cut=False)
-        others += skipped
-        for name in targets:
-            fitting.setdefault(name, []).append(config)
-    if not fitting:
-        raise InvalidArgumentError(f"model: no layer is left to measure; {reasons(others)}")
-    order = [name for name, _ in model.named_modules() if name in fitting]
-    data, device = collected(batches), chosen_device(model, device)
-    profiles: dict[str, dict[BlockSparseConfig, float]] = {}
-    tokens: dict[str, int] = {}
-    with evaluating(model):
-        calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
-        run = Run(model, calibration, fitting, damping)
-        for name, pruner in run.pruners():
-            tokens[name] = pruner.tokens
-            profiles[name] = {
-                config: pruner.prune(config, method, refit=refit)[0].error for config in fitting[name]
-            }
-    if refit or method == "obs":
-        warn_of_few_tokens(model, tokens)
-    return profiles
+    with expanded(model) as experts:
+        fitting: dict[str, list[BlockSparseConfig]] = {}
+        others: list[SkippedLayer] = []
+        for config in dict.fromkeys(checked):
+            targets, skipped = targets_matching(model, layers, config, strict=False, cut=False)
+            others += skipped
+            for name in targets:
+                fitting.setdefault(name, []).append(config)
+        if not fitting:
+            raise InvalidArgumentError(f"model: no layer is left to measure; {reasons(others)}")
+        order = [name for name, _ in model.named_modules() if name in fitting]
+        data, device = collected(batches), chosen_device(model, device)
+        profiles: dict[str, dict[BlockSparseConfig, float]] = {}
+        tokens: dict[str, int] = {}
+        with evaluating(model):
+            calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
+            run = Run(model, calibration, fitting, damping)
+            for name, pruner in run.pruners():
+                tokens[name] = pruner.tokens
+                profiles[name] = {
+                    config: pruner.prune(config, method, refit=refit)[0].error for config in fitting[name]
+                }
+        if refit or method == "obs":
+            warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+        return profiles

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._checks import BLOCK_SIZES
 from .._listeners import check_can_change
 from .._replay.batches import chosen_device, evaluating
 from .._reports import empty_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
+from ..patch.modules import Replacement
 from ..patch.patcher import BlockSparseModelPatcher
 from ..patch.reports import PatchReport, SkippedLayer, warn_of_empty
 from ..pattern.block_pattern import BlockPattern
 from ._checks import check_numbers, checked_path, collected
 from .calibration import Calibration, Forward, Loss, call_model
+from .experts import LinearExperts, check_configs_of, expanded, joined, place_in, tokens_of_projections
 from .gradients import gradient_scores
 from .layer import GRADIENT_METHODS, Pruner, Solution, built
 from .report import PrunedLayer, PruneReport, warn_of_dense, warn_of_few_tokens
@@ -49,31 +52,41 @@ class PruneOptions(NamedTuple):
 def prune_targets(
     model: nn.Module,
     batches: Iterable[Any],
-    chosen: tuple[dict[str, BlockSparseConfig], list[SkippedLayer]],
+    choose: Callable[[], tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]],
     patterns: Mapping[str, BlockPattern] | None,
     options: PruneOptions,
     all_layers: bool = False,
 ) -> PruneReport:
-    """Prune layers, given with those that are skipped; `all_layers` says that no argument names them."""
-    targets, skipped = chosen
-    all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as a plan may want
-    if not targets and (all_stay_dense or not options.strict):
-        unchanged = _Replacer({}).patch_model(model, dry_run=True, strict=False)
-        return _report({}, {}, skipped, None, options.method, unchanged)
-    if not targets:
-        raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
-    data = collected(batches)
-    check_can_change(model)
-    run, solutions = _solutions(model, data, targets, patterns, options)
-    made = {name: built(run.layer(name), found, targets[name]) for name, found in solutions.items()}
-    done = _Replacer(made).patch_model(model)
+    """Prune layers; `all_layers` says that no argument names them.
+
+    ``choose`` returns them with those that are skipped, by the names that layers have while experts are
+    linear layers, see `expanded`.
+    """
+    with expanded(model) as experts:
+        targets, skipped = choose()
+        # As a plan may want.
+        all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)
+        if not targets and not all_stay_dense and options.strict:
+            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
+        made: dict[str, Any] = {}
+        solutions: dict[str, Solution] = {}
+        stack = None
+        if targets:
+            check_configs_of(experts, targets)
+            data = collected(batches)
+            check_can_change(model)
+            run, solutions = _solutions(model, data, targets, patterns, options)
+            layers = {name: built(run.layer(name), found, targets[name]) for name, found in solutions.items()}
+            made, stack = joined(experts, layers, targets), run.stack
+    done = _Replacer(made).patch_model(model, strict=bool(made), dry_run=not made)
     method = options.method if patterns is None else "given patterns"
-    report = _report(targets, solutions, skipped, run.stack, method, done)
-    if options.refit or method == "obs":
-        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in report.layers})
-    if patterns is None:
-        warn_of_empty(report.layers)
-    if all_layers:
+    report = _report(targets, solutions, skipped, stack, method if made else options.method, done, experts)
+    if made and (options.refit or method == "obs"):
+        tokens = {layer.name: layer.tokens for layer in report.layers}
+        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+    if made and patterns is None:
+        warn_of_empty(layer for layer in report.layers if place_in(experts, layer.name) is None)
+    if made and all_layers:
         warn_of_dense(model, report.dense)
     return report
 
@@ -120,14 +133,19 @@ def _solutions(
 class _Replacer(BlockSparseModelPatcher):
     """Patcher that puts layers into a model that are made already."""
 
-    def __init__(self, made: Mapping[str, BlockSparseLinear]) -> None:
+    def __init__(self, made: Mapping[str, Any]) -> None:
         super().__init__()
         self._made = made
         for name, layer in made.items():
-            self.add_pattern(re.escape(name), {"pattern": layer.pattern}, fullmatch=True)
+            linear = isinstance(layer, BlockSparseLinear)
+            options = (
+                {"pattern": layer.pattern} if linear else {"density": 1, "block_shape": min(BLOCK_SIZES)}
+            )
+            self.add_pattern(re.escape(name), options, fullmatch=True)
 
-    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
-        return self._made[name]
+    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Replacement:
+        made: Replacement = self._made[name]
+        return made
 
 
 def _indices(pattern: BlockPattern) -> list[list[int]]:
@@ -141,6 +159,7 @@ def _report(
     stack: str | None,
     method: str,
     done: PatchReport,
+    experts: Mapping[str, LinearExperts],
 ) -> PruneReport:
     layers = [
         PrunedLayer(
@@ -153,6 +172,7 @@ def _report(
             found.damping,
             found.tokens,
             *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
+            None if place_in(experts, name) is None else name.rpartition(".")[0],
         )
         for name, found in solutions.items()
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -34,6 +36,7 @@ class PrunedLayer:
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
+        projection: of an expert, the name of the projection of all of them; the table has one row for these.
     """
 
     name: str
@@ -46,6 +49,7 @@ class PrunedLayer:
     tokens: int
     empty_rows: int
     empty_columns: int
+    projection: str | None = None
 
     @property
     def choice(self) -> BlockSparseConfig:
@@ -76,29 +80,33 @@ class PruneReport:
     dense: list[DenseParameter]
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("layer", "shape", "block", "density", "storage", "tokens", "damping", "before refit", "error")
         ]
-        for layer in self.layers:
-            config = layer.config
-            rows.append(
-                (
-                    layer.name,
-                    "{}x{}".format(*layer.shape),
-                    "{}x{}".format(*block_shape_of(config)),
-                    f"{layer.density:.3f}",
-                    storage_of(config.storage).describe(config.nm, config.activations),
-                    f"{layer.tokens:,}",
-                    f"{layer.damping:.2g}",
-                    f"{layer.error_before_refit:.4f}",
-                    f"{layer.error:.4f}",
-                )
-            )
+        for _, group in groupby(self.layers, lambda layer: layer.projection or layer.name):
+            rows.append(_row(list(group)))
         order = f"block by block of {self.stack!r}" if self.stack is not None else "all layers at once"
         sizes = f"{self.before.parameters:,} → {self.after.parameters:,} parameters"
         lines = [*aligned(rows), f"{order}, by {self.method}; {sizes}"]
         lines += [f"skipped {text}" for text in by_reason(self.skipped)]
         return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
+
+
+def _row(layers: Sequence[PrunedLayer]) -> tuple[str, ...]:
+    """Describe a layer, or all experts of a projection: means, and the largest damping."""
+    first, several = layers[0], len(layers) > 1
+    least, most = (function(layer.tokens for layer in layers) for function in (min, max))
+    return (
+        f"{first.projection}.* ({len(layers)})" if several else first.name,
+        "{}x{}".format(*first.shape),
+        "{}x{}".format(*block_shape_of(first.config)),
+        f"{fmean(layer.density for layer in layers):.3f}",
+        storage_of(first.config.storage).describe(first.config.nm, first.config.activations),
+        f"{least:,} to {most:,}" if several else f"{least:,}",
+        f"{max(layer.damping for layer in layers):.2g}",
+        f"{fmean(layer.error_before_refit for layer in layers):.4f}",
+        f"{fmean(layer.error for layer in layers):.4f}",
+    )
 
 
 def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:

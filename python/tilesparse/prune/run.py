@@ -88,10 +88,12 @@ class Run:
         """Yield layers that have the same input, with a pruner each."""
         if not names:
             return
-        moments = checked_moments(names[0], self._calibration.moments(unit, names[0], parameters))
+        of_experts = self._calibration.moments_of_experts(unit, names[0], parameters)
+        moments = None if of_experts else self._calibration.moments(unit, names[0], parameters)
         for name in names:
+            own = checked_moments(name, of_experts.of(name) if of_experts else moments)
             with naming_layer(name):
-                pruner = Pruner(self.layer(name), moments, self._damping)
+                pruner = Pruner(self.layer(name), own, self._damping)
             yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")

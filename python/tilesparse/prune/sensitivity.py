@@ -16,6 +16,7 @@ from ..errors import InvalidArgumentError
 from ._checks import check_model, collected
 from ._layers import dense_layers
 from .calibration import Forward, Loss, call_model, own_loss
+from .experts import expanded
 
 
 @checked
@@ -49,36 +50,37 @@ def measure_sensitivity(
             that gradients can be taken of, does not depend on a layer, or has gradients that are not finite.
     """
     check_model(model)
-    found = dense_layers("layers", model, layers)
-    data = collected(batches)
-    tokens = dict.fromkeys(found, 0)
-    slopes = {
-        name: _zero(layer) for name, layer in found.items()
-    }  # on the devices, so that no GPU is waited for
-    sizes = {name: _zero(layer) for name, layer in found.items()}
-    with evaluating(model):
-        for batch in data:
-            outputs: list[tuple[str, Tensor]] = []
-            with ExitStack() as handles, torch.enable_grad():
-                for name, layer in found.items():
-                    handles.callback(layer.register_forward_hook(_keeping(name, outputs)).remove)
-                value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
-                gradients = _gradients(value, [y for _, y in outputs])
-            for (name, y), gradient in zip(outputs, gradients, strict=True):
-                bias = found[name].bias
-                product = y.detach().double() - (0.0 if bias is None else bias.detach().double())
-                sizes[name] += product.square().mean(-1).sum()
-                tokens[name] += y.shape[:-1].numel()
-                if gradient is not None:
-                    slopes[name] += gradient.double().square().sum()
-    weights = {name: float(slopes[name] * sizes[name]) / max(1, tokens[name]) for name in found}
-    for name, weight in weights.items():
-        if not 0 < weight < math.inf:
-            raise InvalidArgumentError(
-                f"loss must depend on layer {name!r} with finite gradients, got a weight of {weight}"
-            )
-    mean = sum(weights.values()) / len(weights)
-    return {name: weight / mean for name, weight in weights.items()}
+    with expanded(model):
+        found = dense_layers("layers", model, layers)
+        data = collected(batches)
+        tokens = dict.fromkeys(found, 0)
+        slopes = {
+            name: _zero(layer) for name, layer in found.items()
+        }  # on the devices, so that no GPU is waited for
+        sizes = {name: _zero(layer) for name, layer in found.items()}
+        with evaluating(model):
+            for batch in data:
+                outputs: list[tuple[str, Tensor]] = []
+                with ExitStack() as handles, torch.enable_grad():
+                    for name, layer in found.items():
+                        handles.callback(layer.register_forward_hook(_keeping(name, outputs)).remove)
+                    value = loss(model, batch) if loss else own_loss((forward or call_model)(model, batch))
+                    gradients = _gradients(value, [y for _, y in outputs])
+                for (name, y), gradient in zip(outputs, gradients, strict=True):
+                    bias = found[name].bias
+                    product = y.detach().double() - (0.0 if bias is None else bias.detach().double())
+                    sizes[name] += product.square().mean(-1).sum()
+                    tokens[name] += y.shape[:-1].numel()
+                    if gradient is not None:
+                        slopes[name] += gradient.double().square().sum()
+        weights = {name: float(slopes[name] * sizes[name]) / max(1, tokens[name]) for name in found}
+        for name, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise InvalidArgumentError(
+                    f"loss must depend on layer {name!r} with finite gradients, got a weight of {weight}"
+                )
+        mean = sum(weights.values()) / len(weights)
+        return {name: weight / mean for name, weight in weights.items()}
 
 
 def _zero(layer: Any) -> Tensor:

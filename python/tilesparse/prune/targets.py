@@ -13,6 +13,7 @@ from .._names import NamePattern
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import dense_weight, is_conv1d
+from ..nn.known_experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..patch.building import CannotBeCutError, check_blocks_can_be_chosen
 from ..patch.matching import check_rules, match_modules, reason_not_linear
@@ -66,7 +67,7 @@ def targets_matching(
             targets[aliases[0]] = config
     if strict and layers is not None and targets:
         check_rules(rules, names, {model.get_submodule(name) for name in targets}, others)
-    return targets, [layer for layer in others if _is_linear(model, layer.name)]
+    return targets, [layer for layer in others if _has_weights(model, layer.name)]
 
 
 def targets_named(
@@ -95,9 +96,11 @@ def targets_named(
     return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
 
 
-def _is_linear(model: nn.Module, name: str) -> bool:
+def _has_weights(model: nn.Module, name: str) -> bool:
+    """Return True for what reports name where it stays dense: linear layers, and 3-D weights."""
     module = model.get_submodule(name)
-    return isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
+    linear = isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
+    return linear or bool(stacked_parameters(module))
 
 
 def config_of(name: str, pattern: BlockPattern, **stored: Any) -> BlockSparseConfig:

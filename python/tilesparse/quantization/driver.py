@@ -173,6 +173,8 @@ def _reason_to_skip(
 ) -> str | None:
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
+    if module.of_experts:
+        return "weights of experts, for whose inputs nothing is found; to_storage stores them in 8 or 4 bits"
     check_whole(module, "quantize_")
     if not storage_of(module.storage).trainable:
         stored = storage_of(module.storage).describe(module.nm, module.activations)

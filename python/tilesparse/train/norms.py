@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import has_peers
 from ._layers import precision_of
@@ -34,6 +34,11 @@ class GradientNorms:
         """Take norms in the backward passes from now on."""
         self.stop()
         for name, layer in self._layers.items():
+            if layer.of_experts:
+                raise UnsupportedError(
+                    f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
+                    "choose blocks by other scores"
+                )
             self._observers[name] = layer.observe = Observer(layer, self._norm)
 
     def stop(self) -> None:

@@ -32,11 +32,15 @@ def named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, d
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     prefix, found = f"{model.base_model_prefix}.", {}
 
-    def find(name: str) -> str | None:
+    def find(name: str, experts: bool = False) -> str | None:
+        if experts:  # projections of dense experts are no modules
+            parent, _, own = name.rpartition(".")
+            there = find(parent)
+            return find(name) or (None if there is None else f"{there}.{own}")
         return next((own for own in (name, prefix + name, name.removeprefix(prefix)) if own in modules), None)
 
     for name, entry in layers.items():
-        own = find(name)
+        own = find(name, entry.get("experts") is not None)
         outer = find(name.removesuffix(".base_layer"))
         if own is None and outer is not None:
             raise CheckpointError(
@@ -44,13 +48,21 @@ def named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, d
                 "the model was saved with an adapter in it; merge or remove the adapter before saving"
             )
         if own is not None:  # of another kind of module, `prepare` refuses it
-            dtype = getattr(getattr(modules[own], "weight", None), "dtype", entry["dtype"])
+            dtype = _dtype_of(modules, own, entry["dtype"])
             found[own] = name, {**entry, "dtype": str(dtype).removeprefix("torch.")}
     if layers and not found:
         raise InvalidArgumentError(
             f"layers: none of them is in {type(model).__name__}, as {next(iter(layers))!r}"
         )
     return found
+
+
+def _dtype_of(modules: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the dtype of the weight of a layer, or of the parameters that are dense experts' there."""
+    if name in modules:
+        return getattr(getattr(modules[name], "weight", None), "dtype", default)
+    dense = modules[name.rpartition(".")[0]]
+    return next((parameter.dtype for parameter in dense.parameters(recurse=False)), default)
 
 
 def check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:

@@ -12,6 +12,8 @@ from ..._arguments import checked
 from ..._listeners import check_can_change, layers_changed
 from ...errors import UnsupportedError
 from ...nn.convert import is_conv1d
+from ...nn.experts import BlockSparseExperts
+from ...nn.known_experts import projections_of
 from ...nn.linear import BlockSparseLinear
 from ...patch.modules import set_submodule, share_hooks
 from ...storage.registry import storage_of
@@ -46,7 +48,12 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
     there = dict(twin.named_modules(remove_duplicate=False))
-    dense = {layer: _as_dense(layer, there.get(name)) for name, layer in layers}
+    dense: dict[nn.Module, Any] = {}
+    for name, experts in model.named_modules():
+        if isinstance(experts, BlockSparseExperts):
+            dense[experts] = _as_dense_experts(name, experts, there.get(name))
+    inside = {layer for experts in dense for layer in experts.children()}
+    dense |= {layer: _as_dense(layer, there.get(name)) for name, layer in layers if layer not in inside}
     names = [
         (name, module) for name, module in model.named_modules(remove_duplicate=False) if module in dense
     ]
@@ -55,6 +62,19 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
         set_submodule(model, name, dense[layer])
     layers_changed(model)
     return model if dtype is None else model.to(dtype)
+
+
+def _as_dense_experts(name: str, experts: BlockSparseExperts, there: Any) -> nn.Module:
+    """The experts that a model has there, with these weights."""
+    if projections_of(there) is None:
+        raise UnsupportedError(f"experts {name!r}: the model has no dense experts there")
+    for own, tensor in experts.to_dense().items():
+        setattr(there, own, nn.Parameter(tensor))
+    for own, child in experts.named_children():
+        if own not in experts.projections():
+            there.add_module(own, child)
+    there.config = experts.config
+    return there.train(experts.training)  # type: ignore[no-any-return]
 
 
 def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:

@@ -1,0 +1,413 @@
+"""Grouped products of block-sparse experts, and whole layers, against dense grouped ones and dense loops.
+
+    python benchmarks/bench_experts.py --output experts.json
+
+README.md beside this says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from harness import (
+    CudaTimer,
+    HostTimer,
+    Timer,
+    block_list,
+    budgeted_parser,
+    density_list,
+    name_list,
+    parsed,
+    poisoned,
+    positive,
+    recording,
+    relative_error,
+    run_benchmark,
+    steady_times,
+    subset,
+    warm_up,
+    within_budget,
+    write_json,
+)
+from torch import Tensor, nn
+
+from tilesparse import BlockPattern, BlockSparseExperts
+from tilesparse.functional import grouped_linear
+
+OPS = ("forward", "dx", "dw")
+SECTIONS = ("products", "layer")
+LAYER = {  # Qwen3-30B-A3B
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+ROUTINGS = ("even", "zipf")
+WRONG = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # relative Frobenius norm of the difference
+WARM_UP_CALLS = 3
+
+
+class Shape(NamedTuple):
+    """The projection of gate and up of all experts, and the tokens that each goes to ``top_k`` of them."""
+
+    name: str
+    experts: int
+    out_features: int
+    in_features: int
+    top_k: int
+    tokens: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("many-8192", 128, 1536, 2048, 8, 8192),  # Qwen3-30B-A3B
+        Shape("many-64", 128, 1536, 2048, 8, 64),
+        Shape("few-8192", 8, 28672, 4096, 2, 8192),  # Mixtral 8x7B
+        Shape("few-512", 8, 28672, 4096, 2, 512),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pattern and routing; all its products are measured together."""
+
+    shape: Shape
+    block_shape: tuple[int, int]
+    density: float
+    routing: str
+
+    def __str__(self) -> str:
+        bn, bk = self.block_shape
+        return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.routing}"
+
+    def record(self) -> dict[str, Any]:
+        """What is written of it, with results to come."""
+        own = {"block_shape": list(self.block_shape), "density": self.density, "routing": self.routing}
+        return {"shape": self.shape.name, **self.shape._asdict(), **own, "results": []}
+
+
+class Operands:
+    """What a case multiplies: normal numbers in the blocks, their dense weight [E, out, in], tokens.
+
+    Tokens are sorted by expert; ``offsets`` [E + 1] and the counts that the host knows say where they change.
+    """
+
+    def __init__(self, case: Case, device: str, dtype: torch.dtype, seed: int) -> None:
+        shape = case.shape
+        generator = torch.Generator().manual_seed(seed)
+        self.pattern = BlockPattern.random(
+            (shape.experts * shape.out_features, shape.in_features),
+            block_shape=case.block_shape,
+            density=case.density,
+            parts=(shape.experts, 1),
+            generator=generator,
+        ).to(device)
+        counts = torch.bincount(_chosen_experts(case, generator), minlength=shape.experts)
+        self.counts: list[int] = counts.tolist()
+        ends = counts.cumsum(0)
+        self.offsets = torch.cat((ends.new_zeros(1), ends)).to(device, torch.int32)
+        torch.manual_seed(seed)
+        rows = sum(self.counts)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device)
+
+        self.values = randn(self.pattern.nnz, *case.block_shape)
+        self.x = randn(rows, shape.in_features)
+        self.dy = randn(rows, shape.out_features)
+        self.weight = self._dense(case)
+
+    def _dense(self, case: Case) -> Tensor:
+        """[E, out, in] of the same values, so that the dense products check the sparse ones."""
+        (bn, bk), (rows, columns) = case.block_shape, self.pattern.grid
+        weight = self.values.new_zeros(rows, columns, bn, bk)
+        weight[self.pattern.block_indices()] = self.values
+        whole = weight.transpose(1, 2).reshape(self.pattern.shape)
+        return whole.view(case.shape.experts, case.shape.out_features, case.shape.in_features)
+
+    def randomize_weight(self) -> None:
+        """Leave no zeros in the dense weight: GPUs multiply them faster."""
+        self.weight.normal_()
+
+
+def _chosen_experts(case: Case, generator: torch.Generator) -> Tensor:
+    """[tokens * top_k]: each token draws its experts without replacement (Gumbel top-k; Kool et al., 2019).
+
+    "even": all are equally likely, "zipf": in proportion to 1 / rank.
+    """
+    shape = case.shape
+    likely = torch.zeros(shape.experts)
+    if case.routing == "zipf":
+        likely = -torch.arange(1, shape.experts + 1).log()
+    uniform = torch.rand(shape.tokens, shape.experts, generator=generator).clamp_(1e-9, 1 - 1e-7)
+    return (likely - (-uniform.log()).log()).topk(shape.top_k).indices.flatten()
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A whole Qwen3-MoE layer: router, sorting, experts, and the sum of their results."""
+
+    tokens: int
+    block_shape: tuple[int, int]
+    density: float
+
+    def __str__(self) -> str:
+        bn, bk = self.block_shape
+        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g}"
+
+    def record(self) -> dict[str, Any]:
+        """What is written of it, with results to come."""
+        own = {"tokens": self.tokens, "block_shape": list(self.block_shape), "density": self.density}
+        return {"shape": "layer", **LAYER, **own, "results": []}
+
+    def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+        """Return the dense layer, by grouped products, and the sparse one with its best blocks."""
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(**LAYER)
+        config._experts_implementation = "grouped_mm"
+        dense = Qwen3MoeSparseMoeBlock(config)
+        for parameter in dense.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        dense = dense.to(device, dtype)
+        sparse = copy.deepcopy(dense)
+        sparse.experts = BlockSparseExperts.from_experts(
+            dense.experts, self.density, block_shape=self.block_shape
+        )
+        return dense, sparse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 1 if a result was wrong or the GPU gave up."""
+    arguments = parsed(_parser(), argv)
+    on_gpu = arguments.device == "cuda"
+    # Not the default stream, which no graph captures: gradients run where their forward pass ran.
+    with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
+        return run_benchmark(arguments, _run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = budgeted_parser(__doc__, "experts.json", 540.0)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: float32 and the loop (%(default)s)")
+    add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
+    add(
+        "--shapes",
+        type=_shapes,
+        default=tuple(SHAPES.values()),
+        help=f"of {','.join(SHAPES)}, or experts x out x in x top_k x tokens as 8x1024x512x2x512 (all named)",
+    )
+    add("--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (both)")
+    add("--layer-tokens", type=positive, nargs="+", default=[8192], help="of a whole layer (%(default)s)")
+    add("--blocks", type=block_list, default=block_list("128,64"), help="as 32 or 128x32 (128,64)")
+    add("--densities", type=density_list, default=(0.25, 0.5, 1.0), help="(.25,.5,1)")
+    add("--routings", type=subset(ROUTINGS), default=ROUTINGS, help=f"of {','.join(ROUTINGS)} (both)")
+    add("--repetitions", type=positive, default=20, help="at least (%(default)s)")
+    add("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
+    return parser
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(SHAPES[name] if name in SHAPES else _custom_shape(name) for name in name_list(text))
+
+
+def _custom_shape(text: str) -> Shape:
+    sizes = text.split("x")
+    if len(sizes) != 5 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither a named shape nor experts x out x in x top_k x tokens"
+        )
+    return Shape(text, *map(int, sizes))
+
+
+def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    start = time.monotonic()
+    on_gpu = arguments.device == "cuda"
+    timer: Timer = CudaTimer() if on_gpu else HostTimer()
+    if on_gpu:
+        warm_up()
+    axes = arguments.blocks, arguments.densities
+    cases: list[Case | LayerCase] = []
+    if "products" in arguments.sections:
+        cases += [Case(*parts) for parts in product(arguments.shapes, *axes, arguments.routings)]
+    if "layer" in arguments.sections:
+        cases += [LayerCase(*parts) for parts in product(arguments.layer_tokens, *axes)]
+    for case in within_budget(cases, arguments, document, start):
+        record = case.record()
+        document["cases"].append(record)
+        with recording(record, "case"):
+            if isinstance(case, Case):
+                _measure_case(case, record, timer, arguments)
+            else:
+                _measure_layer(case, record, timer, arguments)
+        write_json(arguments.output, document)
+
+
+def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace) -> None:
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    operands = Operands(case, arguments.device, dtype, arguments.seed)
+    record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
+    calls = {op: _sparse(op, operands) for op in arguments.ops}
+    errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
+    operands.randomize_weight()
+    for op in arguments.ops:
+        result: dict[str, Any] = {"op": op}
+        record["results"].append(result)
+        with recording(result, op):
+            result |= _measure(op, calls[op], operands, timer, arguments.repetitions)
+            error = errors[op]
+            result |= {"error": error, "wrong": error is None or error > WRONG[dtype]}
+            print(f"  {op:8} {result}", flush=True)
+
+
+def _measure(
+    op: str, sparse: Callable[[], Tensor], operands: Operands, timer: Timer, repetitions: int
+) -> dict[str, Any]:
+    """Microseconds of the sparse product and of the dense ways."""
+    loop = _captured(_loop(op, operands))
+    grouped = loop if not operands.x.is_cuda else _captured(_grouped(op, operands))
+    times = steady_times(_captured(sparse), grouped, timer, repetitions, loop=loop)
+    dense = {name: sum(around) / 2 for name, around in times.beside.items()}
+    return {
+        "t_us": round(times.sparse_us, 2),
+        "grouped_us": round(dense["dense"], 2) if operands.x.is_cuda else None,
+        "loop_us": round(dense["loop"], 2),
+        "speedup": round(min(dense.values()) / times.sparse_us, 4),
+        "unsteady": times.unsteady,
+    }
+
+
+def _measure_layer(
+    case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
+) -> None:
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    torch.manual_seed(arguments.seed)
+    dense, sparse = case.make(arguments.device, dtype)
+    size = 1, case.tokens, LAYER["hidden_size"]
+    x, dy = (torch.randn(size, dtype=dtype, device=arguments.device) for _ in range(2))
+    error = _error_of_layer(dense, sparse, x)
+    for op, call in (("layer forward", _forward_of), ("layer step", _step_of)):
+        result: dict[str, Any] = {"op": op}
+        record["results"].append(result)
+        with recording(result, op):
+            sparse_call, dense_call = (_captured(call(layer, x, dy)) for layer in (sparse, dense))
+            times = steady_times(sparse_call, dense_call, timer, arguments.repetitions)
+            result |= {
+                "t_us": round(times.sparse_us, 2),
+                "grouped_us": round(sum(times.dense_us) / 2, 2),
+                "speedup": round(times.speedup, 4),
+                "unsteady": times.unsteady,
+                "error": error,
+                "wrong": error is None or error > WRONG[dtype],
+            }
+            print(f"  {op:8} {result}", flush=True)
+
+
+@torch.no_grad()
+def _error_of_layer(dense: Any, sparse: Any, x: Tensor) -> float | None:
+    """Compare with the dense layer of the same weights, whose routing is the same."""
+    same = copy.deepcopy(dense)
+    for name, tensor in sparse.experts.to_dense().items():
+        same.experts.get_parameter(name).copy_(tensor)
+    return relative_error(sparse(x), same(x).float())
+
+
+def _forward_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    return torch.no_grad()(lambda: layer(x))
+
+
+def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    """Forward, and the gradients of x and of all parameters."""
+    wanted = [x.detach().requires_grad_(), *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(wanted[0]), wanted, dy)[0]
+
+
+def _sparse(op: str, operands: Operands) -> Callable[[], Tensor]:
+    """The product, or a gradient alone of a forward pass that happened before."""
+    x, values = operands.x.detach(), operands.values.detach()
+    if op == "forward":
+        return lambda: grouped_linear(x, values, operands.pattern, operands.offsets)
+    wanted = (x if op == "dx" else values).requires_grad_()
+    y = grouped_linear(x, values, operands.pattern, operands.offsets)
+    return lambda: torch.autograd.grad(y, wanted, operands.dy, retain_graph=True)[0]
+
+
+def _grouped(op: str, operands: Operands) -> Callable[[], Tensor]:
+    """PyTorch's grouped product."""
+    x, dy, weight, ends = operands.x, operands.dy, operands.weight, operands.offsets[1:]
+    if op == "forward":
+        return lambda: torch._grouped_mm(x, weight.mT, offs=ends)
+    if op == "dx":
+        return lambda: torch._grouped_mm(dy, weight, offs=ends)
+    return lambda: torch._grouped_mm(dy.T, x, offs=ends)
+
+
+def _loop(op: str, operands: Operands) -> Callable[[], Tensor]:
+    """One dense product for each expert that has tokens; the host knows their numbers."""
+    y, dx, dw = (torch.zeros_like(one) for one in (operands.dy, operands.x, operands.weight))
+    parts = [tensor.split(operands.counts) for tensor in (operands.x, operands.dy, y, dx)]
+    experts = [parts for parts in zip(operands.weight, dw, *parts, strict=True) if len(parts[2])]
+
+    def forward() -> Tensor:
+        for weight, _, x, _, y_part, _ in experts:
+            torch.mm(x, weight.T, out=y_part)
+        return y
+
+    def gradient_of_x() -> Tensor:
+        for weight, _, _, dy, _, dx_part in experts:
+            torch.mm(dy, weight, out=dx_part)
+        return dx
+
+    def gradient_of_weight() -> Tensor:
+        for _, dw_part, x, dy, _, _ in experts:
+            torch.mm(dy.T, x, out=dw_part)
+        return dw
+
+    return {"forward": forward, "dx": gradient_of_x, "dw": gradient_of_weight}[op]
+
+
+def _exact(op: str, operands: Operands) -> Tensor:
+    """The result in float32, expert by expert; of the gradient of W the kept blocks, in the values' order."""
+    parts = [tensor.split(operands.counts) for tensor in (operands.x, operands.dy)]
+    results = []
+    for weight, x, dy in zip(operands.weight, *parts, strict=True):
+        left, right = {"forward": (x, weight.T), "dx": (dy, weight), "dw": (dy.T, x)}[op]
+        results.append(left.float() @ right.float())
+    if op != "dw":
+        return torch.cat(results)
+    (bn, bk), (rows, columns) = operands.pattern.block_shape, operands.pattern.grid
+    blocks = torch.cat(results).view(rows, bn, columns, bk).transpose(1, 2)
+    return blocks[operands.pattern.block_indices()]
+
+
+def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return the replay of a CUDA graph of a call, so that the host's time does not count."""
+    if not call().is_cuda:
+        return call
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(WARM_UP_CALLS):
+        call()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        result = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+if __name__ == "__main__":
+    sys.exit(main())
