@@ -125,6 +125,13 @@ struct Int4DecodeFormat {
         return with_block<32, 4>(problem, start);
     }
 
+    // Of grouped products: for as many tokens as most groups have.
+    template <class Start>
+    static int32_t with_group_shape(const Problem& problem, Start start) {
+        return tokens_of_group(problem) > 4 ? with_block<32, 4>(problem, start)
+                                            : with_block<32, 1>(problem, start);
+    }
+
   private:
     template <int kRows, int kTokenTiles, class Start>
     static int32_t with_block(const Problem& problem, Start start) {

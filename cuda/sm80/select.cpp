@@ -1,6 +1,9 @@
 #include "sm80/select.h"
 
+#include <algorithm>
+
 #include "common/estimate.h"
+#include "common/token_groups.h"
 
 namespace ts::sm80 {
 namespace {
@@ -57,12 +60,33 @@ Problem in_16_bits(const Problem& problem) {
     return result;
 }
 
+// What a grouped product is like with one weight: it has the results of all groups with tokens side by side,
+// for as many tokens as one of these has.
+Problem without_groups(const Problem& problem) {
+    Problem result = problem;
+    Pattern& pattern = result.pattern;
+    const int64_t groups = pattern.groups, busy = busy_groups(problem);
+    pattern.out_features = pattern.out_features / groups * (problem.op == Op::dds_nn ? 1 : busy);
+    pattern.in_features *= problem.op == Op::dds_nn ? busy : 1;
+    pattern.nnz = pattern.nnz * busy / groups;
+    pattern.groups = 1;
+    result.tokens = tokens_of_group(problem);
+    result.offsets = nullptr;
+    return result;
+}
+
 }  // namespace
 
 // Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
-// latency the more numerous warps of a small tile hide better.
+// latency the more numerous warps of a small tile hide better. The last tile of a group's tokens is half
+// empty in the mean.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kConversion = 1.3;  // of float8 to halves, by the instructions it takes
+    if (problem.grouped()) {
+        Problem alike = without_groups(problem);
+        alike.tokens = std::max<int64_t>(alike.tokens + kernel.tile_tokens / 2, kernel.tile_tokens);
+        return estimate_dds(kernel, alike, device);
+    }
     if (is_quantized(problem.input_dtype)) {
         const double factor = problem.input_dtype == DType::float8_e4m3fn ? kConversion : 1;
         return factor * estimate_dds(kernel, in_16_bits(problem), device);
@@ -78,6 +102,7 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
 // the largest; between, half of a wide tile idles.
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (problem.grouped()) return estimate_sdd(kernel, without_groups(problem), device);
     constexpr double kOtherTile = 1.15, kByte = 0.4, kLaterStart = 1;  // later than those with TMA
     const Pattern& pattern = problem.pattern;
     const int32_t block_rows = pattern.block_rows;
@@ -92,7 +117,8 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
     return kStart + tile * (kLaterStart + 1e-6 * precision_factor(problem) * work);
 }
 
-double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
+double estimate_decode(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (problem.grouped()) return estimate_decode(kernel, without_groups(problem), device);
     if (is_medium_batch(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
