@@ -74,6 +74,18 @@ inline double dds_work(const Kernel& kernel, const Problem& problem, const Devic
     return parts == 1 ? work : work * std::min(1.0, split_time(dds_steps(problem, kernel.plan.step), parts));
 }
 
+// A grouped product as a product of one weight, which each token meets once: of as many tokens as spans have
+// room for if groups are about equally large, so that each group's last span is filled by half.
+inline Problem of_one_weight(Problem problem, int span_tokens) {
+    const double groups = problem.pattern.groups, mean = static_cast<double>(problem.tokens) / groups;
+    const double spans = groups * std::max(std::min(mean, 1.0), mean / span_tokens + 0.5);
+    problem.tokens = static_cast<int64_t>(spans * span_tokens);
+    problem.pattern.out_features /= problem.pattern.groups;
+    problem.pattern.nnz /= problem.pattern.groups;
+    problem.pattern.groups = 1;
+    return problem;
+}
+
 inline bool has_small_blocks(const Problem& problem) {
     return problem.pattern.block_rows == problem.pattern.block_cols && problem.pattern.block_rows <= 32;
 }

@@ -35,6 +35,9 @@
 //     - k [tiles][pieces]: first feature of x, -1 where there is none
 //     - slots [tiles][pieces][group_rows]: block in values, -1 where there is none
 //
+// No tile has block rows of two weights (Pattern::groups). Tiles go by weight, and in each as above; of dds
+// all weights have equally many. Block rows are numbered over all weights, k and x within each.
+//
 // The plans of sdd by strips are described in common/strip_plan.h, those by lists in common/list_plan.h.
 // Sections may have more room than they use.
 #pragma once

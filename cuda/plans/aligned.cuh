@@ -131,8 +131,13 @@ static __global__ void __launch_bounds__(1024)
         if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
     }
     if (shape.tiles == 0) return;
-    const auto longer = [](int2 a, int2 b) { return a.x != b.x ? a.x > b.x : a.y > b.y; };
-    const int2 at = place_of_tile(costs, shape.tiles, tile, longer);
+    const int2 own_costs = costs[tile];
+    const auto earlier = [&](int2 other, int i) {
+        return other.x != own_costs.x   ? other.x > own_costs.x
+               : other.y != own_costs.y ? other.y > own_costs.y
+                                        : i < tile;
+    };
+    const int2 at = place_of_tile(costs, shape.tiles, earlier);
     const int place = at.x, first = at.y, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         plan.tiles()[2 * place] = first;
@@ -236,7 +241,7 @@ class AlignedBuilder {
         result.column_steps = std::max(1, view.col_block / step);
         result.squares = view.col_block / view.row_block;
         result.column_squares = std::min(step, view.col_block) / view.row_block;
-        result.tiles = Grouping::group_count(view.rows, result.group_rows);
+        result.tiles = Grouping::group_count(view, result.group_rows);
         const int64_t columns = (view.cols + result.columns - 1) / result.columns;
         const int64_t steps = std::min<int64_t>(view.nnz, result.tiles * columns) * result.column_steps;
         result.most_steps = static_cast<int>(std::min<int64_t>(steps, INT32_MAX));

@@ -1,11 +1,14 @@
 // Plans of sdd for blocks of 128 x 128, as common/strip_plan.h describes them. A tile is two blocks of a
 // line: of a row, or of a column where x is wider than y. As on the host, lines give some blocks to those
-// that cross them, so that nearly all have an even number, and tiles of one line come two by two.
+// that cross them, so that nearly all have an even number, and tiles of one line come two by two. The
+// columns of several weights are those of a diagonal of them, so that lines cross in one weight alone; their
+// tiles are sorted by weight and not two by two.
 #pragma once
 
 #include <climits>
 
 #include "common/strip_plan.h"
+#include "plans/strips.cuh"
 #include "plans/transpose.cuh"
 
 namespace ts::plans {
@@ -110,37 +113,47 @@ static __global__ void pair_singles(const BlockTile* singles, const int2* totals
     tiles[2 * totals->x + place] = singles[own];
 }
 
+// The place of a tile among all. Called by a warp.
+__device__ inline int place_of_block_tile(const View& view, const BlockTile* tiles, int count, bool wide,
+                                          int own) {
+    const int step = view.weights > 1 ? 1 : 2, first = own / step * step, lane = threadIdx.x % 32;
+    if (first + step > count) return own;
+    const auto order_of = [&](const BlockTile& tile) {
+        const int row = tile.swapped ? tile.blocks[0] : tile.line;
+        const auto weight = static_cast<uint64_t>(row / view.weight_rows());
+        return weight << StripTile::kWeightBits | tile.order(wide);
+    };
+    const uint64_t order = order_of(tiles[first]);
+    int place = 0;
+    for (int i = step * lane; i + step <= count; i += step * 32) {
+        const uint64_t other = order_of(tiles[i]);
+        place += other < order || (other == order && i < first);
+    }
+    return step * __reduce_add_sync(~0u, place) + own % step;
+}
+
 // One warp for each tile there could be. Pairs are sorted by their first tiles.
 static __global__ void write_block_tiles(View view, const BlockTile* tiles, const int2* totals, bool wide,
                                          Sections plan) {
     constexpr int kUnits = 2 * kStripWindow / kStripFeatures;
     const int own = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    const int count = 2 * totals->x + totals->y, pairs = count / 2;
+    const int count = 2 * totals->x + totals->y;
     if (own == 0 && lane == 0) {
         plan.header.tiles = count;
         *reinterpret_cast<PlanHeader*>(plan.words) = plan.header;
     }
     if (own >= count) return;
-    int place = 0;
-    if (own / 2 < pairs) {
-        const uint64_t order = tiles[own / 2 * 2].order(wide);
-        for (int i = lane; i < pairs; i += 32) {
-            const uint64_t other = tiles[2 * i].order(wide);
-            place += other < order || (other == order && i < own / 2);
-        }
-        place = __reduce_add_sync(~0u, place);
-    } else {
-        place = pairs;
-    }
-    place = 2 * place + own % 2;
+    const int place = place_of_block_tile(view, tiles, count, wide, own);
     const BlockTile tile = tiles[own];
     const int unit = lane % kUnits, width = kStripFeatures;
+    // Columns are numbered in each weight.
+    const int line = tile.swapped ? tile.line % view.weight_cols() : tile.line;
     if (lane == 0)
-        *reinterpret_cast<int4*>(plan.tiles() + 4 * place) =
-            make_int4(2 * width * tile.line, 2 * width * tile.line + width, tile.blocks[1] < 0 ? 2 : 4,
-                      tile.swapped ? -1 : 0);
+        *reinterpret_cast<int4*>(plan.tiles() + 4 * place) = make_int4(
+            2 * width * line, 2 * width * line + width, tile.blocks[1] < 0 ? 2 : 4, tile.swapped ? -1 : 0);
     if (lane >= kUnits) return;
-    const int crossing = unit < 4 ? tile.blocks[unit / 2] : -1;
+    const int of_unit = unit < 4 ? tile.blocks[unit / 2] : -1;
+    const int crossing = tile.swapped || of_unit < 0 ? of_unit : of_unit % view.weight_cols();
     plan.k()[place * kUnits + unit] = crossing < 0 ? -1 : (2 * crossing + unit % 2) * width;
     // Both halves, of kUnits / 2 units each, have the same blocks.
     const int block = tile.blocks[unit / 2 % 2];
@@ -152,7 +165,7 @@ class BlockBuilder {
   public:
     BlockBuilder(Arena& arena, const View& view, const Pattern& pattern, int32_t key)
         : view_(view),
-          by_column_(pattern.out_features < pattern.in_features),
+          by_column_(pattern.group_out_features() < pattern.in_features),
           rows_{nullptr, view.rows, (view.cols + 31) / 32},
           columns_{nullptr, view.cols, (view.rows + 31) / 32} {
         for (Sets* sets : {&rows_, &columns_}) sets->words = arena.take<uint32_t>(sets->size());
@@ -167,7 +180,7 @@ class BlockBuilder {
         tiles_ = arena.take<BlockTile>(most);
         singles_ = arena.take<BlockTile>(lists_);
         const int units = 2 * kStripWindow / kStripFeatures;
-        header_ = lay_out(key, {4 * most, 0, 0, most * units, most * units});
+        header_ = lay_out(key, {4 * most, 0, 0, most * units, most * units, starts_of(view)});
         header_.unit_blocks = 1;
         header_.units = units;
     }
@@ -189,6 +202,7 @@ class BlockBuilder {
         launch(pair_singles, lists_, 64, stream, singles_, totals, by_column_, tiles_);
         launch(write_block_tiles, int64_t{32} * most_tiles_, 128, stream, view_, tiles_, totals, by_column_,
                Sections{header_, static_cast<int*>(plan)});
+        list_starts(view_, header_, plan, stream);
     }
 
   private:

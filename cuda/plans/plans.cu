@@ -14,9 +14,11 @@ namespace {
 View view_of(const Pattern& pattern, Op op) {
     const auto rows = static_cast<int>(pattern.out_features / pattern.block_rows);
     const auto cols = static_cast<int>(pattern.in_features / pattern.block_cols);
+    const int weights = pattern.groups;
     if (op == Op::dds_nn)
-        return {pattern.cols, cols, rows, pattern.block_cols, pattern.block_rows, pattern.nnz};
-    return {pattern.rows, rows, cols, pattern.block_rows, pattern.block_cols, pattern.nnz};
+        return {pattern.cols,       cols * weights, rows / weights, pattern.block_cols,
+                pattern.block_rows, pattern.nnz,    weights,        false};
+    return {pattern.rows, rows, cols, pattern.block_rows, pattern.block_cols, pattern.nnz, weights, false};
 }
 
 // Calls `visit` with the builder of plans of that kind, which takes its memory from the arena.
@@ -31,7 +33,7 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
         ListBuilder builder(arena, view, pattern, key);
         visit(builder);
     } else if (shape.kind == PlanKind::strips && are_wide_blocks(pattern)) {
-        BlockBuilder builder(arena, view, pattern, key);
+        BlockBuilder builder(arena, view.as_diagonal(), pattern, key);
         visit(builder);
     } else if (shape.kind == PlanKind::strips) {
         StripBuilder builder(arena, view, pattern, key);
@@ -70,7 +72,7 @@ int32_t build(const Pattern& pattern, Op op, PlanShape shape, void* plan, void* 
 
 size_t transpose_workspace(const Pattern& pattern) {
     Arena arena(nullptr);
-    Transposer(arena, view_of(pattern, Op::dds_nt));
+    Transposer(arena, view_of(pattern, Op::dds_nt).as_diagonal());
     return arena.used();
 }
 
@@ -78,7 +80,7 @@ int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, in
                   void* workspace, void* stream) {
     Arena arena(workspace);
     Stream enqueued{static_cast<cudaStream_t>(stream)};
-    Transposer(arena, view_of(pattern, Op::dds_nt)).run(col_ptr, row_idx, col_slot, enqueued);
+    Transposer(arena, view_of(pattern, Op::dds_nt).as_diagonal()).run(col_ptr, row_idx, col_slot, enqueued);
     return enqueued.error;
 }
 

@@ -16,19 +16,34 @@ namespace ts::plans {
 // A pattern seen from the features whose block rows are grouped.
 struct View {
     Adjacency blocks;
-    int rows;
-    int cols;
+    int rows;  // of all weights
+    int cols;  // of one; `diagonal`: of all, so that no two weights have a column in common
     int row_block;
     int col_block;
     int64_t nnz;
+    int weights;  // see Pattern::groups
+    bool diagonal;
+
+    __host__ __device__ int weight_rows() const { return rows / weights; }
+    __host__ __device__ int weight_cols() const { return diagonal ? cols / weights : cols; }
+    // What is added to the columns of a row's entries.
+    __device__ int first_col(int row) const { return diagonal ? row / weight_rows() * weight_cols() : 0; }
+
+    View as_diagonal() const {
+        View view = *this;
+        view.cols *= weights;
+        view.diagonal = weights > 1;
+        return view;
+    }
 };
 
 // The first entry of a row whose column is not less than `col`, or the row's end.
 __device__ inline int find_entry(const View& view, int row, int col) {
     int begin = __ldg(view.blocks.ptr + row), end = __ldg(view.blocks.ptr + row + 1);
+    const int before = col - view.first_col(row);
     while (begin < end) {
         const int middle = begin + (end - begin) / 2;
-        if (__ldg(view.blocks.idx + middle) < col)
+        if (__ldg(view.blocks.idx + middle) < before)
             begin = middle + 1;
         else
             end = middle;
@@ -39,7 +54,8 @@ __device__ inline int find_entry(const View& view, int row, int col) {
 // Where the values of a block are, -1 if it is not kept.
 __device__ inline int find_slot(const View& view, int row, int col) {
     const int entry = find_entry(view, row, col);
-    const bool found = entry < __ldg(view.blocks.ptr + row + 1) && __ldg(view.blocks.idx + entry) == col;
+    const bool found = entry < __ldg(view.blocks.ptr + row + 1) &&
+                       __ldg(view.blocks.idx + entry) == col - view.first_col(row);
     return found ? __ldg(view.blocks.slot + entry) : -1;
 }
 
@@ -68,9 +84,10 @@ static __global__ void fill_sets(View view, Sets sets, Elements elements) {
     const int set = static_cast<int>(index % sets.count), first = static_cast<int>(index / sets.count) * 32;
     uint32_t bits = 0;
     for (int row = set * elements.rows; row < min((set + 1) * elements.rows, view.rows); ++row) {
-        const int end = __ldg(view.blocks.ptr + row + 1);
+        const int end = __ldg(view.blocks.ptr + row + 1), first_col = view.first_col(row);
         for (int e = find_entry(view, row, first * elements.cols / elements.per_column); e < end; ++e) {
-            const int element = __ldg(view.blocks.idx + e) * elements.per_column / elements.cols - first;
+            const int col = __ldg(view.blocks.idx + e) + first_col;
+            const int element = col * elements.per_column / elements.cols - first;
             if (element >= 32) break;
             bits |= ((1u << elements.per_column) - 1) << element;
         }
@@ -130,16 +147,16 @@ __device__ inline int block_sum(int value) { return block_scan(value).y; }
 __device__ inline int steps_of(int cost) { return cost; }
 __device__ inline int steps_of(int2 cost) { return cost.x; }
 
-// The tile's place among all that are sorted by `before`, and its first step. Called by a block.
-template <class Cost, class Before>
-__device__ inline int2 place_of_tile(const Cost* costs, int tiles, int tile, Before before) {
-    const Cost own = costs[tile];
+// The place of a tile, and its first step, after those of which earlier(cost, tile) is true. Called by a
+// block.
+template <class Cost, class Earlier>
+__device__ inline int2 place_of_tile(const Cost* costs, int tiles, Earlier earlier) {
     int place = 0, first = 0;
     for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
         const Cost other = costs[i];
-        const bool earlier = before(other, own) || (!before(own, other) && i < tile);
-        place += earlier;
-        first += earlier ? steps_of(other) : 0;
+        const bool before = earlier(other, i);
+        place += before;
+        first += before ? steps_of(other) : 0;
     }
     place = block_sum(place);
     return make_int2(place, block_sum(first));

@@ -21,6 +21,7 @@ struct StripShape {
     int rows_per_strip;  // block rows of a strip, at least 1
     int cols_per_unit;   // block columns of a unit, at least 1
     int most_tiles;      // of a neighbourhood
+    int weight_rows;     // rows of a weight, see Pattern::groups
     bool wide;           // whether x has more features than y
 
     // In a strip by a unit.
@@ -32,6 +33,7 @@ struct StripShape {
 
 struct StripTile {
     static constexpr int kMostUnits = 2 * kStripWindow / 32;
+    static constexpr int kWeightBits = 48;  // of an order, up to the weight
 
     int strips[2];  // the second -1 if both halves use the first
     int count;
@@ -43,7 +45,9 @@ struct StripTile {
     // Tiles that run at a time take equally long, and lie close along the longer side of the weight.
     __device__ uint64_t order(const StripShape& shape) const {
         const int features = kStripFeatures * (strips[1] < 0 ? 1 : 2) + count * shape.unit;
-        return static_cast<uint64_t>(kStripTileFeatures - features) << 32 |
+        const int weight = strips[0] / shape.row_strips / shape.weight_rows;
+        return static_cast<uint64_t>(weight) << kWeightBits |
+               static_cast<uint64_t>(kStripTileFeatures - features) << 32 |
                static_cast<uint32_t>(shape.wide ? units[0] : strips[0]);
     }
 };
@@ -246,6 +250,36 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
+// The weight of a tile: of its first strip or, if these are of x, of its first unit.
+__device__ inline int weight_of_tile(const View& view, const Sections& plan, int tile) {
+    const int4 words = reinterpret_cast<const int4*>(plan.tiles())[tile];
+    const int feature = words.w < 0 ? plan.k()[tile * plan.header.units] : words.x;
+    return feature / (view.weight_rows() * view.row_block);
+}
+
+// The first tile of each weight, and the end of the last. One thread for each.
+static __global__ void write_starts(View view, Sections plan) {
+    const int weight = blockIdx.x * blockDim.x + threadIdx.x;
+    if (weight > view.weights) return;
+    int begin = 0, end = reinterpret_cast<const PlanHeader*>(plan.words)->tiles;
+    while (begin < end) {
+        const int middle = (begin + end) / 2;
+        if (weight_of_tile(view, plan, middle) < weight)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    plan.starts()[weight] = begin;
+}
+
+// Room for the starts of several weights.
+inline int64_t starts_of(const View& view) { return view.weights > 1 ? view.weights + 1 : 0; }
+
+inline void list_starts(const View& view, const PlanHeader& header, void* plan, Stream& stream) {
+    if (view.weights > 1)
+        launch(write_starts, starts_of(view), 128, stream, view, Sections{header, static_cast<int*>(plan)});
+}
+
 class StripBuilder {
   public:
     StripBuilder(Arena& arena, const View& view, const Pattern& pattern, int32_t key)
@@ -264,7 +298,8 @@ class StripBuilder {
         const int64_t blocks = view.nnz * elements().per_column, all = std::min(blocks, shape_.rows * units);
         const int64_t full = all / (shape_.row_strips > 1 ? shape_.window : 2 * shape_.window);
         const int64_t most = full + std::min<int64_t>(shape_.rows, all), room = 2 * shape_.window;
-        header_ = lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.unit_blocks()});
+        header_ =
+            lay_out(key, {4 * most, 0, 0, most * room, most * room * shape_.unit_blocks(), starts_of(view)});
         header_.unit_blocks = shape_.unit_blocks();
         header_.units = 2 * shape_.window;
     }
@@ -279,6 +314,7 @@ class StripBuilder {
                tile_counts_);
         launch(write_strips, 128 * neighbourhoods * shape_.most_tiles, 128, stream, view_, shape_, tiles_,
                orders_, tile_counts_, Sections{header_, static_cast<int*>(plan)});
+        list_starts(view_, header_, plan, stream);
     }
 
   private:
@@ -293,11 +329,20 @@ class StripBuilder {
         shape.row_strips = std::max(1, view.row_block / kStripFeatures);
         const int64_t features = int64_t{view.rows} * view.row_block;
         shape.rows = static_cast<int>((features - 1) / (shape.row_strips * kStripFeatures) + 1);
-        shape.neighbours = shape.row_strips > 1 ? 1 : StripShape::kNeighbours;
+        // Of several weights each begins with a strip (see refuses_groups).
+        shape.weight_rows = std::max(shape.rows / view.weights, 1);
+        shape.neighbours = shape.row_strips > 1 ? 1 : neighbours_of(shape.weight_rows, view.weights);
         shape.rows_per_strip = std::max(1, kStripFeatures / view.row_block);
         shape.cols_per_unit = std::max(1, shape.unit / view.col_block);
-        shape.wide = pattern.in_features > pattern.out_features;
+        shape.wide = pattern.in_features > pattern.group_out_features();
         return shape;
+    }
+
+    // So many that no neighbourhood has rows of two weights.
+    static int neighbours_of(int weight_rows, int weights) {
+        int most = StripShape::kNeighbours;
+        while (weights > 1 && weight_rows % most != 0) --most;
+        return most;
     }
 
     View view_;

@@ -87,9 +87,13 @@ __global__ void __launch_bounds__(256)
     write_tiles(View view, TileShape shape, Sets sets, const int2* pairs, const int* rows, const int* steps,
                 int tiles, Sections plan) {
     const int tile = blockIdx.x, own_steps = tiles == 0 ? 0 : steps[tile];
-    // Tiles of dds are sorted by their steps.
-    const auto longer = [](int a, int b) { return !kSdd && a > b; };
-    const int2 at = tiles == 0 ? make_int2(0, 0) : place_of_tile(steps, tiles, tile, longer);
+    // Tiles of dds are sorted by their steps, in each weight, of which all have equally many.
+    const int of_weight = max(tiles / view.weights, 1);
+    const auto earlier = [&](int other, int i) {
+        return !kSdd && i / of_weight == tile / of_weight && other != own_steps ? other > own_steps
+                                                                                : i < tile;
+    };
+    const int2 at = tiles == 0 ? make_int2(0, 0) : place_of_tile(steps, tiles, earlier);
     const int place = at.x, first = at.y;
     if (tile == 0) {
         int all = 0;
@@ -148,7 +152,7 @@ class TileBuilder {
           sdd_(sdd),
           shape_{shape.tile / view.row_block, std::max(1, shape.step / view.col_block),
                  sdd ? 1 : std::max(1, view.col_block / shape.step), shape.ranks, shape.step},
-          tiles_(Grouping::group_count(view.rows, shape_.rows())),
+          tiles_(Grouping::group_count(view, shape_.rows())),
           grouping_(arena, view, shape_.rows(), shape.ranks == 2),
           steps_(arena.take<int>(tiles_)),
           header_(lay_out(key, sections())) {

@@ -1,4 +1,4 @@
-// The transpose of a pattern.
+// The transpose of a pattern: of each weight, the one after the other.
 #pragma once
 
 #include "plans/sets.cuh"
@@ -32,7 +32,7 @@ static __global__ void write_transpose(View view, Sets columns, const int* col_p
     for (int w = 0; w < chunk; ++w) at += __popc(columns.word(column, w));
     for (uint32_t bits = columns.word(column, chunk); bits != 0; bits &= bits - 1, ++at) {
         const int row = 32 * chunk + __ffs(bits) - 1;
-        row_idx[at] = row;
+        row_idx[at] = row % view.weight_rows();
         col_slot[at] = __ldg(view.blocks.slot + find_entry(view, row, column));
     }
 }

@@ -6,6 +6,7 @@
 #include "common/plan_view.cuh"
 #include "common/problem.h"
 #include "sm90/wgmma.cuh"
+#include "tma/groups.cuh"
 #include "tma/schedule.cuh"
 
 namespace ts::sm90 {
@@ -43,6 +44,8 @@ struct DdsArguments {
     const uint32_t* metadata;  // of compressed values
     const float* x_scales;     // of 8 bits, for each token
     const float* scales;       // likewise, for each feature of the output
+    GroupArguments groups;     // of a grouped product, instead of `schedule`
+    int group_rows;            // likewise, block rows of each weight
 };
 
 // The CTAs of a cluster, each of which computes a tile of so many tokens and some block rows. Those of
@@ -60,6 +63,9 @@ struct DdsRanks {
     __device__ static int plan_index(int index, int rank) { return index * kRowRanks + row_rank(rank); }
     __device__ static int first_token(const Work& work, int rank) {
         return (work.span * kTokenRanks + token_rank(rank)) * kTileTokens;
+    }
+    __device__ static int first_token(const GroupWork& work, int rank) {
+        return work.token + token_rank(rank) * kTileTokens;
     }
 };
 

@@ -11,6 +11,7 @@ namespace ts::sm90 {
 template <class Traits, bool kRowMajorInput>
 class DdsConsumer {
     using Sum = typename Traits::Accumulator;
+    using Work = typename Traits::Work;
 
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
@@ -29,10 +30,15 @@ class DdsConsumer {
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
+            if constexpr (Traits::kGrouped) epilogue.set_group(work);
             epilogue.begin(Traits::first_token(work, rank_));
-            const int64_t partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
+            int64_t partial = 0;
+            if constexpr (Traits::kSplits)
+                partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
             if constexpr (kPromotes) products_.begin(sums);
-            const bool any = multiply_all(sums, work);
+            const bool any = Traits::is_half(work, Traits::first_token(work, rank_))
+                                 ? multiply_all<Traits::kBoxTokens>(sums, work)
+                                 : multiply_all<Traits::kTileTokens>(sums, work);
             // While the last products are under way, so that what the plan says of the next tile has arrived
             // when the barriers of the epilogue wait for all that is read.
             work = next_work(epilogue);
@@ -66,7 +72,9 @@ class DdsConsumer {
         return step < work.steps ? __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) : 0;
     }
 
-    // Starts all products of a tile; false if there are none. The last may be under way afterwards.
+    // Starts all products of a tile's first tokens; false if there are none. The last may be under way
+    // afterwards.
+    template <int kTokens>
     __device__ bool multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
@@ -77,7 +85,7 @@ class DdsConsumer {
             for (int step = 0; step < count; ++step) {
                 wait_input();
                 if (steps_present >> step & 1) {
-                    multiply(sums, any);
+                    multiply<kTokens>(sums, any);
                     any = true;
                 } else {
                     release_multiplied(sums);
@@ -102,6 +110,7 @@ class DdsConsumer {
         for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0;
     }
 
+    template <int kTokens>
     __device__ void multiply(Sum (&sums)[Traits::kSums], bool add) {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
@@ -110,8 +119,9 @@ class DdsConsumer {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
         } else {
-            Traits::Weight::template multiply<kRowMajorInput, Traits::kTileTokens>(sums, arguments_, stage,
-                                                                                   tokens, add);
+            constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
+            Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
+                                                                       arguments_, stage, tokens, add);
             if (multiplied_) {
                 cute::warpgroup_wait<1>();
                 release(multiplied_input_, multiplied_weight_);

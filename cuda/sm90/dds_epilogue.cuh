@@ -61,11 +61,18 @@ class DdsEpilogue {
         next_bias_[1] = bias[8];
     }
 
+    // Called before begin() of a grouped product's tile.
+    __device__ void set_group(const GroupWork& work) {
+        end_ = work.end;
+        rows_before_ = work.group * arguments_.group_rows;
+    }
+
     // Called before the sums are computed; asks for the residual of the first chunks.
     __device__ void begin(int token) {
         token_ = token;
 #pragma unroll
-        for (int i = 0; i < kMaxRows; ++i) rows_[i] = next_rows_[i];
+        for (int i = 0; i < kMaxRows; ++i)
+            rows_[i] = Traits::kGrouped ? next_rows_[i] - rows_before_ : next_rows_[i];
         bias_ = {next_bias_[0], next_bias_[1]};
         if constexpr (kScales) {
             scales_ = next_scales_;
@@ -269,10 +276,16 @@ class DdsEpilogue {
         }
     }
 
-    // One thread.
+    // One thread. Of a grouped product only tokens of the group are stored, see map_group_output.
     __device__ void store_chunk(int chunk, int buffer) const {
+        const int stored = end_ - token_ - chunk * Traits::kChunkTokens;
+        if (Traits::kGrouped && stored <= 0) return;
         each_box(chunk, buffer, [&](int x, int y, const char* box) {
-            if (kFloat && arguments_.output_layout == Layout::row_major)
+            if constexpr (Traits::kGrouped) {
+                const int some = min(stored, Traits::kChunkTokens);
+                cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, x, Traits::kChunkTokens - some,
+                                              y + some);
+            } else if (kFloat && arguments_.output_layout == Layout::row_major)
                 cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
             else
                 cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
@@ -302,9 +315,11 @@ class DdsEpilogue {
     Staging staging_;
     uint32_t residual_parity_ = 0;
     int token_ = 0;
-    int first_row_;       // of the warpgroup in a tile
-    int rows_[kMaxRows];  // block rows of the warpgroup; -1: none
-    Pair<Result> bias_;   // of the features of a thread's sums
+    int end_ = 0;          // of the tokens of a group
+    int rows_before_ = 0;  // block rows before those of its weight
+    int first_row_;        // of the warpgroup in a tile
+    int rows_[kMaxRows];   // block rows of the warpgroup, in their weight; negative: none
+    Pair<Result> bias_;    // of the features of a thread's sums
     int next_rows_[kMaxRows] = {-1, -1, -1, -1};
     Result next_bias_[2];
     float2 scales_, next_scales_;  // of 8 bits, likewise
@@ -329,6 +344,22 @@ cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& p
                   {{problem.tokens, 1, Traits::kChunkTokens}, {problem.features(), matrix.ld, rows}});
 }
 
+// The output of a grouped product. A box of kChunkTokens that begins at some token ends where the group does:
+// the second dimension is as long as a box, and a box is moved in it so that what is beyond the group lies
+// outside, which TMA does not write; the third one moves it back. Its first element is so far before the
+// matrix that no place in it is negative.
+template <class Traits>
+cudaError_t map_group_output(CUtensorMap& map, const Problem& problem) {
+    constexpr int kTokens = Traits::kChunkTokens;
+    const Matrix& matrix = problem.output();
+    const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
+    const auto first = reinterpret_cast<uintptr_t>(matrix.data) -
+                       static_cast<uintptr_t>(kTokens * matrix.ld) * sizeof(typename Traits::Result);
+    return encode(
+        map, problem.result_dtype, reinterpret_cast<const void*>(first),
+        {{problem.features(), 1, rows}, {kTokens, matrix.ld, kTokens}, {problem.tokens + 1, matrix.ld, 1}});
+}
+
 // All arguments that the epilogue reads.
 template <class Traits>
 cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
@@ -345,6 +376,10 @@ cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
     if (arguments.has_residual)
         if (const cudaError_t error = map_results<Traits>(arguments.residual, problem.residual, problem))
             return error;
+    if constexpr (Traits::kGrouped) {
+        arguments.group_rows = static_cast<int>(problem.features() / problem.row_block());
+        return map_group_output<Traits>(arguments.output, problem);
+    }
     return map_results<Traits>(arguments.output, problem.output(), problem);
 }
 

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         else if (warp <= Traits::kWarpgroups)
             producer.load_weight(warp - 1);
         else
-            shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
+            shared.schedule.run(Traits::schedule_of(arguments), typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
     } else if (warp >= 4 * (1 + Traits::kWarpgroups)) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

@@ -15,9 +15,9 @@ namespace ts::sm90 {
 
 // One row of the registry.
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
-          class Weight = DenseWeight<kOp, Math>>
+          class Weight = DenseWeight<kOp, Math>, bool kGrouped = false>
 struct Dds {
-    using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens>;
+    using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens, kGrouped>;
     static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
     static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
@@ -28,16 +28,19 @@ struct Dds {
         if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
             return "values of 2^31 rows or more are out of its reach";
         if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
+        if (kGrouped) return refuses_groups(problem, device);
         return refuses_results(problem.output(), problem.tokens);
     }
 
-    // The partial sums.
+    // The partial sums, or what tells of groups.
     static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
+        if (kGrouped) return groups::bytes_of(problem.pattern.groups);
         return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
                           void* workspace, void* stream) {
+        if constexpr (kGrouped) return launch_groups(problem, workspace, stream);
         return in_chunks(problem, kSpanTokens, most_spans(problem, device), [&](const Problem& chunk) {
             return launch_chunk(chunk, decision.parts, workspace, stream);
         });
@@ -55,12 +58,41 @@ struct Dds {
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
         row.estimate = Weight::kEstimate;
+        if (kGrouped) {
+            row.grouped = bits_of(1);
+            row.splits = false;
+            row.estimate = estimate_grouped_dds;
+            return row;
+        }
         row.decide = decide_dds;
         row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;
         return row;
     }
 
   private:
+    static const char* refuses_groups(const Problem& problem, const Device& device) {
+        if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
+        if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
+            return "it reads and writes row-major activations of groups only";
+        // Of all groups, whatever their offsets are.
+        const int64_t spans = problem.pattern.groups * (span_count(problem) + 1);
+        return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
+    }
+
+    static int32_t launch_groups(const Problem& problem, void* workspace, void* stream) {
+        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem, kSpanTokens);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, tiles, spans, 1)) return error;
+        arguments.groups.tiles = static_cast<int>(tiles);
+        arguments.groups.span_tokens = kSpanTokens;
+        arguments.groups.band_spans = band_spans(arguments.k_size);
+        if (const int32_t error =
+                groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
+            return error;
+        return multiply(arguments, problem, tiles * spans, stream);
+    }
+
     static cudaError_t launch_chunk(const Problem& problem, int64_t parts, void* workspace, void* stream) {
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
@@ -77,7 +109,7 @@ struct Dds {
     static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
                                 void* stream) {
         auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
-        if constexpr (!Weight::kAlongK)
+        if constexpr (!Weight::kAlongK && !kGrouped)
             if (problem.input().layout != Layout::row_major)
                 start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
@@ -142,7 +174,7 @@ struct Dds {
         const int64_t k_size = arguments.k_size, tokens = problem.tokens;
         if (matrix.layout == Layout::row_major)
             return encode(arguments.input, Math::kMapType, matrix.data,
-                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kTileTokens}});
+                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kBoxTokens}});
         constexpr int kAtom = 64;
         const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
         if (const cudaError_t error = encode(

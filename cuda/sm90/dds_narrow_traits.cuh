@@ -61,6 +61,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kBlockRows = kTileFeatures / kBlock;
     static constexpr int kThreads = 128 * (1 + kWarpgroups);
 
+    static constexpr bool kGrouped = false;  // see DdsTraits
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
     static constexpr int kLines = kStep / kLine;
@@ -80,7 +81,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
     static_assert(!kSplits_ || kInputRingBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
-    using Schedule = tma::Schedule<kSplits, Costs>;
+    using Schedule = tma::Schedule<Bands<kSplits>, Costs>;
 
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].

@@ -24,9 +24,10 @@ struct DdsProducer {
         const int pieces = plan.pieces, width = Traits::kStep / pieces;
         const int steps_read = kWarpSize / pieces;
         while (true) {
-            const Work work = shared.schedule.pop(next, lane);
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const int boxes = Traits::kHalves && !Traits::is_half(work, token) ? 2 : 1;
             const auto read = [&](int first) {
                 return input_step(first + lane / pieces, lane % pieces, end);
             };
@@ -41,12 +42,13 @@ struct DdsProducer {
                     const Multicast to = receivers(first + i, (same >> from & all) == all);
                     shared.input_ring.wait_empty(position);
                     const Barrier& full = shared.input_ring.full[position.stage];
-                    if (elected) full.arrive_and_expect_tx(mask != 0 ? Traits::kInputBytes : 0);
+                    if (elected)
+                        full.arrive_and_expect_tx(mask != 0 ? boxes * Traits::kBoxTokens * kStepBytes : 0);
                     if (mask != 0 && to.mask != 0)
                         for (int piece = 0; piece < pieces; ++piece)
                             load_piece<kRowMajorInput>(
                                 full, to, shared.input[position.stage] + piece * width * Traits::kTokenBytes,
-                                __shfl_sync(~0u, ks, from + piece), width, token);
+                                __shfl_sync(~0u, ks, from + piece), width, token, boxes);
                     __syncwarp();
                     position.advance();
                 }
@@ -70,7 +72,7 @@ struct DdsProducer {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
-            const Work work = shared.schedule.pop(next, lane);
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int end = work.step + work.steps;
             const auto read = [&](int first) -> WeightStep {
@@ -108,6 +110,7 @@ struct DdsProducer {
 
   private:
     static constexpr int kWarpSize = 32;
+    static constexpr int kStepBytes = Traits::kStep * Traits::kInputElementBytes;  // of a token
 
     // What the plan says of a step. Lanes read as many steps as there are lanes for, each one piece or box of
     // one step, while those before them are loaded: the plan may be far away.
@@ -142,13 +145,17 @@ struct DdsProducer {
 
     // All tokens of one piece's k, zero where there is none.
     template <bool kRowMajorInput>
-    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width,
-                               int token) const {
+    __device__ void load_piece(const Barrier& full, Multicast to, char* target, int k, int width, int token,
+                               int boxes) const {
         if (!elected) return;
         if (k < 0) k = arguments.k_size;
         constexpr int kAtom = 64;  // tokens that lie side by side
         if (kRowMajorInput) {
             load_box(&arguments.input, full, to, target, k, token);
+            if (Traits::kHalves && boxes > 1)
+                load_box(&arguments.input, full, to,
+                         target + Traits::kBoxTokens * width * Traits::kInputElementBytes, k,
+                         token + Traits::kBoxTokens);
         } else if (token + Traits::kTileTokens <= arguments.tokens) {
             load_box(&arguments.input, full, to, target, 0, k, token / kAtom);
         } else {

@@ -28,7 +28,7 @@ __device__ void split_input(typename Traits::Shared& shared, int lane) {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kInputStages>::Position position;
         while (true) {
-            const Work work = shared.schedule.pop(next, lane);
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             for (int step = 0; step < work.steps; ++step) {
                 shared.input_ring.wait_full(position);

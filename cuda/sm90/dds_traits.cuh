@@ -24,8 +24,8 @@ struct StepCosts {
 
 struct NoBarriers {};
 
-// A CTA computes a tile of 256, 128 or 64 tokens x 128 features.
-template <class Math_, class Weight_, int kTokenRanks, int kRowRanks, int kTileTokens>
+// A CTA computes a tile of 256, 128 or 64 tokens x 128 features. `kGrouped_`: of grouped products.
+template <class Math_, class Weight_, int kTokenRanks, int kRowRanks, int kTileTokens, bool kGrouped_ = false>
 struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Math = Math_;
     using Input = typename Math::Input;
@@ -33,11 +33,22 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Result = typename Math::Result;
     using Weight = Weight_;  // its format, see dds_weight.cuh
 
+    __device__ static const auto& schedule_of(const DdsArguments& arguments) {
+        if constexpr (kGrouped_)
+            return arguments.groups;
+        else
+            return arguments.schedule;
+    }
+
     // The block rows of a CTA's tile.
     __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
         return plan.rows + DdsTraits::plan_index(tile, rank) * plan.group_rows;
     }
 
+    static constexpr bool kGrouped = kGrouped_;
+    // Tiles of which a group has no more than half the tokens load and multiply half as many.
+    static constexpr bool kHalves = kGrouped && kTileTokens > 64;
+    static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
     static constexpr int kWarpgroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kWarpgroupFeatures = Weight::kFeatures;
     static constexpr int kTileFeatures = kWarpgroups * kWarpgroupFeatures;
@@ -63,9 +74,18 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
                  Weight::most_stages(kTileTokens));
 
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
-    static constexpr bool kSplits = kTileTokens <= 128;                   // made for few tiles
+    static constexpr bool kSplits = kTileTokens <= 128 && !kGrouped;      // made for few tiles
     using Costs = StepCosts;
-    using Schedule = tma::Schedule<kSplits, Costs>;
+    using Schedule = tma::Schedule<std::conditional_t<kGrouped, GroupSpans, Bands<kSplits>>, Costs>;
+    using Work = typename Schedule::Work;
+
+    // Whether half of a tile has all tokens that there are from `token` on.
+    __device__ static bool is_half(const Work& work, int token) {
+        if constexpr (kHalves)
+            return work.end - token <= kBoxTokens;
+        else
+            return false;
+    }
 
     struct Shared {
         // Row-major [pieces][kTileTokens][k of a piece], else [pieces][kTileTokens / 64][k of a piece][64];

@@ -21,13 +21,7 @@ class SddConsumer {
         for (int index = team; index < schedule.size(); index += teams) {
             // Skipping what has no steps would make the compiler think that lanes of a warp differ.
             const SddWork work = schedule.work(index, rank_);
-            const SddTile tile = plan.tile(work.tile);
-            cursor_.select(tile.is_large(arguments_.unit_shift));
-            const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
-            const int window = tile.window(half_) << arguments_.unit_shift;
-            sum_up(sums, tile.is_swapped(), strip,
-                   tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes,
-                   work.last_step - work.first_step);
+            sum_up_tile(sums, plan.tile(work.tile), work.last_step - work.first_step);
             // The other CTA may exit while this one stores.
             const bool is_last = index + teams >= schedule.size();
             if (is_last) cute::cluster_arrive();
@@ -46,12 +40,39 @@ class SddConsumer {
         if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
     }
 
+    // Of a grouped product.
+    __device__ void run_groups(const StripPlan& plan) {
+        Sum sums[kSums];
+        typename Traits::Queue::Position position;
+        const int lane = threadIdx.x % 32;
+        GroupTile work = shared_.queue.pop(position, lane);
+        while (work.tile >= 0) {
+            const int index = work.tile;
+            sum_up_tile(sums, plan.tile(index), work.steps());
+            work = shared_.queue.pop(position, lane);
+            const SddEpilogue<Traits> epilogue(arguments_, plan, index, half_);
+            if (Traits::kMayStageResults && arguments_.stages_results)
+                epilogue.store_through(place_of_results(), sums);
+            else
+                epilogue.store(sums, 0);
+        }
+        if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
+    }
+
   private:
     // In the place of the last stage or, where all stages are needed until the end, of this half's strips.
     __device__ StagedResults place_of_results() const {
         if (arguments_.stages_results)
             return {shared_.stages + Traits::kResultsAt + half_ * Traits::kResultBytes, Traits::kStripBytes};
         return {shared_.stages + half_ * Traits::kStripBytes, Traits::kSmallStageBytes};
+    }
+
+    __device__ void sum_up_tile(Sum (&sums)[kSums], const SddTile& tile, int steps) {
+        cursor_.select(tile.is_large(arguments_.unit_shift));
+        const int strip = half_ < tile.strips() ? half_ * Traits::kStripBytes : 0;
+        const int window = tile.window(half_) << arguments_.unit_shift;
+        sum_up(sums, tile.is_swapped(), strip,
+               tile.strips() * Traits::kStripBytes + window * Traits::kFeatureBytes, steps);
     }
 
     // `strip`, `window`: where they lie in a stage.

@@ -11,6 +11,49 @@
 
 namespace ts::sm90 {
 
+// Lines of 128 bytes that the plan has at least.
+template <class Traits>
+int plan_lines(const Pattern& pattern) {
+    const int64_t tiles = (pattern.value_count() + Traits::kTileValues - 1) / Traits::kTileValues;
+    const int units = 2 * Traits::kWindow / strip_unit(pattern);
+    const int64_t words = tiles * (4 + 2 * units);  // of tiles, units and slots
+    return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
+}
+
+// Row-major: tokens are rows of `width` features. Column-major: features are rows of 64 tokens.
+template <class Traits>
+Operand describe_operand(const Matrix& matrix, int width) {
+    const bool row_major = matrix.layout == Layout::row_major;
+    Operand result =
+        row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
+    for (int i = 0; i < 4; ++i)
+        result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
+    return result;
+}
+
+// What grouped products are told, too.
+template <class Traits>
+void describe_plan(SddArguments& arguments, const Problem& problem, const PlanShape& shape) {
+    const Pattern& pattern = problem.pattern;
+    const int unit = strip_unit(pattern);
+    arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+    arguments.plan_key = plan_key(pattern, problem.op, shape);
+    arguments.values = problem.values.data;
+    arguments.y_operand = describe_operand<Traits>(problem.y, Traits::kStrip);
+    arguments.x_operand = describe_operand<Traits>(problem.x, unit);
+    arguments.plan_lines = plan_lines<Traits>(pattern);
+    arguments.unit_shift = log2_of_block(unit);
+    arguments.row_shift = log2_of_block(pattern.block_rows);
+    arguments.col_shift = log2_of_block(pattern.block_cols);
+    arguments.accumulate = problem.accumulate;
+}
+
+inline cudaError_t map_blocks(SddArguments& arguments, const Problem& problem, int unit) {
+    const int64_t lines = problem.pattern.nnz * kWideBlock;
+    return encode(arguments.blocks, problem.result_dtype, problem.values.data,
+                  {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}});
+}
+
 // One row of the registry.
 template <class Math>
 struct Sdd {
@@ -59,8 +102,7 @@ struct Sdd {
     }
 
   private:
-    // A tile holds at most so many values.
-    static constexpr int64_t kTileValues = Traits::kHalves * Traits::kStrip * Traits::kWindow;
+    static constexpr int64_t kTileValues = Traits::kTileValues;
 
     static size_t bytes_of_splits(const Problem& problem, const Device& device) {
         return may_split(problem, device) ? split_bytes(device, kTileValues) : 0;
@@ -128,50 +170,20 @@ struct Sdd {
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {
         const Pattern& pattern = problem.pattern;
         const int unit = strip_unit(pattern);
-        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
-        arguments.values = problem.values.data;
-        arguments.y_operand = describe_operand(problem.y, Traits::kStrip);
-        arguments.x_operand = describe_operand(problem.x, unit);
-        arguments.plan_lines = plan_lines(pattern);
+        describe_plan<Traits>(arguments, problem, kPlan);
         arguments.steps = sdd_steps(problem);
         arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
         arguments.may_split = may_split(problem, device);
         arguments.stages_results = stages_results(problem, device);
         arguments.stages_last = stages_last(problem);
-        if (arguments.stages_last) {
-            const int64_t lines = pattern.nnz * kWideBlock;
-            if (const cudaError_t error = encode(arguments.blocks, problem.result_dtype, problem.values.data,
-                                                 {{kWideBlock, 1, unit}, {lines, kWideBlock, unit}}))
-                return error;
-        }
-        arguments.unit_shift = log2_of_block(unit);
-        arguments.row_shift = log2_of_block(pattern.block_rows);
-        arguments.col_shift = log2_of_block(pattern.block_cols);
-        arguments.accumulate = problem.accumulate;
+        if (arguments.stages_last)
+            if (const cudaError_t error = map_blocks(arguments, problem, unit)) return error;
         if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
         if (const cudaError_t error =
                 map(arguments.y, problem, problem.y, pattern.out_features, Traits::kStrip))
             return error;
         return map(arguments.x, problem, problem.x, pattern.in_features, unit);
-    }
-
-    static int plan_lines(const Pattern& pattern) {
-        const int64_t tiles = (pattern.value_count() + kTileValues - 1) / kTileValues;
-        const int units = 2 * Traits::kWindow / strip_unit(pattern);
-        const int64_t words = tiles * (4 + 2 * units);  // of tiles, units and slots
-        return static_cast<int>(std::min<int64_t>((sizeof(PlanHeader) + 4 * words) / 128, 4096));
-    }
-
-    // Row-major: tokens are rows of `width` features. Column-major: features are rows of 64 tokens.
-    static Operand describe_operand(const Matrix& matrix, int width) {
-        const bool row_major = matrix.layout == Layout::row_major;
-        Operand result =
-            row_major ? operand(2 * width, width * Traits::kFeatureBytes) : operand(2 * Traits::kStep, 0);
-        for (int i = 0; i < 4; ++i)
-            result.step[i] = static_cast<uint32_t>(16 * i * (row_major ? 2 * width : 2) / 16);
-        return result;
     }
 
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features,

@@ -5,12 +5,14 @@
 
 #include "common/problem.h"
 #include "common/strip_plan.h"
+#include "elementwise/groups.h"
 #include "elementwise/sums.h"
 #include "sm90/sdd_plan.cuh"
 #include "sm90/shared_memory.cuh"
 #include "sm90/wgmma.cuh"
 #include "tma/ring.cuh"
 #include "tma/sdd_schedule.cuh"
+#include "tma/work_queue.cuh"
 
 namespace ts::sm90 {
 
@@ -39,11 +41,32 @@ struct SddArguments {
     bool accumulate;
     int plan_key;     // that the plan must have
     sums::Sums sums;  // over tokens of y, by the warps that have nothing to load; no parts if there are none
+    groups::Groups groups;  // of a grouped product
+    int group_features;     // likewise, of y for each weight
 };
 
-// Values are stored as Math::Result, the type of the operands or float.
-template <class Math_>
+// A tile of a grouped product, and the tokens of its group.
+struct GroupTile {
+    int tile;  // of the plan; -1: no more
+    int begin;
+    int end;
+
+    template <class Visit>
+    __device__ void each(Visit visit) {
+        visit(tile), visit(begin), visit(end);
+    }
+    __device__ int steps() const { return (end - begin + kSddStep - 1) / kSddStep; }
+};
+
+struct NoQueue {
+    using Position = int;
+};
+
+// Values are stored as Math::Result, the type of the operands or float. `kGrouped_`: of grouped products.
+template <class Math_, bool kGrouped_ = false>
 struct SddTraits {
+    static constexpr bool kGrouped = kGrouped_;
+    using Queue = std::conditional_t<kGrouped, WorkQueue<GroupTile>, NoQueue>;
     using Math = Math_;
     using Input = typename Math::Input;
     using Accumulator = typename Math::Accumulator;
@@ -52,6 +75,7 @@ struct SddTraits {
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
     static constexpr int kStep = kSddStep;
+    static constexpr int64_t kTileValues = kHalves * kStrip * kWindow;  // of a tile at most
     static constexpr int kThreads = 128 * (1 + kHalves);
     static constexpr int kSumWarps = 3;   // beside the one that loads
     static constexpr int kSumsAhead = 4;  // lines that they read at a time, which their registers bound
@@ -79,6 +103,7 @@ struct SddTraits {
         // unit's are in each stage.
         alignas(1024) char stages[kLargeStages * kLargeStageBytes];
         Ring<kMaxStages> rings[2];  // of the stages of small and of large tiles
+        Queue queue;
     };
     static_assert(sizeof(Shared::stages) >= kMaxStages * kSmallStageBytes);
     static constexpr int kResultsAt = (kMaxStages - 1) * kSmallStageBytes;

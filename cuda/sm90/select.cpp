@@ -213,6 +213,13 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
     return dds_time(kernel, problem, device, dds_share(kernel, problem), kCluster);
 }
 
+double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kListingGroups = 2, kRate = 3.75e6;
+    const Problem one = of_one_weight(problem, kernel.tile_tokens);
+    return kListingGroups +
+           std::hypot(dds_time_of_medium_batch(kernel, one, device), stored_bytes(problem) / kRate);
+}
+
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
     return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
 }
@@ -272,6 +279,12 @@ Decision decide_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 // Shared memory brings blocks one by one, and tiles have more units for a block the fewer there are.
+double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    constexpr double kListingGroups = 2, kRate = 2e6;
+    const Problem one = of_one_weight(problem, 64);
+    return kListingGroups + std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
+}
+
 double estimate_sdd_narrow(const Kernel&, const Problem& problem, const Device& device) {
     const double density = problem.pattern.density();
     const double product = 0.66 * density + 0.118 * std::sqrt(density);

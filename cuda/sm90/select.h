@@ -9,11 +9,13 @@
 namespace ts::sm90 {
 
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device);
+double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
+double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.

@@ -15,42 +15,10 @@
 #include <climits>
 #include <cstdint>
 
-#include <cutlass/fast_math.h>
-
-#include "tma/ring.cuh"
+#include "tma/work.cuh"
+#include "tma/work_queue.cuh"
 
 namespace ts::tma {
-
-struct Work {
-    int tile;   // of the plan; -1: no more
-    int span;   // of tokens: as many as a cluster computes, counted from 0
-    int part;   // which part of the tile's steps
-    int step;   // first step
-    int steps;  // number of steps
-};
-
-struct ScheduleArguments {
-    int size;                           // tiles of the plan times spans of tokens times parts
-    cutlass::FastDivmod by_parts;       // parts of a tile's steps; below, each counts as a span
-    int band_spans;                     // spans of a band
-    cutlass::FastDivmod by_band;        // tiles of a band
-    cutlass::FastDivmod by_spans;       // spans of a band
-    cutlass::FastDivmod by_last_spans;  // spans of the last band
-    int whole_bands;
-};
-
-inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int band_spans) {
-    spans *= parts;
-    band_spans = std::min(band_spans, spans);
-    const int last = spans % band_spans;
-    return {tiles * spans,
-            cutlass::FastDivmod(parts),
-            band_spans,
-            cutlass::FastDivmod(tiles * band_spans),
-            cutlass::FastDivmod(band_spans),
-            cutlass::FastDivmod(last == 0 ? band_spans : last),
-            spans / band_spans};
-}
 
 // What tiles cost, for Schedule: in units of its own, at most kMostOfStep for each step.
 //     kTile: a tile's beginning and end
@@ -58,14 +26,16 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
 //     tiles: of the plan
 //     of(first, steps): so many steps of a tile
 //
-// `kSplits`: whether tiles may be cut into parts.
-template <bool kSplits, class Costs>
+// `Places`: how work is numbered, see work.cuh.
+template <class Places, class Costs>
 class Schedule {
     static constexpr int kMostRounds = 5;  // handed out twice; shared memory has no room for more
 
   public:
+    using Work = typename Places::Work;
+    using Queue = WorkQueue<Work>;
     static constexpr int kMaxClusters = 128;
-    static constexpr int kQueue = 4;
+    static constexpr int kQueue = Queue::kPlaces;
 
     // So many spans that the numbers of all work, and of what a cluster's steps cost, fit into 32 bits.
     static int64_t most_spans(int64_t tiles, int64_t steps, int multiprocessors) {
@@ -76,21 +46,25 @@ class Schedule {
     }
 
     // `readers`: warps that take work.
-    __device__ void init(int readers) { ring_.init(readers); }
+    __device__ void init(int readers) { queue_.init(readers); }
 
     // Called by one warp: fills the queue for this cluster, of at most as many as there is work. `is_own`:
     // whether the tiles are of the plan that the launch is for. If not, the kernel ends with an error before
     // any warp has work.
-    __device__ void run(const ScheduleArguments& arguments, const Costs& costs, bool is_own, int cluster,
-                        int clusters, int lane) {
-        const Items items{arguments, costs, clusters, lane};
-        Ring<kQueue>::Position position;
+    __device__ void run(const typename Places::Arguments& arguments, const Costs& costs, bool is_own,
+                        int cluster, int clusters, int lane) {
+        const Items items{Places{arguments}, costs, clusters, lane};
+        typename Queue::Position position;
+        if (kMayLack && cluster >= items.places.size()) {
+            if (!is_own) __trap();
+            return queue_.push(no_more<Work>(), position, lane);
+        }
         // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
         const Work first_work = items.work_at(cluster);
         if (!is_own) __trap();
-        push(first_work, position, lane);
-        const int rounds = (arguments.size + clusters - 1) / clusters;
+        queue_.push(first_work, position, lane);
+        const int rounds = (items.places.size() + clusters - 1) / clusters;
         Keys round, next, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);
         items.keys_of_round(next, 1);
@@ -110,30 +84,15 @@ class Schedule {
             add(loads, round);
             const uint32_t key = given[cluster];
             if ((again || r < once) && key < kLast)
-                push(items.work_at(r * clusters + static_cast<int>(key % kPlaces)), position, lane);
+                queue_.push(items.work_at(r * clusters + static_cast<int>(key % kPlaces)), position, lane);
         }
-        push({-1, 0, 0, 0, 0}, position, lane);
+        queue_.push(no_more<Work>(), position, lane);
     }
 
-    // Called by every lane of a reading warp.
-    __device__ Work pop(Ring<kQueue>::Position& position, int lane) {
-        ring_.wait_full(position);
-        Work work = queue_[position.stage];
-        // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
-        work.tile = __shfl_sync(~0u, work.tile, 0);
-        work.span = __shfl_sync(~0u, work.span, 0);
-        work.part = __shfl_sync(~0u, work.part, 0);
-        work.step = __shfl_sync(~0u, work.step, 0);
-        work.steps = __shfl_sync(~0u, work.steps, 0);
-        // An arrival waits for no load under way. It waits for this comparison of all that was loaded, which
-        // is always true.
-        const int loaded = work.tile | work.span | work.part | work.step | work.steps;
-        if (lane == 0 && loaded != INT_MIN) ring_.empty[position.stage].arrive();
-        position.advance();
-        return work;
-    }
+    __device__ Work pop(typename Queue::Position& position, int lane) { return queue_.pop(position, lane); }
 
   private:
+    static constexpr bool kMayLack = Places::kMayLack;
     static constexpr int kPerLane = kMaxClusters / 32;  // keys of a lane: those at places lane + 32 i
     static constexpr uint32_t kPlaces = 256;
     static constexpr uint32_t kMostCost = 1 << 22;
@@ -143,14 +102,14 @@ class Schedule {
     // All work, numbered. A round has as many items as there are clusters. The key of an item sorts by cost,
     // greatest first; its last bits are its place in its round.
     struct Items {
-        const ScheduleArguments& arguments;
+        Places places;
         const Costs& costs;
         int clusters;
         int lane;
 
         __device__ Work work_at(int item) const {
-            Work work = place_at(item);
-            set_steps(work, __ldg(costs.tiles + work.tile));
+            Work work = places.place_at(item);
+            places.set_steps(work, __ldg(costs.tiles + work.tile));
             return work;
         }
 
@@ -161,7 +120,7 @@ class Schedule {
             int2 steps[kPerLane];
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
-                works[i] = place_at(min(first + lane + 32 * i, arguments.size - 1));
+                works[i] = places.place_at(min(first + lane + 32 * i, places.size() - 1));
                 steps[i] = __ldg(costs.tiles + works[i].tile);
             }
 #pragma unroll
@@ -169,34 +128,11 @@ class Schedule {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
                 const int place = lane + 32 * i;
-                set_steps(works[i], steps[i]);
+                places.set_steps(works[i], steps[i]);
                 const uint32_t cost = costs.of(works[i].step, works[i].steps) + Costs::kTile;
-                const bool exists = place < clusters && first + place < arguments.size;
+                const bool exists = place < clusters && first + place < places.size();
                 keys[i] = exists ? (kMostCost - cost) * kPlaces + place : kLast + place;
             }
-        }
-
-      private:
-        // Without the steps, of which the plan knows.
-        __device__ Work place_at(int item) const {
-            int band, within;
-            Work work{};
-            arguments.by_band(band, within, item);
-            (band < arguments.whole_bands ? arguments.by_spans : arguments.by_last_spans)(work.tile,
-                                                                                          work.span, within);
-            work.span += band * arguments.band_spans;
-            if (kSplits) arguments.by_parts(work.span, work.part, work.span);
-            return work;
-        }
-        // `steps`: the first one of the tile, and how many.
-        __device__ void set_steps(Work& work, int2 steps) const {
-            const int first = first_step(steps.y, work.part);
-            work.step = steps.x + first;
-            work.steps = first_step(steps.y, work.part + 1) - first;
-        }
-        // Where a part begins in a tile of so many steps.
-        __device__ int first_step(int steps, int part) const {
-            return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
         }
     };
 
@@ -292,18 +228,7 @@ class Schedule {
         }
     }
 
-    __device__ void push(const Work& work, Ring<kQueue>::Position& position, int lane) {
-        ring_.wait_empty(position);
-        if (lane == 0) {
-            queue_[position.stage] = work;
-            ring_.full[position.stage].arrive();
-        }
-        __syncwarp();
-        position.advance();
-    }
-
-    Ring<kQueue> ring_;
-    Work queue_[kQueue];
+    Queue queue_;
     uint32_t given_[kMostRounds][kMaxClusters];  // keys of the items of a round, by cluster
 };
 

@@ -80,17 +80,7 @@ std::vector<Group> pair_groups(const ColumnSets& sets, const std::vector<Group>&
     return pairs;
 }
 
-}  // namespace
-
-View view_of(const Pattern& pattern, Op op) {
-    if (op == Op::dds_nn)
-        return {pattern.cols, block_col_count(pattern), block_row_count(pattern), pattern.block_cols,
-                pattern.block_rows};
-    return {pattern.rows, block_row_count(pattern), block_col_count(pattern), pattern.block_rows,
-            pattern.block_cols};
-}
-
-std::vector<Group> group_alike(const View& view, int32_t size) {
+std::vector<Group> group_alike_of_one(const View& view, int32_t size) {
     std::vector<int32_t> order(view.row_count);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
@@ -122,12 +112,50 @@ std::vector<Group> group_alike(const View& view, int32_t size) {
     return groups;
 }
 
-std::vector<Group> pair_rows(const View& view, int32_t size) {
+std::vector<Group> pair_rows_of_one(const View& view, int32_t size) {
     std::vector<Group> groups(view.row_count);
     for (int32_t row = 0; row < view.row_count; ++row) groups[row] = {row};
     const ColumnSets sets(view);
     for (int32_t paired = 1; paired < size; paired *= 2) groups = pair_groups(sets, groups);
     return groups;
+}
+
+// Calls a way of grouping rows for each weight.
+template <class Grouping>
+std::vector<Group> group_each(const View& view, int32_t size, Grouping group_one) {
+    const int64_t rows = view.weight_rows();
+    std::vector<Group> all;
+    for (int64_t first = 0; first < view.row_count; first += rows) {
+        View one = view;
+        one.rows.ptr += first;
+        one.row_count = rows;
+        one.weights = 1;
+        for (Group& group : group_one(one, size)) {
+            for (int32_t& row : group)
+                if (row >= 0) row += static_cast<int32_t>(first);
+            all.push_back(std::move(group));
+        }
+    }
+    return all;
+}
+
+}  // namespace
+
+View view_of(const Pattern& pattern, Op op) {
+    const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
+    const int32_t weights = pattern.groups;
+    if (op == Op::dds_nn)
+        return {pattern.cols,       weights * cols,     rows / weights,
+                pattern.block_cols, pattern.block_rows, weights};
+    return {pattern.rows, rows, cols, pattern.block_rows, pattern.block_cols, weights};
+}
+
+std::vector<Group> group_alike(const View& view, int32_t size) {
+    return group_each(view, size, group_alike_of_one);
+}
+
+std::vector<Group> pair_rows(const View& view, int32_t size) {
+    return group_each(view, size, pair_rows_of_one);
 }
 
 std::vector<Column> columns_of(const View& view, const Group& group, int32_t size) {

@@ -31,8 +31,10 @@ class DdsPlanBuilder {
             auto ranks = columns_of_ranks(group);
             tiles.push_back({std::move(group), std::move(ranks)});
         }
-        std::stable_sort(tiles.begin(), tiles.end(),
-                         [](const Tile& a, const Tile& b) { return a.ranks[0].size() > b.ranks[0].size(); });
+        std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) {
+            const int64_t first = weight_of(a.group), second = weight_of(b.group);
+            return first != second ? first < second : a.ranks[0].size() > b.ranks[0].size();
+        });
         for (const Tile& tile : tiles) add_tile(tile.group, tile.ranks);
         PlanHeader header{};
         header.tiles = static_cast<int32_t>(tiles.size());
@@ -44,6 +46,8 @@ class DdsPlanBuilder {
 
   private:
     using Columns = std::vector<Column>;
+
+    int64_t weight_of(const Group& group) const { return group.front() / view_.weight_rows(); }
 
     // The columns of each rank's rows, padded to whole steps, in an order in which the ranks walk together
     // those that they share; only the last steps of one of them may be empty.

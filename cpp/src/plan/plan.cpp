@@ -32,7 +32,7 @@ std::vector<int32_t> build_words(const Pattern& pattern, Op op, PlanShape shape)
     check_host_size(view, shape);
     if (shape.kind == PlanKind::strips) {
         const StripPlan plan = build_strip_plan(pattern);
-        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots});
+        return assemble(plan.header, {plan.tiles, {}, {}, plan.units, plan.slots, plan.starts});
     }
     if (shape.kind == PlanKind::lists) {
         const ListPlan plan = build_list_plan(pattern);

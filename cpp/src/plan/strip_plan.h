@@ -10,7 +10,7 @@ namespace ts {
 
 struct StripPlan {
     PlanHeader header;  // but for its offsets
-    std::vector<int32_t> tiles, units, slots;
+    std::vector<int32_t> tiles, units, slots, starts;
 };
 
 // Blocks are rounded up to a strip by a unit. Halves of a tile are chosen to have many units in common,

@@ -1,0 +1,42 @@
+// Groups of tokens that lie one after another, each with a weight of its own. Where they begin is known on
+// the GPU alone: a kernel of one thread block counts what others need to find their work.
+#pragma once
+
+#include <cstddef>
+
+#include "common/plan.h"
+
+namespace ts::groups {
+
+constexpr int kMaxGroups = 1024;
+
+struct Groups {
+    const int32_t* offsets;  // [count + 1] first tokens
+    int count;
+    int tokens;  // of all
+    // Written by list(), in memory of bytes_of(count):
+    int32_t* spans_before;  // [count + 1] spans of the groups before each
+    int32_t* by_size;       // [count] groups, those with most tokens first
+    int32_t* tiles_before;  // [count + 1] in that order: tiles of the groups before each, see PlanStarts
+    int32_t* taken;         // 0: how much of the work has been taken
+
+#ifdef __CUDACC__
+    // Where a group begins, inside of x and y whatever the offsets are.
+    __device__ int begin(int group) const { return min(max(__ldg(offsets + group), 0), tokens); }
+    __device__ int size(int group) const { return max(begin(group + 1) - begin(group), 0); }
+#endif
+};
+
+// A plan that says where the tiles of each group begin, and the key that it must have; or none.
+struct PlanStarts {
+    const PlanHeader* plan = nullptr;
+    int32_t key = 0;
+};
+
+size_t bytes_of(int count);
+
+// A span is so many tokens, the last one of a group fewer. Returns 0 or the CUDA error of the launch.
+int32_t list(Groups& groups, const Problem& problem, int span_tokens, PlanStarts starts, void* memory,
+             void* stream);
+
+}  // namespace ts::groups

@@ -1,0 +1,95 @@
+// The host side of the sdd kernel of grouped products.
+#pragma once
+
+#include <algorithm>
+
+#include "sm90/sdd_grouped_kernel.cuh"
+#include "sm90/sdd_launch.cuh"
+
+namespace ts::sm90 {
+
+// One row of the registry.
+template <class Math>
+struct GroupedSdd {
+    using Traits = SddTraits<Math, true>;
+    using WideTraits = SddTraits<WithResult<Math, float>, true>;
+    static constexpr PlanShape kPlan = Sdd<Math>::kPlan;
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, 1)) return reason;
+        if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
+        if (problem.pattern.group_out_features() % Traits::kStrip != 0)
+            return "weights of groups must have a multiple of 64 output features";
+        if (problem.y.layout != Layout::row_major || problem.x.layout != Layout::row_major)
+            return "it reads row-major activations of groups only";
+        return problem.tokens < INT32_MAX - Traits::kStep ? nullptr : "so many tokens are out of its reach";
+    }
+
+    static size_t workspace_size(const Problem& problem, const Device&, const Decision&) {
+        return problem.pattern.nnz == 0 ? 0 : groups::bytes_of(problem.pattern.groups);
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, const Decision&, void* workspace,
+                          void* stream) {
+        if (problem.pattern.nnz == 0) return cudaSuccess;
+        SddArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem)) return error;
+        if (const int32_t error = groups::list(arguments.groups, problem, Traits::kStep,
+                                               {arguments.plan, arguments.plan_key}, workspace, stream))
+            return error;
+        const auto start = problem.result_dtype == Math::kResult
+                               ? ClusterLauncher<sdd_grouped_kernel<Traits>, SddArguments>::launch
+                               : ClusterLauncher<sdd_grouped_kernel<WideTraits>, SddArguments>::launch;
+        return start(arguments, device.multiprocessors, 1, Traits::kThreads, Traits::kSharedBytes, stream,
+                     false);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row = make_row<GroupedSdd>(name);
+        row.ops = bits_of(Op::sdd_tn);
+        row.input_dtypes = bits_of(Math::kInput);
+        row.result_dtypes = bits_of(Math::kResult, DType::float32);
+        row.tile_features = Traits::kHalves * Traits::kStrip;
+        row.grouped = bits_of(1);
+        row.estimate = estimate_grouped_sdd;
+        return row;
+    }
+
+  private:
+    static cudaError_t describe(SddArguments& arguments, const Problem& problem) {
+        const Pattern& pattern = problem.pattern;
+        const int unit = strip_unit(pattern);
+        describe_plan<Traits>(arguments, problem, kPlan);
+        arguments.team_size = 1;
+        arguments.group_features = static_cast<int>(pattern.group_out_features());
+        arguments.stages_results = stages_results(problem);
+        if (arguments.stages_results)
+            if (const cudaError_t error = map_blocks(arguments, problem, unit)) return error;
+        if (problem.tokens == 0) return cudaSuccess;  // nothing is loaded
+        if (const cudaError_t error =
+                map_group(arguments.y, problem, problem.y, pattern.group_out_features(), Traits::kStrip))
+            return error;
+        return map_group(arguments.x, problem, problem.x, pattern.in_features, unit);
+    }
+
+    // Where tiles come one after another quickly, see Sdd::stages_results.
+    static bool stages_results(const Problem& problem) {
+        constexpr int64_t kMostSteps = 12;
+        return are_wide_blocks(problem.pattern) && !problem.accumulate &&
+               problem.result_dtype == Math::kResult &&
+               problem.tokens <= kMostSteps * Traits::kStep * problem.pattern.groups;
+    }
+
+    // Of a box of 64 tokens what is beyond the group reads as zero, as map_group_output leaves it out.
+    static cudaError_t map_group(CUtensorMap& map, const Problem& problem, const Matrix& matrix,
+                                 int64_t features, int width) {
+        constexpr int kTokens = Traits::kStep;
+        const auto first = reinterpret_cast<uintptr_t>(matrix.data) -
+                           static_cast<uintptr_t>(kTokens * matrix.ld) * sizeof(typename Traits::Input);
+        return encode(
+            map, problem.input_dtype, reinterpret_cast<const void*>(first),
+            {{features, 1, width}, {kTokens, matrix.ld, kTokens}, {problem.tokens + 1, matrix.ld, 1}});
+    }
+};
+
+}  // namespace ts::sm90
