@@ -268,13 +268,12 @@ struct CompressedDecodeFormat {
         return with_tokens<32>(problem, start);
     }
 
-    // Of grouped products: for as many tokens as most groups have.
+    // Of grouped products.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
         if constexpr (!kSparse)
             if (problem.k_block() == 16) return with_block<16, 2>(problem, start);
-        return tokens_of_group(problem) > 8 ? with_block<32, 4>(problem, start)
-                                            : with_block<32, 2>(problem, start);
+        return with_block<32, 2>(problem, start);
     }
 
   private:

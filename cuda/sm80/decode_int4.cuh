@@ -125,11 +125,10 @@ struct Int4DecodeFormat {
         return with_block<32, 4>(problem, start);
     }
 
-    // Of grouped products: for as many tokens as most groups have.
+    // Of grouped products.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
-        return tokens_of_group(problem) > 4 ? with_block<32, 4>(problem, start)
-                                            : with_block<32, 1>(problem, start);
+        return with_block<32, 2>(problem, start);
     }
 
   private:

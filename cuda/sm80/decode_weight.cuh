@@ -203,12 +203,11 @@ struct DenseDecodeFormat {
         return with_block<16, 1>(problem, start);
     }
 
-    // Of grouped products: for as many tokens as most groups have.
+    // Of grouped products.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
-        if (problem.row_block() < 32) return with_block<16, 2>(problem, start);
-        return tokens_of_group(problem) > 8 ? with_block<32, 4>(problem, start)
-                                            : with_block<32, 2>(problem, start);
+        return problem.row_block() < 32 ? with_block<16, 2>(problem, start)
+                                        : with_block<32, 2>(problem, start);
     }
 
   private:
