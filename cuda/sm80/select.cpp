@@ -1,12 +1,15 @@
 #include "sm80/select.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/estimate.h"
 #include "common/token_groups.h"
 
 namespace ts::sm80 {
 namespace {
+
+constexpr double kRate = 2.67e6;  // bytes of memory in a microsecond
 
 // float32 takes so many times as long as 16 bits, measured in blocks of 32 and 64.
 double precision_factor(const Problem& problem) {
@@ -37,7 +40,7 @@ SddTime sdd_time(int32_t block_rows) {
 
 // Of decode kernels, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
-    constexpr double kBegin = 7, kRate = 2.67e6, kWhole = 0.43;
+    constexpr double kBegin = 7, kWhole = 0.43;
     const int32_t rows = std::min(problem.row_block(), 64);            // that a CTA computes
     const double of_product = rows < 32 ? 3.7 : rows < 64 ? 1.38 : 1;  // picoseconds of a multiprocessor
     const double of_result = rows < 64 ? 295 : 248;
@@ -60,32 +63,29 @@ Problem in_16_bits(const Problem& problem) {
     return result;
 }
 
-// What a grouped product is like with one weight: it has the results of all groups with tokens side by side,
-// for as many tokens as one of these has.
-Problem without_groups(const Problem& problem) {
-    Problem result = problem;
-    Pattern& pattern = result.pattern;
+// What decode kernels have to do for a grouped product: they read the values of groups with tokens, for as
+// many tokens as one of these has.
+Problem of_busy_groups(Problem problem) {
+    Pattern& pattern = problem.pattern;
     const int64_t groups = pattern.groups, busy = busy_groups(problem);
-    pattern.out_features = pattern.out_features / groups * (problem.op == Op::dds_nn ? 1 : busy);
-    pattern.in_features *= problem.op == Op::dds_nn ? busy : 1;
+    pattern.out_features = pattern.out_features / groups * (problem.forward() ? busy : 1);
+    pattern.in_features *= problem.forward() ? 1 : busy;
     pattern.nnz = pattern.nnz * busy / groups;
     pattern.groups = 1;
-    result.tokens = tokens_of_group(problem);
-    result.offsets = nullptr;
-    return result;
+    problem.tokens = tokens_of_group(problem);
+    problem.offsets = nullptr;
+    return problem;
 }
 
 }  // namespace
 
 // Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
-// latency the more numerous warps of a small tile hide better. The last tile of a group's tokens is half
-// empty in the mean.
+// latency the more numerous warps of a small tile hide better.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kConversion = 1.3;  // of float8 to halves, by the instructions it takes
     if (problem.grouped()) {
-        Problem alike = without_groups(problem);
-        alike.tokens = std::max<int64_t>(alike.tokens + kernel.tile_tokens / 2, kernel.tile_tokens);
-        return estimate_dds(kernel, alike, device);
+        const Problem one = of_one_weight(problem, kernel.tile_tokens);
+        return std::hypot(estimate_dds(kernel, one, device), stored_bytes(problem) / kRate);
     }
     if (is_quantized(problem.input_dtype)) {
         const double factor = problem.input_dtype == DType::float8_e4m3fn ? kConversion : 1;
@@ -102,7 +102,11 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
 // the largest; between, half of a wide tile idles.
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (problem.grouped()) return estimate_sdd(kernel, without_groups(problem), device);
+    if (problem.grouped()) {
+        constexpr int kStepTokens = 64;
+        const Problem one = of_one_weight(problem, kStepTokens);
+        return std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
+    }
     constexpr double kOtherTile = 1.15, kByte = 0.4, kLaterStart = 1;  // later than those with TMA
     const Pattern& pattern = problem.pattern;
     const int32_t block_rows = pattern.block_rows;
@@ -118,7 +122,7 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 double estimate_decode(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (problem.grouped()) return estimate_decode(kernel, without_groups(problem), device);
+    if (problem.grouped()) return estimate_decode(kernel, of_busy_groups(problem), device);
     if (is_medium_batch(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
