@@ -11,6 +11,7 @@
 namespace ts {
 
 constexpr int32_t kActivationDTypes = 4;  // of the dtypes, the first ones
+constexpr int64_t kMaxGroups = 1024;
 constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
 // CUDA kernels number tokens and features in 32 bits and look by less than the difference past the last one.
 constexpr int64_t kMaxDeviceExtent = (int64_t{1} << 31) - (1 << 16);

@@ -77,7 +77,7 @@ std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, 
 
 // Of the first architecture on whose devices dense products were measured.
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
-    if (device.type == DeviceType::cpu) return std::nullopt;
+    if (device.type == DeviceType::cpu || problem.grouped()) return std::nullopt;
     const bool dense =
         problem.values.storage == Storage::dense && problem.values.dtype == problem.input_dtype;
     for (const DenseEstimate estimate : dense_estimates())
@@ -88,8 +88,7 @@ std::optional<double> estimate_of_dense(const Problem& problem, const Device& de
 
 const char* reason_for(const Kernel& kernel) {
     if (kernel.device == DeviceType::cpu) return "the best instruction set of this processor for the dtype";
-    if (kernel.max_tokens > 0) return "made for so small a batch";
-    return "the least estimated time on this device";
+    return kernel.max_tokens > 0 ? "made for so small a batch" : "the least estimated time on this device";
 }
 
 // The kernel with the least estimate of those that compute the problem and whose names begin with `prefix`.
@@ -102,10 +101,9 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
         if (!std::string_view(kernel.name).starts_with(prefix)) continue;
         if (why_not(kernel, problem, device) != nullptr) continue;
         const std::optional<double> time = estimate_of(kernel, problem, device);
-        const bool dequantized = dequantizes(kernel, problem);
-        const bool better = time ? *time < least : choice.dequantizes && !dequantized;
+        const bool better = time ? *time < least : choice.dequantizes && !dequantizes(kernel, problem);
         if (choice.kernel != nullptr && !better) continue;
-        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantized};
+        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantizes(kernel, problem)};
         least = time.value_or(least);
     }
     return choice;
@@ -209,7 +207,7 @@ bool is_preferred(const Choice& choice, const Preference& preference) {
 const char* why_dense(const Choice& sparse, const Problem& problem, const Device& device,
                       const Preference& preference, Policy policy) {
     if (policy == Policy::dense) return "the caller asks for dense";
-    if (policy == Policy::sparse || is_preferred(sparse, preference)) return nullptr;
+    if (policy == Policy::sparse || problem.grouped() || is_preferred(sparse, preference)) return nullptr;
     if (sparse.kernel == nullptr) return "no kernel computes it";
     if (sparse.measured && sparse.measured->dense > 0)
         return sparse.measured->dense < sparse.measured->time ? "dense was measured to be faster" : nullptr;
@@ -233,10 +231,9 @@ std::string microseconds(const char* what, double time) {
 }
 
 Choice with_decision(Choice choice, const Problem& problem, const Device& device) {
-    const Kernel& kernel = *choice.kernel;
-    if (kernel.decide != nullptr)
-        choice.decision =
-            kernel.decide(kernel, choice.dequantizes ? with_dense_blocks(problem, nullptr) : problem, device);
+    if (const auto decide = choice.kernel->decide)
+        choice.decision = decide(*choice.kernel,
+                                 choice.dequantizes ? with_dense_blocks(problem, nullptr) : problem, device);
     return choice;
 }
 
@@ -278,7 +275,7 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
     if (choice.kernel != nullptr)
         if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device.properties))
             text += microseconds("; estimated", *time) + by;
-    if (device.properties.type == DeviceType::cpu) return text;
+    if (device.properties.type == DeviceType::cpu || problem.grouped()) return text;
     return text + (dense ? microseconds(", dense", *dense) : ", dense was not measured on such a device");
 }
 
@@ -289,7 +286,8 @@ void log_choice(const Problem& problem, const NamedDevice& device, const Choice&
     line << "tilesparse: " << to_string(problem.op) << ' ' << to_string(problem.input_dtype);
     print_stored(line, problem.values, problem.input_dtype);
     line << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
-         << " block=" << pattern.block_rows << 'x' << pattern.block_cols << ": "
+         << " block=" << pattern.block_rows << 'x' << pattern.block_cols
+         << (problem.grouped() ? " groups=" + std::to_string(pattern.groups) : "") << ": "
          << (choice.index < 0 ? "dense" : choice.kernel->name);
     static std::mutex mutex;
     static std::set<std::string> seen;  // without the reason: who names a kernel may have been told it before

@@ -72,4 +72,24 @@ Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized
     return of;
 }
 
+GroupSums check_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
+                           int64_t features, int64_t groups, const ts_matrix* y) {
+    GroupSums of{};
+    of.device = check_device_type(device);
+    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    of.result_dtype = check_enum<DType>(result_dtype, kActivationDTypes, "result_dtype");
+    const bool has_16_bits = element_size(of.dtype) == 2;
+    require(of.result_dtype == of.dtype || (has_16_bits && of.result_dtype == DType::float32),
+            "result_dtype must be dtype, ", dtype, has_16_bits ? ", or 1, float32" : "", ", got ",
+            result_dtype);
+    check_extent(tokens, "tokens", of.device);
+    check_features(features, 16, "features", "16", of.device);
+    require(groups >= 1 && groups <= kMaxGroups, "groups must be 1 to ", kMaxGroups, ", got ", groups);
+    of.tokens = tokens;
+    of.features = features;
+    of.groups = groups;
+    of.y = check_rows(y, tokens, features, "y");
+    return of;
+}
+
 }  // namespace ts

@@ -88,6 +88,12 @@ Span x_scale_span(const Problem& problem) {
                       problem.device);
 }
 
+Span offset_span(const int32_t* offsets, int64_t groups) {
+    if (offsets == nullptr) return {};
+    check_aligned(offsets, sizeof(int32_t), "group_offsets");
+    return span_of(offsets, (groups + 1) * sizeof(int32_t), "group_offsets");
+}
+
 using ValueSpans = std::array<Operand, 3>;
 
 ValueSpans value_spans(const Problem& problem) {
@@ -131,12 +137,21 @@ void check_apart(const Operand& one, const Operand& other) {
     require(!overlap(one.span, other.span), one.name, " and ", other.name, " must not overlap in memory");
 }
 
+void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens) {
+    require(offsets[0] == 0, "group_offsets[0] must be 0, got ", offsets[0]);
+    for (int64_t group = 0; group < groups; ++group)
+        require(offsets[group] <= offsets[group + 1], "group_offsets must ascend, got ", offsets[group + 1],
+                " after ", offsets[group], " at ", group + 1);
+    require(offsets[groups] == tokens, "group_offsets[", groups, "] must be tokens, ", tokens, ", got ",
+            offsets[groups]);
+}
+
 std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op) {
     const auto array = [](const char* name, const int32_t* data, int64_t size) {
         return area(name, data, size * sizeof(int32_t));
     };
     if (op == Op::dds_nn)
-        return {array("pattern.col_ptr", pattern.cols.ptr, block_col_count(pattern) + 1),
+        return {array("pattern.col_ptr", pattern.cols.ptr, column_count(pattern) + 1),
                 array("pattern.row_idx", pattern.cols.idx, pattern.nnz),
                 array("pattern.col_slot", pattern.cols.slot, pattern.nnz)};
     return {array("pattern.row_ptr", pattern.rows.ptr, block_row_count(pattern) + 1),
@@ -146,22 +161,24 @@ std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op) {
 
 Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
     const Pattern& pattern = problem.pattern;
+    const int64_t of_y = pattern.group_out_features();
     const bool writes_x = problem.op == Op::dds_nn, writes_y = problem.op == Op::dds_nt;
     const DType result = problem.result_dtype;
     const char* const other = problem.gated ? "gate" : "residual";
     const auto [values, metadata, scales] = value_spans(problem);
     operands_ = {{{"x", check_operand(problem.x, pattern.in_features, problem.x_dtype(), "x", problem)},
-                  {"y", check_operand(problem.y, pattern.out_features, problem.y_dtype(), "y", problem)},
+                  {"y", check_operand(problem.y, of_y, problem.y_dtype(), "y", problem)},
                   values,
                   {"bias", vector_span(problem.bias, pattern.out_features, result, "bias")},
                   {other, problem.residual.data != nullptr
-                              ? check_operand(problem.residual, pattern.out_features, result, other, problem)
+                              ? check_operand(problem.residual, of_y, result, other, problem)
                               : Span{}},
                   area("plan", desc.plan, desc.plan_bytes),
                   area("packed", desc.packed, desc.packed_bytes),
                   metadata,
                   scales,
                   {"x_scales", x_scale_span(problem)},
+                  {"group_offsets", offset_span(problem.offsets, pattern.groups)},
                   {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
                                                 problem.bias_gradient.dtype, "bias_gradient")}}};
     if (problem.device == DeviceType::cuda) {
@@ -174,6 +191,8 @@ Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
         for (const Operand& operand : operands_)
             if (&operand != written) check_apart(*std::min(written, &operand), *std::max(written, &operand));
     written_ = {of_result, of_bias, {}};
+    if (problem.grouped() && problem.device == DeviceType::cpu)
+        check_offsets(problem.offsets, pattern.groups, problem.tokens);
 }
 
 void Operands::add_workspace(const void* data, size_t bytes) {
@@ -256,6 +275,17 @@ void check_operands(const Quantization& of) {
     check_apart(x, quantized);
     check_apart(x, scales);
     check_apart(quantized, scales);
+}
+
+void check_operands(const GroupSums& of) {
+    const Operand y{"y", check_operand(of.y, of.tokens, of.features, of.dtype, "y", of.device)};
+    require(of.offsets != nullptr, "group_offsets must not be null");
+    const Operand offsets{"group_offsets", offset_span(of.offsets, of.groups)};
+    require(of.features == 0 || of.sums != nullptr, "sums must not be null");
+    const Operand sums{"sums", vector_span(of.sums, of.groups * of.features, of.result_dtype, "sums")};
+    check_apart(y, sums);
+    check_apart(offsets, sums);
+    if (of.device == DeviceType::cpu) check_offsets(of.offsets, of.groups, of.tokens);
 }
 
 }  // namespace ts

@@ -32,6 +32,9 @@ Operand area(const char* name, const void* data, uint64_t bytes);
 // Throws if the two share a byte.
 void check_apart(const Operand& one, const Operand& other);
 
+// Throws unless offsets in host memory ascend from 0 to the number of tokens.
+void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens);
+
 // A pattern's arrays that a product, or its plan, reads: by column for dds_nn, otherwise by row.
 std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op);
 
@@ -47,7 +50,7 @@ class Operands {
     void check_read(const Operand& read) const;
 
   private:
-    static constexpr size_t kOperands = 11;
+    static constexpr size_t kOperands = 12;
     std::array<Operand, kOperands> operands_;
     std::array<Operand, 3> written_{};  // the result, the gradient of the bias and the workspace
 };
@@ -75,6 +78,9 @@ void check_compression(const Compression& compression);
 void check_operands(const ActivationGradient& gradient);
 void check_workspace(const ActivationGradient& gradient, const void* workspace, size_t bytes);
 void check_operands(const Gate& gate, bool gradients);
+
+// The operands of ts_group_sums.
+void check_operands(const GroupSums& sums);
 
 // The operands of ts_quantize.
 void check_operands(const Quantization& quantization);

@@ -54,7 +54,7 @@ void validate_transpose(const Pattern& pattern) {
     check_pointer(ptr, "pattern.col_ptr");
     if (pattern.nnz > 0) check_pointer(idx, "pattern.row_idx");
     if (pattern.nnz > 0) check_pointer(slot, "pattern.col_slot");
-    const int64_t cols = block_col_count(pattern);
+    const int64_t cols = column_count(pattern);
     std::vector<int32_t> col_ptr(cols + 1), row_idx(pattern.nnz), col_slot(pattern.nnz);
     transpose_pattern(pattern, col_ptr.data(), row_idx.data(), col_slot.data());
     require_pattern(std::equal(col_ptr.begin(), col_ptr.end(), ptr), "col_ptr must be that of the transpose");
@@ -89,8 +89,8 @@ bool overlap(const Array& a, const Array& b) {
 
 void check_bounds(const Pattern& pattern, bool by_column) {
     const auto& [ptr, idx, slot] = by_column ? pattern.cols : pattern.rows;
-    const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
-    const int64_t lines = by_column ? cols : rows, most = by_column ? rows : cols;
+    const int64_t lines = by_column ? column_count(pattern) : block_row_count(pattern);
+    const int64_t most = by_column ? group_row_count(pattern) : block_col_count(pattern);
     bool fits = ptr[0] == 0 && ptr[lines] == pattern.nnz;
     for (int64_t line = 0; line < lines; ++line)
         fits &= (ptr[line] <= ptr[line + 1]) & (int64_t{ptr[line + 1]} - ptr[line] <= most);
@@ -103,7 +103,7 @@ void check_bounds(const Pattern& pattern, bool by_column) {
 void check_transpose(const Pattern& pattern, const Adjacency& cols) {
     const Adjacency& rows = pattern.rows;
     const int64_t nnz = pattern.nnz;
-    const Array results[] = {{cols.ptr, block_col_count(pattern) + 1, "col_ptr"},
+    const Array results[] = {{cols.ptr, column_count(pattern) + 1, "col_ptr"},
                              {cols.idx, nnz, "row_idx"},
                              {cols.slot, nnz, "col_slot"}};
     const Array sources[] = {{rows.ptr, block_row_count(pattern) + 1, "pattern.row_ptr"},
@@ -128,18 +128,23 @@ void validate_pattern(const Pattern& pattern) {
 
 void transpose_pattern(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot) {
     const auto& [ptr, idx, slot] = pattern.rows;
-    const int64_t rows = block_row_count(pattern), cols = block_col_count(pattern);
+    const int64_t rows = block_row_count(pattern), group_rows = group_row_count(pattern);
+    const int64_t cols = column_count(pattern), group_cols = block_col_count(pattern);
+    // Calls visit(line of the column arrays, row within the group, entry) in the order of rows.
+    const auto for_each_entry = [&](const auto& visit) {
+        for (int64_t row = 0; row < rows; ++row)
+            for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e)
+                visit(row / group_rows * group_cols + idx[e], row % group_rows, e);
+    };
     std::fill_n(col_ptr, cols + 1, 0);
-    for (int64_t e = 0; e < pattern.nnz; ++e) ++col_ptr[idx[e] + 1];
-    for (int64_t col = 0; col < cols; ++col) col_ptr[col + 1] += col_ptr[col];
+    for_each_entry([&](int64_t line, int64_t, int32_t) { ++col_ptr[line + 1]; });
+    for (int64_t line = 0; line < cols; ++line) col_ptr[line + 1] += col_ptr[line];
     std::vector<int32_t> next(col_ptr, col_ptr + cols);
-    for (int64_t row = 0; row < rows; ++row) {
-        for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e) {
-            const int32_t at = next[idx[e]]++;
-            row_idx[at] = static_cast<int32_t>(row);
-            col_slot[at] = slot[e];
-        }
-    }
+    for_each_entry([&](int64_t line, int64_t row, int32_t e) {
+        const int32_t at = next[line]++;
+        row_idx[at] = static_cast<int32_t>(row);
+        col_slot[at] = slot[e];
+    });
 }
 
 }  // namespace ts

@@ -102,6 +102,36 @@ void check_other(const Matrix& other, const Problem& problem, const char* name) 
             static_cast<int32_t>(problem.y.layout), ", got ", static_cast<int32_t>(other.layout));
 }
 
+// 0 stands for 1, a single weight.
+int32_t check_group_count(const ts_pattern& pattern) {
+    require(pattern.groups >= 0 && pattern.groups <= kMaxGroups, "pattern.groups must be 0 to ", kMaxGroups,
+            ", got ", pattern.groups);
+    const auto groups = static_cast<int32_t>(std::max<int64_t>(pattern.groups, 1));
+    require(pattern.out_features / pattern.block_rows % groups == 0,
+            "pattern.out_features must be the same number of block rows for each of pattern.groups, ", groups,
+            ", got ", pattern.out_features, " in blocks of ", pattern.block_rows);
+    require(pattern.in_features / pattern.block_cols <= kMaxExtent / groups,
+            "pattern.in_features must be at most ", kMaxExtent, " columns of blocks in all of ", groups,
+            " groups, got ", pattern.in_features, " in blocks of ", pattern.block_cols);
+    return groups;
+}
+
+// What holds of grouped products beside what holds of all.
+void check_grouped(const ts_matmul_desc& desc, const Problem& problem) {
+    const int32_t groups = problem.pattern.groups;
+    if (!problem.grouped())
+        return require(groups == 1, "group_offsets must not be null for a pattern of ", groups, " groups");
+    const auto refuse = [](bool given, const auto&... words) {
+        require(!given, words..., " for a grouped product");
+    };
+    refuse(is_quantized(problem.input_dtype), "dtype must be 0 to ", kActivationDTypes - 1);
+    refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
+    refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
+    refuse(desc.packed != nullptr, "packed must be null");
+    refuse(desc.bias_gradient != nullptr, "bias_gradient must be null, which ts_group_sums computes,");
+    refuse(desc.policy == TS_POLICY_DENSE, "policy must be ", TS_POLICY_SPARSE, " or ", TS_POLICY_AUTO);
+}
+
 BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
     const DType dtype = check_own_dtype(desc.bias_gradient_dtype, problem.input_dtype, kActivationDTypes,
                                         "bias_gradient_dtype");
@@ -146,7 +176,8 @@ Pattern check_pattern(const ts_pattern* source) {
             pattern.in_features,
             pattern.nnz,
             {pattern.row_ptr, pattern.col_idx, pattern.row_slot},
-            {pattern.col_ptr, pattern.row_idx, pattern.col_slot}};
+            {pattern.col_ptr, pattern.row_idx, pattern.col_slot},
+            check_group_count(pattern)};
 }
 
 Problem check_problem(const ts_matmul_desc& desc) {
@@ -168,12 +199,13 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.pattern = check_pattern(desc.pattern);
     check_extent(problem.pattern.out_features, "pattern.out_features", problem.device);
     check_extent(problem.pattern.in_features, "pattern.in_features", problem.device);
-    const int64_t ins = problem.pattern.in_features, outs = problem.pattern.out_features;
+    const int64_t ins = problem.pattern.in_features, outs = problem.pattern.group_out_features();
     problem.x = check_matrix(desc.x, problem.tokens, ins, "x");
     problem.y = check_matrix(desc.y, problem.tokens, outs, "y");
     check_quantized_input(desc, problem);
     problem.x_scales = desc.x_scales;
     problem.values = check_storage(desc, problem);
+    problem.offsets = desc.group_offsets;
     problem.packed = desc.packed;
     problem.bias = desc.bias;
     problem.plan = desc.plan;
@@ -192,6 +224,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate must be 0 unless op is sdd_tn");
     problem.bias_gradient = check_bias_gradient(desc, problem);
+    check_grouped(desc, problem);
     return problem;
 }
 

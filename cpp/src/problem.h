@@ -33,6 +33,10 @@ Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t featu
                 const ts_matrix* factor);
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name);
 
+// Checks the arguments of ts_group_sums but for their memory.
+GroupSums check_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
+                           int64_t features, int64_t groups, const ts_matrix* y);
+
 // Checks the arguments of ts_quantize but for their memory.
 Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
                                 int64_t features, const ts_matrix* x, const ts_matrix* quantized);
@@ -43,6 +47,10 @@ NamedDevice check_device(const ts_device_info& info);
 // Blocks along each dimension.
 inline int64_t block_row_count(const Pattern& pattern) { return pattern.out_features / pattern.block_rows; }
 inline int64_t block_col_count(const Pattern& pattern) { return pattern.in_features / pattern.block_cols; }
+
+// Of one group; and lines of the column arrays, which go by group.
+inline int64_t group_row_count(const Pattern& pattern) { return block_row_count(pattern) / pattern.groups; }
+inline int64_t column_count(const Pattern& pattern) { return block_col_count(pattern) * pattern.groups; }
 
 const char* to_string(Op op);
 const char* to_string(DType dtype);

@@ -109,8 +109,8 @@ const NamedDevice& device_of(const Problem& problem) {
 Wish wish_of(const ts_matmul_desc& desc) { return {desc.kernel, desc.prefer, Policy::sparse}; }
 
 size_t packed_size(const Problem& problem, const Choice& choice) {
-    return choice.dequantizes || choice.kernel->packed_size == nullptr ? 0
-                                                                       : choice.kernel->packed_size(problem);
+    const bool packs = choice.kernel->packed_size != nullptr && !choice.dequantizes && !problem.grouped();
+    return packs ? choice.kernel->packed_size(problem) : 0;
 }
 
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {

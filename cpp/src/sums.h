@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/problem.h"
+#include "elementwise/group_sums.h"
 #include "elementwise/sums.h"
 
 namespace ts {
@@ -17,5 +18,9 @@ using sums::ActivationGradient;
 size_t activation_gradient_workspace_size(const ActivationGradient& gradient, const Device& device);
 void activation_gradient(const ActivationGradient& gradient, const Device& device, void* workspace,
                          void* stream);
+
+using group_sums::GroupSums;
+
+void sum_groups(const GroupSums& of, void* stream);
 
 }  // namespace ts

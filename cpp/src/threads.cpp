@@ -107,6 +107,7 @@ int processors() {
 int max_threads() { return runtime().max_threads != nullptr ? runtime().max_threads() : processors(); }
 
 void Member::wait() const {
+    if (threads_ == 1) return;  // the region, if it is another team's, may have more
     if (team_.barrier == nullptr)
         runtime().barrier();
     else

@@ -36,6 +36,9 @@ class Member {
 
     int thread() const { return thread_; }
 
+    // The same, of a team that it is alone in, whatever region it is in.
+    explicit Member(Team& own) : Member(own, 0, 1) {}
+
     // Returns when all threads of the team are here.
     void wait() const;
 

@@ -9,7 +9,7 @@ namespace {
 
 ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_features, int64_t in_features,
                         int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
-                        uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
+                        uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int64_t groups) {
     auto pattern = make<ts_pattern>();
     pattern.block_rows = block_rows;
     pattern.block_cols = block_cols;
@@ -22,6 +22,7 @@ ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_feat
     pattern.col_ptr = pointer<int32_t>(col_ptr);
     pattern.row_idx = pointer<int32_t>(row_idx);
     pattern.col_slot = pointer<int32_t>(col_slot);
+    pattern.groups = groups;
     return pattern;
 }
 
@@ -73,12 +74,13 @@ void bind_patterns(nb::module_& m) {
             "__init__",
             [](ts_pattern* self, int32_t block_rows, int32_t block_cols, int64_t out_features,
                int64_t in_features, int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
-               uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot) {
-                new (self) ts_pattern(make_pattern(block_rows, block_cols, out_features, in_features, nnz,
-                                                   row_ptr, col_idx, row_slot, col_ptr, row_idx, col_slot));
+               uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int64_t groups) {
+                new (self)
+                    ts_pattern(make_pattern(block_rows, block_cols, out_features, in_features, nnz, row_ptr,
+                                            col_idx, row_slot, col_ptr, row_idx, col_slot, groups));
             },
             "block_rows"_a, "block_cols"_a, "out_features"_a, "in_features"_a, "nnz"_a, "row_ptr"_a,
-            "col_idx"_a, "row_slot"_a, "col_ptr"_a = 0, "row_idx"_a = 0, "col_slot"_a = 0);
+            "col_idx"_a, "row_slot"_a, "col_ptr"_a = 0, "row_idx"_a = 0, "col_slot"_a = 0, "groups"_a = 0);
 
     m.def(
         "pattern_validate", [](const ts_pattern& pattern) { check(ts_pattern_validate(&pattern)); },

@@ -20,7 +20,7 @@ class Product {
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
             int32_t storage, int32_t values_dtype, int32_t row_scales, int32_t result_dtype,
             const std::string& prefer, bool gated, bool bias_gradient, int32_t bias_gradient_dtype,
-            bool accumulate_bias)
+            bool accumulate_bias, bool grouped)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()), gated_(gated) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -42,6 +42,7 @@ class Product {
         if (bias_gradient) desc_.bias_gradient = this;  // likewise
         desc_.bias_gradient_dtype = bias_gradient_dtype + 1;
         desc_.accumulate_bias = accumulate_bias;
+        if (grouped) desc_.group_offsets = pointer<int32_t>(reinterpret_cast<uintptr_t>(this));  // likewise
         copy_text(desc_.prefer, prefer, "prefer");
     }
 
@@ -118,7 +119,7 @@ class Product {
     // `bias`: of TS_SDD_TN its gradient.
     void run(uintptr_t x, uintptr_t y, uintptr_t values, uintptr_t bias, uintptr_t residual,
              uintptr_t workspace, uintptr_t stream, uintptr_t metadata, uintptr_t scales,
-             uintptr_t x_scales = 0) const {
+             uintptr_t x_scales = 0, uintptr_t group_offsets = 0) const {
         ts_matmul_desc desc = described();
         desc.x.data = pointer<void>(x);
         desc.y.data = pointer<void>(y);
@@ -129,6 +130,7 @@ class Product {
             desc.bias = pointer<void>(bias);
         other(desc).data = pointer<void>(residual);
         desc.x_scales = pointer<float>(x_scales);
+        desc.group_offsets = pointer<int32_t>(group_offsets);
         ts_status_t status;
         if (desc.device == TS_CPU) {
             const nb::gil_scoped_release release;  // a product on the CPU takes long; a launch does not

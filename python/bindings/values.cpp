@@ -52,6 +52,13 @@ void gate_gradient(int32_t dtype, int32_t activation, int64_t tokens, int64_t fe
                            &matrices[3], &matrices[4], pointer<CUstream_st>(stream)));
 }
 
+void group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens, int64_t features,
+                int64_t groups, Rows y, uintptr_t group_offsets, uintptr_t sums, uintptr_t stream) {
+    const ts_matrix matrix = row_major(y);
+    check(ts_group_sums(device, dtype, result_dtype, tokens, features, groups, &matrix,
+                        pointer<int32_t>(group_offsets), pointer<void>(sums), pointer<CUstream_st>(stream)));
+}
+
 }  // namespace
 
 void bind_values(nb::module_& m) {
@@ -65,6 +72,8 @@ void bind_values(nb::module_& m) {
           "result"_a, "stream"_a);
     m.def("gate_gradient", &gate_gradient, "dtype"_a, "activation"_a, "tokens"_a, "features"_a, "gate"_a,
           "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "stream"_a);
+    m.def("group_sums", &group_sums, "device"_a, "dtype"_a, "result_dtype"_a, "tokens"_a, "features"_a,
+          "groups"_a, "y"_a, "group_offsets"_a, "sums"_a, "stream"_a);
 }
 
 }  // namespace bindings

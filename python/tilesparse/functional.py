@@ -37,6 +37,7 @@ from ._ops import quantization as _quantization
 from ._ops.activations import activation_code
 from ._ops.autocast import autocast
 from ._ops.autograd import call, records_gradient
+from ._ops.grouped import grouped_linear_on
 from ._ops.linear import extras_of, linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO
 from ._ops.scaled import quantized_linear_on
@@ -161,6 +162,51 @@ def quantized_linear(
         return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)
     except Exception as error:
         check_types_after(error, quantized_linear, locals())
+        raise
+
+
+def grouped_linear(
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    residual: Tensor | None = None,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Return activation(x Wₑᵀ + biasₑ) + residual, where each token meets the weight of its expert e.
+
+    The weights of E experts, all [out_features, in_features], lie below each other in one pattern of
+    [E * out_features, in_features]. Tokens are sorted by expert. No token enters a result, or a gradient of
+    a weight, of another expert. On CUDA the host does not read ``offsets``, so that routing may change
+    between replays of a graph. E is at most 1024.
+
+    Args:
+        x: [tokens, in_features], copied if it is not row-major.
+        values: of the blocks of all experts, as in `linear`.
+        pattern: positions of the blocks, [E * out_features, in_features].
+        offsets: int32 [E + 1], contiguous, on the device of x: tokens ``offsets[e]`` to
+            ``offsets[e + 1] - 1`` belong to expert e. They ascend from 0 to the number of tokens. On CUDA
+            nobody checks that they do; results of tokens in no expert or in several are then undefined.
+        bias: [E, out_features] or [E * out_features] or None.
+        activation: as in `linear`.
+        residual: [tokens, out_features] or None.
+        metadata: of 2:4 values, see `linear`.
+        scales: of values in 8 or 4 bits, see `linear`.
+        gate: [tokens, out_features], or None; in the place of a residual.
+
+    Returns:
+        [tokens, out_features].
+    """
+    try:
+        index, stored = pattern.index_on(values.device), (metadata, scales)
+        return grouped_linear_on(x, values, index, offsets, bias, activation, residual, stored, gate)
+    except Exception as error:
+        check_types_after(error, grouped_linear, locals())
         raise
 
 

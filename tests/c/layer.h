@@ -116,5 +116,6 @@ void test_compressions(void);
 void test_storages(void);
 void test_eight_bits(void);
 void test_products(void);
+void test_groups(void);
 
 #endif /* TILESPARSE_TESTS_LAYER_H_ */

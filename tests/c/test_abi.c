@@ -13,6 +13,7 @@ int main(void) {
     test_storages();
     test_eight_bits();
     test_products();
+    test_groups();
     printf("%d failures\n", failures);
     return failures > 0;
 }

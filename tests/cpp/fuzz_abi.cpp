@@ -41,7 +41,8 @@ void call_get() {
 void call_pattern() {
     const ts_pattern pattern = some_pattern();
     check_status("ts_pattern_validate", ts_pattern_validate(as_caller_has_it(pattern)));
-    const wide cols = pattern.in_features / std::max(pattern.block_cols, 1), nnz = pattern.nnz;
+    const wide nnz = pattern.nnz,
+               cols = wide(pattern.in_features / std::max(pattern.block_cols, 1)) * groups_of(pattern);
     auto* const col_ptr = reinterpret_cast<int32_t*>(take_some((cols + 1) * 4));
     auto* row_idx = reinterpret_cast<int32_t*>(take_some(nnz * 4));
     auto* const col_slot = reinterpret_cast<int32_t*>(take_some(nnz * 4));
@@ -180,7 +181,7 @@ void call_matmul() {
 }
 
 void call_any() {
-    switch (draw(0, 15)) {
+    switch (draw(0, 16)) {
         case 0:
             return call_get();
         case 1:
@@ -206,6 +207,8 @@ void call_any() {
             return call_gate();
         case 12:
             return call_quantize();
+        case 13:
+            return call_group_sums();
         default:
             return call_matmul();
     }

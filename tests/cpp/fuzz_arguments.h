@@ -37,7 +37,8 @@ inline void spoil(T& structure, const Field (&fields)[size]) {
 
 constexpr Field kPatternFields[] = {NARROW(ts_pattern, block_rows), NARROW(ts_pattern, block_cols),
                                     NARROW(ts_pattern, reserved),   WIDE(ts_pattern, out_features),
-                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz)};
+                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz),
+                                    WIDE(ts_pattern, groups)};
 
 constexpr Field kDescFields[] = {NARROW(ts_matmul_desc, op),
                                  NARROW(ts_matmul_desc, dtype),
@@ -85,13 +86,17 @@ inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
     return data;
 }
 
+inline int64_t groups_of(const ts_pattern& pattern) { return std::max<int64_t>(pattern.groups, 1); }
+
 inline ts_pattern some_pattern() {
     static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
     ts_pattern pattern{};
     pattern.struct_size = sizeof pattern;
     pattern.block_rows = one_of(kBlocks);
     pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
-    const int64_t rows = draw(0, 6), cols = draw(0, 6);
+    pattern.groups = chance(70) ? draw(0, 1) : draw(2, 4);
+    const int64_t groups = std::max<int64_t>(pattern.groups, 1), group_rows = draw(0, 6 / groups);
+    const int64_t rows = groups * group_rows, cols = draw(0, 6);
     const int density = static_cast<int>(draw(0, 100));
     std::vector<int32_t> ptr{0}, idx, col_ptr{0}, row_idx, col_slot;
     for (int64_t row = 0; row < rows; ++row) {
@@ -103,10 +108,12 @@ inline ts_pattern some_pattern() {
     std::iota(slot.begin(), slot.end(), 0);
     for (size_t i = slot.size(); i > 1; --i)
         std::swap(slot[i - 1], slot[draw(0, static_cast<int64_t>(i) - 1)]);
-    for (int32_t col = 0; col < cols; ++col) {
-        for (int32_t row = 0; row < rows; ++row)
-            for (int32_t e = ptr[row]; e < ptr[row + 1]; ++e)
-                if (idx[e] == col) row_idx.push_back(row), col_slot.push_back(slot[e]);
+    for (int64_t line = 0; line < groups * cols; ++line) {
+        const int64_t first = line / cols * group_rows;
+        for (int64_t row = 0; row < group_rows; ++row)
+            for (int32_t e = ptr[first + row]; e < ptr[first + row + 1]; ++e)
+                if (idx[e] == line % cols)
+                    row_idx.push_back(static_cast<int32_t>(row)), col_slot.push_back(slot[e]);
         col_ptr.push_back(static_cast<int32_t>(row_idx.size()));
     }
     pattern.out_features = rows * pattern.block_rows;
@@ -118,7 +125,7 @@ inline ts_pattern some_pattern() {
     pattern.row_ptr = array(ptr, claimed_rows + 1);
     pattern.col_idx = array(idx, pattern.nnz);
     pattern.row_slot = array(slot, pattern.nnz);
-    pattern.col_ptr = array(col_ptr, claimed_cols + 1);
+    pattern.col_ptr = array(col_ptr, claimed_cols * groups_of(pattern) + 1);
     pattern.row_idx = array(row_idx, pattern.nnz);
     pattern.col_slot = array(col_slot, pattern.nnz);
     if (chance(10)) pattern.col_ptr = nullptr;
@@ -160,6 +167,17 @@ inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
         desc.x_scales = reinterpret_cast<float*>(take_some(wide(bounded(desc.tokens)) * 4));
 }
 
+// Where groups begin: ascending from 0 to the number of tokens, unless spoilt.
+inline const int32_t* some_offsets(int64_t groups, int64_t tokens) {
+    std::vector<int32_t> offsets{0};
+    const int64_t known = std::clamp<int64_t>(groups, 1, 1024);
+    for (int64_t i = 1; i < known; ++i)
+        offsets.push_back(static_cast<int32_t>(draw(offsets.back(), std::clamp<int64_t>(tokens, 0, 40))));
+    offsets.push_back(static_cast<int32_t>(tokens));
+    std::sort(offsets.begin(), offsets.end());
+    return array(offsets, wide(bounded(groups)) + 1);
+}
+
 // Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
 inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     ts_matmul_desc desc{};
@@ -175,19 +193,23 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     if (chance(10)) desc.kernel = static_cast<int32_t>(draw(0, ts_kernel_count() + 1));
     if (chance(10)) std::strcpy(desc.prefer, chance(50) ? "cpu_" : chance(50) ? "sm80_dds" : "none");
     if (chance(2)) std::memset(desc.prefer, 'c', sizeof desc.prefer);
+    const bool grouped = chance(pattern.groups > 1 ? 95 : 10);
+    if (grouped && chance(90)) desc.x.layout = desc.y.layout = TS_ROW_MAJOR;
+    if (grouped) desc.residual.layout = desc.gate.layout = desc.y.layout;
+    const int64_t of_y = grouped ? pattern.out_features / groups_of(pattern) : pattern.out_features;
     const auto line = [&](int32_t layout, int64_t features) {
         return bounded(layout == TS_ROW_MAJOR ? features : desc.tokens) + 8 * draw(0, 2);
     };
     desc.x.ld = line(desc.x.layout, pattern.in_features);
-    desc.y.ld = line(desc.y.layout, pattern.out_features);
-    desc.residual.ld = line(desc.residual.layout, pattern.out_features);
-    desc.gate.ld = line(desc.gate.layout, pattern.out_features);
+    desc.y.ld = line(desc.y.layout, of_y);
+    desc.residual.ld = line(desc.residual.layout, of_y);
+    desc.gate.ld = line(desc.gate.layout, of_y);
     if (desc.op != TS_SDD_TN) {
         if (chance(25)) desc.storage = TS_STORAGE_2_4;
         if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_INT4)) + 1;
         if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
     }
-    const bool quantizes = desc.op == TS_DDS_NT && chance(20);
+    const bool quantizes = desc.op == TS_DDS_NT && chance(grouped ? 3 : 20);
     if (quantizes) {
         desc.dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN));
         desc.result_dtype = static_cast<int32_t>(draw(TS_FLOAT32, TS_BFLOAT16)) + 1;
@@ -206,10 +228,12 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
                has_residual = chance(30) && desc.op == TS_DDS_NT,
                has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT,
-               has_bias_gradient = chance(50) && desc.op == TS_SDD_TN;
+               has_bias_gradient = chance(grouped ? 3 : 50) && desc.op == TS_SDD_TN;
     if (has_bias_gradient && chance(50)) desc.accumulate_bias = 1;
     if (has_bias_gradient && size_of(desc.dtype) == 2 && chance(50))
         desc.bias_gradient_dtype = TS_FLOAT32 + 1;
+    if (grouped && !followed) desc.group_offsets = static_cast<const int32_t*>(wild_address());
+    if (grouped && followed) desc.group_offsets = some_offsets(groups_of(pattern), desc.tokens);
     if (!followed) {
         for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
         if (has_bias) desc.bias = wild_address();
@@ -219,9 +243,9 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
         return desc;
     }
     place(desc.x, desc, pattern.in_features);
-    place(desc.y, desc, pattern.out_features);
-    if (has_residual) place(desc.residual, desc, pattern.out_features);
-    if (has_gate) place(desc.gate, desc, pattern.out_features);
+    place(desc.y, desc, of_y);
+    if (has_residual) place(desc.residual, desc, of_y);
+    if (has_gate) place(desc.gate, desc, of_y);
     if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
     if (has_bias_gradient) desc.bias_gradient = take_some(wide(bounded(pattern.out_features)) * 8);
     place_values(desc, pattern);

@@ -122,6 +122,25 @@ inline void call_gate() {
     check("ts_gate_gradient", is_untouched(results[1]) && (!differentiated || has_gpu));
 }
 
+inline void call_group_sums() {
+    const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
+    const int32_t dtype = static_cast<int32_t>(chance(90) ? draw(0, 3) : wild_number()),
+                  to = chance(80) ? dtype : some_dtype();
+    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16),
+                  groups = chance(90) ? draw(1, 6) : wild_number();
+    ts_matrix y = some_matrix(dtype, tokens, features);
+    unsigned char* sums = take_some(wide(bounded(groups)) * bytes_of(1, features, to));
+    if (chance(3)) sums = static_cast<unsigned char*>(y.data);
+    const int32_t* const offsets = some_offsets(groups, tokens);
+    const bool on_device = device == TS_CUDA, given = !chance(2);
+    void* const written = on_device ? for_device(sums) : sums;
+    const bool done =
+        check_status("ts_group_sums", ts_group_sums(device, dtype, to, tokens, features, groups,
+                                                    given ? &y : nullptr, offsets, written, nullptr));
+    check("ts_group_sums", !done || !on_device || has_gpu);
+    check("ts_group_sums", done || is_untouched(sums));
+}
+
 inline void call_quantize() {
     const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
     const int32_t dtype = some_dtype(), to = static_cast<int32_t>(chance(90) ? draw(4, 5) : wild_number());

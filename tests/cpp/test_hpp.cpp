@@ -163,6 +163,38 @@ void test_products() {
         }
 }
 
+// Each block row of the layer as a weight of its own, with tokens of its own.
+void test_groups() {
+    const ts::Pattern pattern({kOut, kIn}, {kRows, kCols}, row_ptr, col_idx, row_slot, 3);
+    const std::vector<std::int32_t> offsets{0, 2, 2, kTokens};
+    const auto x = some<float>(kTokens * kIn), values = some<float>(pattern.values_size());
+    std::vector<float> y(kTokens * kRows), dx(kTokens * kIn);
+    ts::Product forward(ts::Op::dds_nt, pattern, kTokens);
+    forward.x(x).values(values).y(y).group_offsets(offsets).run();
+    ts::Product backward(ts::Op::dds_nn, pattern, kTokens);
+    backward.x(dx).values(values).y(y).group_offsets(offsets).run();
+    for (std::size_t t = 0; t < kTokens; ++t) {
+        const std::size_t group = t < 2 ? 0 : 2;
+        for (std::size_t n = 0; n < kRows; ++n) {
+            double sum = 0;
+            for (std::size_t k = 0; k < kIn; ++k)
+                sum += static_cast<double>(x[t * kIn + k]) * weight(values, group * kRows + n, k);
+            expect(static_cast<double>(y[t * kRows + n]) == sum, "y of a group is wrong");
+        }
+        for (std::size_t k = 0; k < kIn; ++k) {
+            double sum = 0;
+            for (std::size_t n = 0; n < kRows; ++n)
+                sum += static_cast<double>(y[t * kRows + n]) * weight(values, group * kRows + n, k);
+            expect(static_cast<double>(dx[t * kIn + k]) == sum, "the gradient of x of a group is wrong");
+        }
+    }
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "group_offsets must have 4 elements, got 3",
+                                     [&] { forward.group_offsets({offsets.data(), offsets.size() - 1}); });
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "pattern.groups, 2", [] {
+        ts::Pattern({kOut, kIn}, {kRows, kCols}, row_ptr, col_idx, row_slot, 2);
+    });
+}
+
 // Rows of 8-bit values have scales, and 2:4 its metadata.
 void test_storages() {
     const ts::Pattern pattern = layer();
@@ -424,6 +456,7 @@ void test_devices() {
 int main() {
     test_products<float>();
     test_products<double>();
+    test_groups();
     test_storages();
     test_pairs();
     test_patterns();

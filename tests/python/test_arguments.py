@@ -328,6 +328,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "save": lambda: {"model": sparse(), "path": "new"},
     "load": lambda: {"model_or_class": layered(), "path": saved()},
     "functional.linear": lambda: {"x": tokens(), "values": values(), "pattern": pattern()},
+    "functional.grouped_linear": lambda: {
+        "x": tokens(),
+        "values": values(),
+        "pattern": pattern(),
+        "offsets": torch.tensor([0, 3], dtype=torch.int32),
+    },
     "functional.gated": lambda: {"y": tokens()},
     "functional.quantize": lambda: {"x": tokens()},
     "functional.quantized_linear": lambda: {

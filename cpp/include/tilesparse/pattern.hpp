@@ -30,9 +30,12 @@ class Pattern {
   public:
     // Block compressed rows as in ts_pattern: row_ptr [out_features / rows + 1], col_idx [nnz], ascending in
     // each block row. row_slot [nnz] says where in the values each block lies; without it, in the order of
-    // col_idx. Throws InvalidArgumentError or InvalidPatternError.
+    // col_idx. `groups`: of how many weights of equal shape, such as those of experts, that lie below each
+    // other and have tokens of their own in each product (Product::group_offsets). Throws
+    // InvalidArgumentError or InvalidPatternError.
     Pattern(Shape shape, BlockShape block_shape, std::vector<std::int32_t> row_ptr,
-            std::vector<std::int32_t> col_idx, std::vector<std::int32_t> row_slot = {})
+            std::vector<std::int32_t> col_idx, std::vector<std::int32_t> row_slot = {},
+            std::int64_t groups = 1)
         : row_ptr_(std::move(row_ptr)), col_idx_(std::move(col_idx)), row_slot_(std::move(row_slot)) {
         check_version();
         check_shape(shape, block_shape);
@@ -44,18 +47,21 @@ class Pattern {
         c_.out_features = shape.out_features;
         c_.in_features = shape.in_features;
         c_.nnz = static_cast<std::int64_t>(col_idx_.size());
+        c_.groups = groups;
         check_size("row_ptr", row_ptr_.size(), shape.out_features / block_shape.rows + 1);
         check_size("row_slot", row_slot_.size(), c_.nnz);
         const ts_pattern rows = c();
         check(ts_pattern_validate(&rows));
-        col_ptr_.resize(static_cast<std::size_t>(shape.in_features / block_shape.cols + 1));
+        const std::int64_t lines = shape.in_features / block_shape.cols * (groups > 1 ? groups : 1);
+        col_ptr_.resize(static_cast<std::size_t>(lines + 1));
         row_idx_.resize(col_idx_.size());
         col_slot_.resize(col_idx_.size());
         check(ts_pattern_transpose(&rows, col_ptr_.data(), row_idx_.data(), col_slot_.data()));
     }
 
     // The blocks whose entry of `mask` [out_features / rows, in_features / cols], row by row, is not 0.
-    static Pattern from_mask(Span<const std::uint8_t> mask, Shape shape, BlockShape block_shape) {
+    static Pattern from_mask(Span<const std::uint8_t> mask, Shape shape, BlockShape block_shape,
+                             std::int64_t groups = 1) {
         check_shape(shape, block_shape);
         const std::int64_t rows = shape.out_features / block_shape.rows;
         const std::int64_t cols = shape.in_features / block_shape.cols;
@@ -67,10 +73,11 @@ class Pattern {
                 if (*entry++ != 0) col_idx.push_back(static_cast<std::int32_t>(col));
             row_ptr.push_back(static_cast<std::int32_t>(col_idx.size()));
         }
-        return Pattern(shape, block_shape, std::move(row_ptr), std::move(col_idx));
+        return Pattern(shape, block_shape, std::move(row_ptr), std::move(col_idx), {}, groups);
     }
-    static Pattern from_mask(std::initializer_list<std::uint8_t> mask, Shape shape, BlockShape block_shape) {
-        return from_mask(Span<const std::uint8_t>(mask.begin(), mask.size()), shape, block_shape);
+    static Pattern from_mask(std::initializer_list<std::uint8_t> mask, Shape shape, BlockShape block_shape,
+                             std::int64_t groups = 1) {
+        return from_mask(Span<const std::uint8_t>(mask.begin(), mask.size()), shape, block_shape, groups);
     }
 
     Shape shape() const { return {c_.out_features, c_.in_features}; }

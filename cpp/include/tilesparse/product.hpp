@@ -47,6 +47,15 @@ class Product {
         desc_.tokens = tokens;
     }
 
+    // A grouped product: token t of row-major x and y meets the weight of the group g for which offsets[g] <=
+    // t < offsets[g + 1] alone, so y, residual and gate are [tokens, out_features / groups]. offsets [groups
+    // + 1] ascend from 0 to tokens, in memory of the device.
+    Product& group_offsets(Span<const std::int32_t> offsets) {
+        detail::check_count("group_offsets", offsets.size(), groups() + 1);
+        desc_.group_offsets = offsets.data();
+        return *this;
+    }
+
     // x [tokens, in_features], y, residual and gate [tokens, out_features]. `ld` is the number of elements
     // from one row (column-major: column) to the next; 0 stands for no gap.
     Product& x(Array x, Layout layout = Layout::row_major, std::int64_t ld = 0) {
@@ -250,14 +259,17 @@ class Product {
         if (given_.gate.is_given) desc.gate.layout = desc.y.layout;
         if (given_.bias_gradient.is_given) desc.bias_gradient_dtype = code(given_.bias_gradient) + 1;
         detail::finish_matrix("x", given_.x, desc.x, desc.tokens, pattern_.in_features);
-        detail::finish_matrix("y", given_.y, desc.y, desc.tokens, pattern_.out_features);
-        detail::finish_matrix("residual", given_.residual, desc.residual, desc.tokens, pattern_.out_features);
-        detail::finish_matrix("gate", given_.gate, desc.gate, desc.tokens, pattern_.out_features);
+        const std::int64_t of_y = pattern_.out_features / groups();
+        detail::finish_matrix("y", given_.y, desc.y, desc.tokens, of_y);
+        detail::finish_matrix("residual", given_.residual, desc.residual, desc.tokens, of_y);
+        detail::finish_matrix("gate", given_.gate, desc.gate, desc.tokens, of_y);
         given_.check_sizes(desc, pattern_);
         return desc;
     }
 
   private:
+    std::int64_t groups() const { return pattern_.groups > 1 ? pattern_.groups : 1; }
+
     Product& set(detail::Operand& operand, ts_matrix& matrix, const Array& array, Layout layout,
                  std::int64_t ld) {
         operand = detail::given(array);

@@ -133,8 +133,8 @@ typedef struct ts_pattern {
     const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
     const int32_t* row_idx;  /* [nnz] */
     const int32_t* col_slot; /* [nnz] */
-    int64_t groups; /* 0 or 1: one weight. E: weights of equal shape below each other, such as those of
-                       experts; out_features is that of all, E times that of one. Column arrays go
+    int64_t groups; /* 0 or 1: one weight. E, at most 1024: weights of equal shape below each other, such as
+                       those of experts; out_features is that of all, E times that of one. Column arrays go
                        by group: col_ptr is [E * in_features / block_cols + 1], and row_idx
                        counts block rows from the group's first */
 } ts_pattern;
@@ -209,7 +209,9 @@ typedef struct ts_matmul_desc {
                                      are row-major [tokens, features of one weight], meet the weight of group
                                      g alone. Offsets ascend from 0 to tokens and lie where the operands do.
                                      On TS_CUDA the host does not read them, and kernels touch nothing
-                                     outside of x and y whatever they are. bias is [out_features] */
+                                     outside of x and y whatever they are. bias is [out_features]; residual
+                                     and gate are like y. x has 16 bits or more, packed and bias_gradient are
+                                     null (see ts_group_sums), and dense is never chosen */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */
@@ -368,6 +370,15 @@ TS_API ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t t
 TS_API ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
                                int64_t features, const ts_matrix* x, const ts_matrix* quantized,
                                float* scales, ts_stream_t stream);
+
+/* The sums over tokens of each group of y, TS_ROW_MAJOR [tokens, features]: the gradient of the biases of a
+ * grouped product. sums is [groups, features] of result_dtype: that of y, or TS_FLOAT32 for 16 bits. They are
+ * added in float32 (float64) and in a fixed order and rounded once; those of a group without tokens are 0.
+ * features is a multiple of 16, groups 1 to 1024, group_offsets as in ts_matmul_desc. On TS_CUDA y and its ld
+ * in bytes are aligned to 16 bytes. What is written overlaps nothing else. */
+TS_API ts_status_t ts_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
+                                 int64_t features, int64_t groups, const ts_matrix* y,
+                                 const int32_t* group_offsets, void* sums, ts_stream_t stream);
 
 /* Makes the same plans on the GPU, from a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose

@@ -79,3 +79,15 @@ ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, 
         quantize_activations(of, stream);
     });
 }
+
+ts_status_t ts_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
+                          int64_t features, int64_t groups, const ts_matrix* y, const int32_t* group_offsets,
+                          void* sums, ts_stream_t stream) {
+    return guard([&] {
+        GroupSums of = check_group_sums(device, dtype, result_dtype, tokens, features, groups, y);
+        of.offsets = group_offsets;
+        of.sums = sums;
+        check_operands(of);
+        sum_groups(of, stream);
+    });
+}

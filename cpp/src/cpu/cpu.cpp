@@ -40,6 +40,7 @@ template <const InstructionSet& set>
 size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
+    if (problem.grouped()) return groups_workspace_size(steps, problem, device);
     if (problem.op == Op::sdd_tn) return sdd_workspace_size(steps, problem, device);
     if (suits_decode(steps, problem)) return decode_workspace_size(steps, problem, device);
     return dds_workspace_size(steps, problem, device);
@@ -52,7 +53,9 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     if (is_empty(problem)) return 0;
     advise_huge_pages(workspace, workspace_size<set>(problem, device, decision));
     const Finish finish = set.steps[static_cast<int>(problem.result_dtype)].finish;
-    if (problem.op == Op::sdd_tn)
+    if (problem.grouped())
+        groups(steps, finish, problem, device, workspace);
+    else if (problem.op == Op::sdd_tn)
         sdd(steps, finish, problem, device, workspace);
     else if (suits_decode(steps, problem))
         decode(steps, finish, problem, device, workspace);
@@ -68,6 +71,7 @@ constexpr Kernel row(const char* name, uint32_t ops, uint32_t inputs, uint32_t r
         name,         DeviceType::cpu,     0,          ops, inputs, Precision::highest, {0, 0}, 0, 0, 0,
         refuses<set>, workspace_size<set>, launch<set>};
     row.result_dtypes = results;
+    row.grouped = 0b11;
     return row;
 }
 

@@ -36,9 +36,10 @@ class Dds {
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
         choose_tasks(device.multiprocessors);
+        // Never fewer for more tokens: memory for many serves a group of few.
         const int64_t packed_tokens = by_tokens_        ? 0
-                                      : own_chunks_ > 0 ? device.multiprocessors * chunk_
-                                                        : std::min(wave_, round_up(p_.tokens, steps_.lanes));
+                                      : own_chunks_ > 0 ? device.multiprocessors * most_chunk()
+                                                        : round_up(p_.tokens, steps_.lanes);
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
         zeros_ = workspace_.take(steps_.x_offset ? input_features_ : 0);
@@ -51,11 +52,13 @@ class Dds {
         if (output_.ld == (output_.layout == Layout::row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
         if (steps_.x_offset) std::memset(zeros_, steps_.x_offset, input_features_);
-        in_parallel(threads_, [this](Member& member) {
-            if (own_chunks_ > 0) return run_own_chunks(member);
-            for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
-                run_wave(member, wave, std::min(wave + wave_, p_.tokens));
-        });
+        in_parallel(threads_, [this](Member& member) { run(member); });
+    }
+
+    void run(Member& member) const {
+        if (own_chunks_ > 0) return run_own_chunks(member);
+        for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
+            run_wave(member, wave, std::min(wave + wave_, p_.tokens));
     }
 
   private:
@@ -108,10 +111,7 @@ class Dds {
     // wave of chunks is packed and then computed in some tasks for each thread.
     void choose_tasks(int64_t threads) {
         const int64_t tasks = kThreadTasks * threads;
-        const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
-        chunk_ = std::clamp<int64_t>(cache_bytes() / panel_bytes, ceil_div(kLeastChunkTokens, steps_.tile),
-                                     kChunkTokens / steps_.tile) *
-                 steps_.tile;
+        chunk_ = most_chunk();
         task_features_ = kTaskFeatures;
         if (p_.tokens >= threads * kLeastChunkTokens) {
             own_chunks_ = threads * ceil_div(p_.tokens, threads * chunk_);
@@ -123,6 +123,13 @@ class Dds {
             chunk_ = steps_.tile;
         }
         wave_ = chunk_ * ceil_div(tasks, ceil_div(features_, task_features_));
+    }
+
+    int64_t most_chunk() const {
+        const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
+        return steps_.tile * std::clamp<int64_t>(cache_bytes() / panel_bytes,
+                                                 ceil_div(kLeastChunkTokens, steps_.tile),
+                                                 kChunkTokens / steps_.tile);
     }
 
     int64_t tile_tokens(int64_t token, int64_t end) const {
@@ -148,37 +155,30 @@ class Dds {
         alignas(64) std::byte sums[kSumBytes];
         alignas(64) int32_t offsets[kTaskFeatures] = {};
         RowTile row_tiles[kTaskFeatures / kMinRows];
-        const int64_t count = (feature_end - feature) / rows_;
-        const int64_t place = thread * (kTaskFeatures / rows_);
+        const int64_t count = (feature_end - feature) / rows_, place = thread * (kTaskFeatures / rows_);
         for (int64_t i = 0; i < count; ++i) row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
         for (const int64_t first = token; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
             prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
-                if (by_tokens_)
-                    multiply_tokens(row_tiles[i], token, tokens, reinterpret_cast<float*>(sums) + i * rows_);
-                else
-                    multiply(row_tiles[i], panel(panels, token),
-                             offset(sums, i * rows_ * output.sums_ld * steps_.packed_size), output.sums_ld);
+                RowTile& tile = row_tiles[i];
+                if (by_tokens_) {
+                    const int64_t ld = input_.ld * element_size(p_.input_dtype);
+                    steps_.multiply_tokens({offset(input_.data, token * ld), ld, tile.a, tile.idx,
+                                            tile.entries, tile.depth, tokens,
+                                            reinterpret_cast<float*>(sums) + i * rows_, kTaskFeatures});
+                } else {
+                    tile.b = panel(panels, token);
+                    tile.columns = output.sums_ld;
+                    tile.sums = offset(sums, i * rows_ * output.sums_ld * steps_.packed_size);
+                    steps_.multiply(tile);
+                }
                 // The cache holds the values by now.
-                if (steps_.x_offset && token == first) sum_offsets(row_tiles[i], offsets + i * rows_);
+                if (steps_.x_offset && token == first) sum_offsets(tile, offsets + i * rows_);
             }
             finish_(output);
         }
-    }
-
-    void multiply(RowTile& row_tile, const void* panel, void* sums, int64_t columns) const {
-        row_tile.b = panel;
-        row_tile.columns = columns;
-        row_tile.sums = sums;
-        steps_.multiply(row_tile);
-    }
-
-    void multiply_tokens(const RowTile& row_tile, int64_t token, int64_t tokens, float* sums) const {
-        const int64_t ld = input_.ld * element_size(p_.input_dtype);
-        steps_.multiply_tokens({offset(input_.data, token * ld), ld, row_tile.a, row_tile.idx,
-                                row_tile.entries, row_tile.depth, tokens, sums, kTaskFeatures});
     }
 
     // What the offset of x adds to the sums of a row tile: the sums of a token of zeros.
@@ -246,7 +246,6 @@ class Dds {
         const int64_t size = element_size(p_.result_dtype);
         const Matrix& residual = p_.residual;
         const void* bias = p_.bias ? offset(p_.bias, feature * size) : nullptr;
-        const auto rescale = rescale_of(p_, token, feature, offsets);
         return {sums,
                 by_tokens_ ? kTaskFeatures : round_up(columns, steps_.lanes),
                 by_tokens_ ? columns : features,
@@ -261,7 +260,7 @@ class Dds {
                 residual.ld,
                 p_.gated,
                 p_.gate_activation,
-                rescale};
+                rescale_of(p_, token, feature, offsets)};
     }
 
     const Steps& steps_;
@@ -270,8 +269,7 @@ class Dds {
     const bool forward_;
     const Matrix input_, output_;
     const Adjacency adjacency_;
-    const int64_t block_,
-        depth_block_;  // sides of a block; depths are counted in pairs where there are pairs
+    const int64_t block_, depth_block_;  // sides of a block; depths count pairs where there are pairs
     const int64_t features_, input_features_, depth_;
     const int64_t rows_;
     const bool by_tokens_;  // activations are read where they lie, and blocks of W have to be packed anyway
@@ -292,8 +290,10 @@ size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Devi
     return Dds(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace) {
-    Dds(steps, finish, problem, device, workspace).run();
+void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+         Member* member) {
+    const Dds product(steps, finish, problem, device, workspace);
+    member != nullptr ? product.run(*member) : product.run();
 }
 
 }  // namespace ts::cpu

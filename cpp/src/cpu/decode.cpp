@@ -48,26 +48,28 @@ class Decode {
     size_t workspace_size() const { return workspace_.size(); }
 
     void run() const {
-        in_parallel(threads_, [this](Member& member) {
-            if (packs_) {
-                member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
-                    const int64_t feature = i * kPackedFeatures,
-                                  features = std::min(kPackedFeatures, p_.k_size() - feature);
-                    pack_rectangle(steps_, p_.input_dtype, p_.input(),
-                                   {feature, features, 0, p_.tokens, p_.tokens}, true, false,
-                                   offset(x_, feature * packed_element_), x_ld_);
-                    for (int64_t token = 0; is_int4_ && token < p_.tokens; ++token)
-                        reorder_for_int4(reinterpret_cast<float*>(x_) + token * x_ld_ + feature, features,
-                                         std::min<int64_t>(2 * steps_.lanes, p_.pattern.block_cols));
-                    if (steps_.x_offset)
-                        std::memset(offset(x_, p_.tokens * x_ld_ + feature), steps_.x_offset, features);
-                });
-                member.wait();
-            }
-            member.draw(ceil_div(p_.features(), task_features_), 1, [&](int64_t i, int64_t) {
-                const int64_t feature = i * task_features_;
-                compute(feature, std::min(task_features_, p_.features() - feature));
+        in_parallel(threads_, [this](Member& member) { run(member); });
+    }
+
+    void run(Member& member) const {
+        if (packs_) {
+            member.share(ceil_div(p_.k_size(), kPackedFeatures), [&](int64_t i) {
+                const int64_t feature = i * kPackedFeatures,
+                              features = std::min(kPackedFeatures, p_.k_size() - feature);
+                pack_rectangle(steps_, p_.input_dtype, p_.input(),
+                               {feature, features, 0, p_.tokens, p_.tokens}, true, false,
+                               offset(x_, feature * packed_element_), x_ld_);
+                for (int64_t token = 0; is_int4_ && token < p_.tokens; ++token)
+                    reorder_for_int4(reinterpret_cast<float*>(x_) + token * x_ld_ + feature, features,
+                                     std::min<int64_t>(2 * steps_.lanes, p_.pattern.block_cols));
+                if (steps_.x_offset)
+                    std::memset(offset(x_, p_.tokens * x_ld_ + feature), steps_.x_offset, features);
             });
+            member.wait();
+        }
+        member.draw(ceil_div(p_.features(), task_features_), 1, [&](int64_t i, int64_t) {
+            const int64_t feature = i * task_features_;
+            compute(feature, std::min(task_features_, p_.features() - feature));
         });
     }
 
@@ -152,9 +154,10 @@ size_t decode_workspace_size(const Steps& steps, const Problem& problem, const D
     return Decode(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device,
-            void* workspace) {
-    Decode(steps, finish, problem, device, workspace).run();
+void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+            Member* member) {
+    const Decode product(steps, finish, problem, device, workspace);
+    member != nullptr ? product.run(*member) : product.run();
 }
 
 }  // namespace ts::cpu

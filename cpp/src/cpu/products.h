@@ -14,6 +14,7 @@
 
 #include "common/problem.h"
 #include "cpu/steps.h"
+#include "threads.h"
 
 namespace ts::cpu {
 
@@ -22,14 +23,24 @@ constexpr int64_t kSumBytes = kTaskFeatures * 64 * 4;  // of a task times the wi
 // `finish`: the last step for the dtype of the result.
 using Finish = void (*)(const Output&);
 
+// Each product runs in a region of its own, or in that of the caller, whose members then all call it.
+// Memory for a dds product, and for sdd the most, suffices for the same with fewer tokens, too.
 size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
+void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+         Member* member = nullptr);
 
 bool suits_decode(const Steps& steps, const Problem& problem);
 size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
+void decode(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+            Member* member = nullptr);
 
 size_t sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
+size_t most_sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
+void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+         Member* member = nullptr);
+
+// A grouped product, in one region.
+size_t groups_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
+void groups(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
 
 }  // namespace ts::cpu

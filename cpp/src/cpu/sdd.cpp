@@ -38,21 +38,31 @@ class Sdd {
 
     size_t workspace_size() const { return workspace_.size(); }
 
+    // Enough for any fewer tokens, whose waves may be longer.
+    size_t most_workspace_size() const {
+        Workspace most(nullptr);
+        most.take(p_.pattern.in_features * feature_bytes_);
+        most.take(p_.pattern.out_features * feature_bytes_);
+        return most.size();
+    }
+
     void run() const {
-        const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
         advise_huge_pages(p_.values.data, p_.values.bytes(p_.pattern));
-        in_parallel(threads_, [&](Member& member) {
-            for (int64_t y = 0; y < outs; y += y_wave_) {
-                const int64_t y_end = std::min(y + y_wave_, outs);
-                pack_features(member, p_.y, y, y_end, rows_, y_tokens_first_, y_panels_, y_wave_);
-                for (int64_t x = 0; x < ins; x += x_wave_) {
-                    const int64_t x_end = std::min(x + x_wave_, ins);
-                    if (y == 0) pack_features(member, p_.x, x, x_end, tile_, true, x_panels_, x_wave_);
-                    member.wait();
-                    run_wave(member, y, y_end, x, x_end);
-                }
+        in_parallel(threads_, [this](Member& member) { run(member); });
+    }
+
+    void run(Member& member) const {
+        const int64_t outs = p_.pattern.out_features, ins = p_.pattern.in_features;
+        for (int64_t y = 0; y < outs; y += y_wave_) {
+            const int64_t y_end = std::min(y + y_wave_, outs);
+            pack_features(member, p_.y, y, y_end, rows_, y_tokens_first_, y_panels_, y_wave_);
+            for (int64_t x = 0; x < ins; x += x_wave_) {
+                const int64_t x_end = std::min(x + x_wave_, ins);
+                if (y == 0) pack_features(member, p_.x, x, x_end, tile_, true, x_panels_, x_wave_);
+                member.wait();
+                run_wave(member, y, y_end, x, x_end);
             }
-        });
+        }
     }
 
   private:
@@ -162,12 +172,18 @@ class Sdd {
 
 }  // namespace
 
+size_t most_sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
+    return Sdd(steps, steps.finish, problem, device, nullptr).most_workspace_size();
+}
+
 size_t sdd_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
     return Sdd(steps, steps.finish, problem, device, nullptr).workspace_size();
 }
 
-void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace) {
-    Sdd(steps, finish, problem, device, workspace).run();
+void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
+         Member* member) {
+    const Sdd product(steps, finish, problem, device, workspace);
+    member != nullptr ? product.run(*member) : product.run();
 }
 
 }  // namespace ts::cpu

@@ -27,6 +27,7 @@ from .arguments import (
     is_sequence,
     is_tensor,
 )
+from .grouped import MAX_GROUPS, check_grouped_dds, check_grouped_sdd, flat_bias, group_count
 from .operands import (
     ALIGNMENT,
     COMPRESSIBLE,
@@ -60,6 +61,7 @@ __all__ = [
     "DTYPES",
     "INT32_MAX",
     "LARGEST",
+    "MAX_GROUPS",
     "PACKED",
     "POLICIES",
     "QUANTIZED",
@@ -77,6 +79,8 @@ __all__ = [
     "check_exact_sums",
     "check_factor",
     "check_feature_scales",
+    "check_grouped_dds",
+    "check_grouped_sdd",
     "check_index",
     "check_like_product",
     "check_mask",
@@ -99,6 +103,8 @@ __all__ = [
     "checked_fraction",
     "checked_number",
     "checked_seed",
+    "flat_bias",
+    "group_count",
     "is_misaligned",
     "is_sequence",
     "is_tensor",

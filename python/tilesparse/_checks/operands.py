@@ -71,11 +71,11 @@ def check_dds(
     else:
         _check_same_device(name, matrix, "values", values)
     if bias is not None:
-        _check_added("bias", bias, (out_features,), name, matrix)
+        check_added("bias", bias, (out_features,), name, matrix)
     check_one(residual, gate)
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
-            _check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
+            check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
 
 
 def check_quantized_dds(
@@ -99,11 +99,11 @@ def check_quantized_dds(
     _check_device("values", values, index)
     check_feature_scales(scales, index)
     if bias is not None:
-        _check_added("bias", bias, (out_features,), "x", x)
+        check_added("bias", bias, (out_features,), "x", x)
     check_one(residual, gate)
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
-            _check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
+            check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
 
 
 def check_quantizable(x: Tensor) -> None:
@@ -295,7 +295,7 @@ def _check_device(name: str, tensor: Tensor, index: Index) -> None:
 
 def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
     """Return the tensor if it can be combined with a product element by element."""
-    _check_added(name, tensor, y.shape, "the product", y)
+    check_added(name, tensor, y.shape, "the product", y)
     return tensor
 
 
@@ -317,7 +317,8 @@ def is_misaligned(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0
 
 
-def _check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+def check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+    """Check what is added to a product, or multiplied by it."""
     if tensor.shape != shape:
         raise InvalidArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     _check_alike(name, tensor, like_name, like)

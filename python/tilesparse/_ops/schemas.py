@@ -33,6 +33,17 @@ LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=Fals
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
+# Tokens in groups, each with a weight of its own: offsets [groups + 1] say where they begin.
+LIB.define(
+    f"grouped_dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
+    "Tensor offsets, Tensor? metadata, Tensor? scales, Tensor? gate) -> Tensor"
+)
+LIB.define(
+    f"grouped_dds_nn(Tensor y, Tensor values, {_PATTERN}, Tensor offsets, Tensor? metadata, "
+    "Tensor? scales) -> Tensor"
+)
+LIB.define(f"grouped_sdd_tn(Tensor y, Tensor x, {_PATTERN}, Tensor offsets) -> Tensor")
+LIB.define("group_sums(Tensor y, Tensor offsets) -> Tensor")
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")

@@ -10,10 +10,10 @@ behind what other streams still read, so that graphs that were captured follow a
 """
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,40 +21,17 @@ from torch import Tensor
 from .. import _C
 from .._checks import Index, check_index
 from .copies import Derived, Packed
-from .device import Run, allocate, on, refuse_capture, run_on, scratch
+from .device import allocate, on, refuse_capture, run_on, scratch
 from .indices import block_indices, validate
 from .layout import Form, allocation
 from .lock import exclusive
 from .native import KNOWN, TENSORS
 from .plans import Plans, Streams
 from .private import version
+from .requests import Call, QuantizedRequest, Request
 from .writes import watch
 
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
-
-# Product (DDS_NT, …), first and second factor, bias, residual, activation, whether the result is
-# column-major, metadata and scales of values, the kernel asked for, and whether the residual is a gate.
-Request = tuple[
-    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
-]
-
-
-# x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation,
-# whether the result is column-major, the kernel asked for, whether the residual is a gate, and whether sums
-# may be fast.
-QuantizedRequest = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int, bool, bool
-]
-
-
-class Call(NamedTuple):
-    """A resolved product whose operands were checked."""
-
-    run: Run
-    workspace: int  # elements
-    form: Form  # of the result
-    packed: Packed | None = None
-
 
 State = tuple[int, ...]
 
@@ -92,7 +69,7 @@ class Prepared:
     """
 
     @torch.inference_mode(False)  # tensors made in it could not be written outside of it
-    def __init__(self, index: Index, watched: bool = True) -> None:
+    def __init__(self, index: Index, watched: bool = True, groups: int = 1) -> None:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
@@ -103,15 +80,16 @@ class Prepared:
         self._packed: dict[tuple[int, int, int], Packed] = {}
         self.state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
-        sizes = shape[0] // bn + 1, nnz, nnz, shape[1] // bk + 1, nnz, nnz
+        sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
         memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self.device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
         pointers = (tensor.data_ptr() for tensor in memory)
-        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers)
+        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers, groups=groups)
         self._streams = Streams(self.device)
         self.plans = Plans(self.descriptor, self.device, self._streams)
         self._places: Tensor | None = None
         self._transposed: Prepared | None = None
+        self._grouped: dict[int, Prepared] = {}
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self._kept = _C.Calls(TENSORS)
@@ -155,6 +133,22 @@ class Prepared:
                 self._transposed = Prepared(self._transposed_index(), watched=False)
             return self._transposed
 
+    def grouped(self, groups: int) -> "Prepared":
+        """Return the pattern as that of weights of equal shape below each other, see `ts_pattern.groups`."""
+        found = self._grouped.get(groups)
+        if found is None:
+            with exclusive():
+                self._streams.wait()
+                found = self._grouped.get(groups) or Prepared(self.index(), watched=False, groups=groups)
+                self._grouped[groups] = found
+        return found
+
+    def _others(self) -> Iterator["Prepared"]:
+        """Yield what was made of this pattern and follows it."""
+        yield from self._grouped.values()
+        if self._transposed is not None:
+            yield self._transposed
+
     def _transposed_index(self) -> Index:
         col_ptr, row_idx, col_slot = self.columns()
         return Index(col_ptr, row_idx, col_slot, self.shape[::-1], self.block_shape[::-1])
@@ -184,14 +178,16 @@ class Prepared:
         self.forget_calls()
         self._wait_to_write()
         self._write(index)
+        for grouped in self._grouped.values():
+            grouped.rewrite(self.index())
         if self._transposed is not None:
             self._transposed.rewrite(self._transposed_index())
 
     def _wait_to_write(self) -> None:
-        """Have the current stream wait until no other one uses the pattern, its transpose or their plans."""
+        """Have the current stream wait until no other uses the pattern, what follows it, or their plans."""
         self._streams.wait_to_write()
-        if self._transposed is not None:
-            self._transposed._wait_to_write()
+        for other in self._others():
+            other._wait_to_write()
 
     def wait(self) -> None:
         """Have the current stream wait for what another one has yet to write."""
@@ -240,8 +236,8 @@ class Prepared:
         """Resolve every product anew, also one that another thread has found but not launched."""
         self._calls.clear()
         self._kept.clear()
-        if self._transposed is not None:
-            self._transposed.forget_calls()
+        for other in self._others():
+            other.forget_calls()
 
     def follow_writes(self) -> bool:
         """Follow tensors on a CUDA device that were written to; return False if they were not."""

@@ -25,8 +25,9 @@ from . import kernels as _kernels
 from .kernels import preferred
 from .layout import Form, Lines, aligned, empty, like_result, result_form, usable
 from .native import DDS_NN, DDS_NT, SDD_TN
-from .prepared import Prepared, Request
+from .prepared import Prepared
 from .private import current_device, current_stream, tf32_allowed
+from .requests import Request
 from .values import expanded, storage_of
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision

@@ -7,8 +7,9 @@ from .._checks import ALIGNMENT, DTYPES, QUANTIZED, check_one, check_quantized_d
 from . import kernels as _kernels
 from .layout import aligned, empty, like_result, result_form, row_major
 from .native import DDS_NT, SCALES_PER_FEATURE
-from .prepared import Prepared, QuantizedRequest
+from .prepared import Prepared
 from .products import Context, context_of, dds_product, form_of
+from .requests import QuantizedRequest
 
 
 def dds_quantized(

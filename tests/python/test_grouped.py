@@ -1,0 +1,635 @@
+"""Grouped products: tokens sorted by expert, each with a weight of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    DEVICE_DTYPES,
+    DEVICES,
+    FUNCTIONS,
+    STORAGES,
+    Recorder,
+    assert_product_close,
+    assert_within,
+    blocks_of_dense,
+    dense_weight,
+    product_with_bound,
+    randn,
+    random_values,
+    reference_of_bias,
+    seeded,
+    shuffled,
+    stored_values,
+)
+from torch import Tensor
+
+from tilesparse import (
+    BlockPattern,
+    InvalidArgumentError,
+    InvalidTypeError,
+    PatternChangedError,
+    UnsupportedError,
+    functional,
+)
+from tilesparse._runtime.kernels import known_kernels, use_kernel
+
+OPS = torch.ops.tilesparse
+DENSITIES = [0.0, 0.1, 0.5, 1.0]  # of one expert after another
+COUNTS = {
+    "uneven": [3, 0, 17, 1, 0, 130],
+    "all to one": [0, 0, 0, 75, 0, 0],
+    "few": [1, 2, 0, 1, 1, 3],
+    "many": [200, 301, 97, 64, 1, 128],
+    "none": [0] * 6,
+    "one expert": [41],
+    "two, the first without tokens": [0, 9],
+    "512": [(7 * i) % 5 for i in range(512)],
+}
+
+
+def pattern_of(
+    experts: int, grid: tuple[int, int] = (3, 4), block_shape: tuple[int, int] = (16, 32), seed: int = 0
+) -> BlockPattern:
+    """The blocks of all experts in random slots; experts differ in density, and some have no block."""
+    scores = torch.rand(experts, *grid, generator=seeded(seed))
+    densities = torch.tensor(DENSITIES).repeat(experts // 4 + 1)[1 : experts + 1]
+    mask = scores < densities[:, None, None]
+    return shuffled(BlockPattern.from_block_mask(mask.flatten(0, 1), block_shape=block_shape))
+
+
+def offsets_of(counts: list[int], device: str = "cpu") -> Tensor:
+    ends = list(itertools.accumulate(counts, initial=0))
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def features_of(pattern: BlockPattern, counts: list[int]) -> int:
+    return pattern.out_features // len(counts)
+
+
+def weights_of(values: Tensor, pattern: BlockPattern, counts: list[int]) -> Tensor:
+    """[experts, out_features, in_features] in float64."""
+    return dense_weight(values, pattern).view(len(counts), -1, pattern.in_features)
+
+
+def assert_forward(
+    y: Tensor, x: Tensor, values: Tensor, pattern: BlockPattern, counts: list[int], bias: Tensor | None = None
+) -> None:
+    weights = weights_of(values, pattern, counts)
+    rows = None if bias is None else bias.detach().cpu().view(len(counts), 1, -1)
+
+    def product(tokens: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+        return product_with_bound(
+            tokens, weights[expert].t(), y.dtype, None if rows is None else rows[expert]
+        )
+
+    found = [product(tokens, expert) for expert, tokens in enumerate(x.detach().split(counts))]
+    assert_within(y, torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found]))
+
+
+def assert_gradients(
+    grads: dict[str, Tensor],
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    counts: list[int],
+) -> None:
+    """Gradients of x, values and bias [experts * out_features]."""
+    weights, dtype = weights_of(values, pattern, counts), x.dtype
+    dys, xs = dy.cpu().split(counts), x.detach().cpu().split(counts)
+    of_x = [product_with_bound(dys[e], weights[e], dtype) for e in range(len(counts))]
+    assert_within(grads["x"], torch.cat([one[0] for one in of_x]), torch.cat([one[1] for one in of_x]))
+    of_w = [product_with_bound(dys[e].t(), xs[e], dtype) for e in range(len(counts))]
+    blocks = [blocks_of_dense(torch.cat([one[i] for one in of_w]), pattern) for i in range(2)]
+    assert_within(grads["values"], blocks[0], blocks[1])
+    of_bias = [reference_of_bias(dtype, dys[e], None, dtype) for e in range(len(counts))]
+    assert_within(grads["bias"], torch.cat([one[0] for one in of_bias]), torch.cat([o[1] for o in of_bias]))
+
+
+class Case:
+    """Operands of a product that require gradients, and the gradient of its result."""
+
+    def __init__(
+        self,
+        counts: list[int],
+        dtype: torch.dtype,
+        device: str,
+        block_shape: tuple[int, int] = (16, 32),
+        grid: tuple[int, int] = (3, 4),
+    ) -> None:
+        self.counts, self.tokens = counts, sum(counts)
+        self.pattern = pattern_of(len(counts), grid, block_shape)
+        self.out = features_of(self.pattern, counts)
+        self.x = self.randn(self.tokens, self.pattern.in_features, dtype, device, 1)
+        self.values = random_values(self.pattern, dtype=dtype, device=device).requires_grad_()
+        self.bias = self.randn(len(counts), self.out, dtype, device, 3)
+        self.dy = self.randn(self.tokens, self.out, dtype, device, 4).detach()
+        self.offsets = offsets_of(counts, device)
+
+    @staticmethod
+    def randn(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+        return randn(rows, columns, dtype=dtype, device=device, seed=seed).requires_grad_()
+
+    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result and the gradients of x, values and bias."""
+        y = functional.grouped_linear(self.x, self.values, self.pattern, self.offsets, self.bias)
+        grads = torch.autograd.grad(y, (self.x, self.values, self.bias), self.dy)
+        return y.detach(), {"x": grads[0], "values": grads[1], "bias": grads[2].flatten()}
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize("routing", COUNTS)
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_products_match_float64_expert_by_expert(device: str, dtype: torch.dtype, routing: str) -> None:
+    counts = COUNTS[routing]
+    case = Case(counts, dtype, device, *(((16, 16), (1, 2)) if len(counts) > 100 else ()))
+    y, grads = case.run()
+    assert_forward(y, case.x, case.values, case.pattern, counts, case.bias)
+    assert_gradients(grads, case.dy, case.x, case.values, case.pattern, counts)
+    again, grads_again = case.run()
+    assert torch.equal(y, again) and all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+@pytest.mark.parametrize("block_shape", [(16, 16), (32, 16), (64, 64), (128, 128), (16, 128), (128, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_block_shape(device: str, dtype: torch.dtype, block_shape: tuple[int, int]) -> None:
+    counts = [5, 0, 64, 133]
+    case = Case(counts, dtype, device, block_shape, (2, 3))
+    y, grads = case.run()
+    assert_forward(y, case.x, case.values, case.pattern, counts, case.bias)
+    assert_gradients(grads, case.dy, case.x, case.values, case.pattern, counts)
+
+
+def cpu_kernels() -> list[str]:
+    return [kernel.name for kernel in known_kernels() if kernel.device == 0]
+
+
+@pytest.mark.parametrize("kernel", cpu_kernels())
+def test_every_cpu_kernel(kernel: str) -> None:
+    """That this machine has the instructions for."""
+    ran = 0
+    for dtype, routing in itertools.product((torch.float32, torch.bfloat16), ("few", "uneven", "many")):
+        case = Case(COUNTS[routing], dtype, "cpu")
+        try:
+            with use_kernel(kernel):
+                y, grads = case.run()
+        except UnsupportedError as error:
+            assert kernel in str(error)
+            continue
+        ran += 1
+        assert_forward(y, case.x, case.values, case.pattern, case.counts, case.bias)
+        assert_gradients(grads, case.dy, case.x, case.values, case.pattern, case.counts)
+    assert ran or kernel != "cpu_portable"
+
+
+@pytest.mark.parametrize("routing", ["uneven", "few", "many", "all to one"])
+@pytest.mark.parametrize(("device", "dtype"), [p for p in DEVICE_DTYPES if p.values[0] == "cpu"])
+def test_each_expert_has_the_bits_of_its_product_alone(device: str, dtype: torch.dtype, routing: str) -> None:
+    counts = COUNTS[routing]
+    case = Case(counts, dtype, device)
+    y, grads = case.run()
+    rows = case.out // case.pattern.block_shape[0]
+    crow, col, slot = case.pattern.crow_indices, case.pattern.col_indices, case.pattern.slot
+    for expert, (first, last) in enumerate(itertools.pairwise(case.offsets.tolist())):
+        begin, end = int(crow[expert * rows]), int(crow[(expert + 1) * rows])
+        slots = slot[begin:end].long()
+        alone = BlockPattern(
+            crow[expert * rows : (expert + 1) * rows + 1] - begin,
+            col[begin:end],
+            shape=(case.out, case.pattern.in_features),
+            block_shape=case.pattern.block_shape,
+        )
+        x = case.x.detach()[first:last].clone().requires_grad_()
+        values = case.values.detach()[slots].contiguous().requires_grad_()
+        own = functional.linear(x, values, alone, case.bias[expert].detach())
+        assert torch.equal(y[first:last], own)
+        of_x, of_values = torch.autograd.grad(own, (x, values), case.dy[first:last])
+        assert torch.equal(grads["x"][first:last], of_x)
+        assert torch.equal(grads["values"][slots], of_values)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_tokens_of_one_expert_reach_no_other(device: str, dtype: torch.dtype) -> None:
+    """Not even as NaN times a zero."""
+    counts = [3, 40, 0, 17, 70, 1]
+    case = Case(counts, dtype, device)
+    y, grads = case.run()
+    blocks = case.pattern.block_indices()[0] // (case.out // case.pattern.block_shape[0])
+    for expert in (1, 4):
+        first, last = case.offsets[expert : expert + 2].tolist()
+        spoilt = Case(counts, dtype, device)
+        with torch.no_grad():
+            spoilt.x[first:last] = math.nan
+            spoilt.dy[first:last] = math.inf
+        other_y, other = spoilt.run()
+        own = torch.zeros(case.tokens, dtype=torch.bool, device=device)
+        own[first:last] = True
+        assert torch.equal(y[~own], other_y[~own])
+        assert torch.equal(grads["x"][~own], other["x"][~own])
+        kept = blocks != expert
+        assert torch.equal(grads["values"][kept], other["values"][kept])
+        of_bias = torch.arange(len(counts), device=device).repeat_interleave(case.out) != expert
+        assert torch.equal(grads["bias"][of_bias], other["bias"][of_bias])
+        assert not other["bias"][~of_bias].isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_experts_without_tokens_are_zero_in_poisoned_memory(device: str) -> None:
+    counts = [0, 5, 0, 0]
+    case = Case(counts, torch.float32, device)
+    rows = case.out // case.pattern.block_shape[0]
+    of_expert = case.pattern.block_indices()[0] // rows
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True  # new memory holds NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        y, grads = case.run()
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before[0]
+        torch.use_deterministic_algorithms(before[1])
+    assert_forward(y, case.x, case.values, case.pattern, counts, case.bias)
+    assert not grads["values"][of_expert != 1].any()
+    assert not grads["bias"].view(4, -1)[[0, 2, 3]].any()
+    assert_gradients(grads, case.dy, case.x, case.values, case.pattern, counts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operands_with_gaps_between_their_rows(device: str) -> None:
+    """And what lies in the gaps, beside x, residual and gradient, is not read."""
+    counts = [7, 0, 20, 5]
+    case = Case(counts, torch.float32, device)
+
+    def spread(matrix: Tensor) -> Tensor:
+        wide = torch.full((matrix.shape[0] + 2, matrix.shape[1] + 32), math.nan, device=device)
+        inner = wide[1:-1, 16:-16]
+        return inner.copy_(matrix.detach())
+
+    x, residual = spread(case.x).requires_grad_(), spread(torch.ones_like(case.dy))
+    y = functional.grouped_linear(x, case.values, case.pattern, case.offsets, case.bias, residual=residual)
+    grads = torch.autograd.grad(y, (x, case.values, case.bias), spread(case.dy))
+    expected, wanted = case.run()
+    torch.testing.assert_close(y, expected + 1)
+    torch.testing.assert_close(grads[0], wanted["x"])
+    torch.testing.assert_close(grads[1], wanted["values"])
+    torch.testing.assert_close(grads[2].flatten(), wanted["bias"])
+    columns = case.x.detach().t().contiguous().t()  # column-major: copied
+    y = functional.grouped_linear(columns, case.values, case.pattern, case.offsets, case.bias)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("other", ["nothing", "residual", "gate"])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("routing", ["few", "uneven"])
+@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
+def test_epilogues(device: str, dtype: torch.dtype, routing: str, activation: str, other: str) -> None:
+    counts = COUNTS[routing]
+    case = Case(counts, dtype, device)
+    added = randn(case.tokens, case.out, dtype=dtype, device=device, seed=9)
+    options = {} if other == "nothing" else {other: added}
+    exact = torch.cat(
+        [
+            tokens.double() @ weight.t() + bias
+            for tokens, weight, bias in zip(
+                case.x.detach().cpu().split(counts),
+                weights_of(case.values, case.pattern, counts),
+                case.bias.detach().cpu().double(),
+                strict=True,
+            )
+        ]
+    )
+    function, host = FUNCTIONS[activation], added.cpu().double()
+    expected = exact * function(host) if other == "gate" else function(exact)
+    expected = expected + host if other == "residual" else expected
+    arguments = case.x, case.values, case.pattern, case.offsets, case.bias, activation
+    recorded = functional.grouped_linear(*arguments, **options)
+    with torch.no_grad():
+        fused = functional.grouped_linear(*arguments, **options)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    for y in (recorded, fused):
+        torch.testing.assert_close(y.detach().cpu().double(), expected, atol=tolerance, rtol=tolerance)
+    assert recorded.requires_grad and not fused.requires_grad
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("routing", ["few", "uneven"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_storages(device: str, dtype: torch.dtype, routing: str, storage: str) -> None:
+    counts = COUNTS[routing]
+    case = Case(counts, dtype, device, (32, 32))
+    stored = stored_values(case.pattern, STORAGES[storage], dtype=dtype, device=device)
+    y = functional.grouped_linear(case.x, stored.values, case.pattern, case.offsets, **stored.extras)
+    assert_forward(y, case.x, stored.plain, case.pattern, counts)
+    (of_x,) = torch.autograd.grad(y, case.x, case.dy)
+    weights = weights_of(stored.plain, case.pattern, counts)
+    for grad, dy, weight in zip(of_x.split(counts), case.dy.split(counts), weights, strict=True):
+        assert_product_close(grad, dy, weight)
+
+
+# ---- gradients of every order ----
+
+
+def test_gradcheck() -> None:
+    counts = [2, 0, 3]
+    case = Case(counts, torch.float64, "cpu", (16, 16), (1, 2))
+    residual, gate = (randn(5, case.out, dtype=torch.float64, seed=s).requires_grad_() for s in (6, 7))
+
+    def product(*tensors: Tensor, **options: Any) -> Tensor:
+        x, values, bias = tensors[:3]
+        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias, **options)
+
+    for name, other in (("residual", residual), ("gate", gate)):
+        for activation in ("none", "silu"):
+
+            def function(*tensors: Tensor, name: str = name, activation: str = activation) -> Tensor:
+                return product(*tensors, activation=activation, **{name: tensors[3]})
+
+            inputs = case.x, case.values, case.bias, other
+            assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+def test_transforms_of_torch_func() -> None:
+    case = Case([3, 0, 2], torch.float64, "cpu", (16, 16), (1, 2))
+
+    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias).square().sum()
+
+    inputs = tuple(tensor.detach() for tensor in (case.x, case.values, case.bias))
+    by_func = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
+    y = loss(case.x, case.values, case.bias)
+    for one, other in zip(by_func, torch.autograd.grad(y, (case.x, case.values, case.bias)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device: str) -> None:
+    case = Case([3, 0, 20], torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets, case.bias)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert case.values.grad is not None and case.values.grad.dtype == torch.float32
+
+
+# ---- patterns that change ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_follow_updates_of_the_pattern(device: str) -> None:
+    counts = [5, 0, 33, 4]
+    case = Case(counts, torch.float32, device)
+    other = pattern_of(4, seed=1)
+    case.pattern = BlockPattern.random(
+        other.shape, block_shape=other.block_shape, nnz=other.nnz, device=device, generator=seeded(2)
+    )
+    case.values = random_values(other, dtype=torch.float32, device=device).requires_grad_()
+    for new in (None, other):
+        if new is not None:
+            case.pattern.update_(new.to(device))
+        y, grads = case.run()
+        assert_forward(y, case.x, case.values, case.pattern, counts, case.bias)
+        assert_gradients(grads, case.dy, case.x, case.values, case.pattern, counts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_pass_refuses_a_pattern_that_has_changed(device: str) -> None:
+    case = Case([5, 0, 33, 4], torch.float32, device)
+    case.pattern = case.pattern.to(device)
+    y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets)
+    changed = BlockPattern.random(
+        case.pattern.shape, block_shape=(16, 32), nnz=case.pattern.nnz, device=device, generator=seeded(5)
+    )
+    case.pattern.update_(changed)
+    with pytest.raises(PatternChangedError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_pattern_serves_several_numbers_of_experts(device: str) -> None:
+    pattern = pattern_of(4).to(device)
+    values = random_values(pattern, dtype=torch.float32, device=device)
+    for counts in ([11], [5, 6], [1, 2, 3, 5]):
+        x = randn(11, pattern.in_features, dtype=torch.float32, device=device)
+        y = functional.grouped_linear(x, values, pattern, offsets_of(counts, device))
+        assert_forward(y, x, values, pattern, counts)
+    assert_product_close(functional.linear(x, values, pattern), x, dense_weight(values, pattern).t())
+
+
+# ---- operators ----
+
+
+def check(op: Any, *arguments: Any) -> None:
+    assert set(torch.library.opcheck(op.default, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    case = Case([3, 0, 9], torch.float32, device)
+    index, offsets = case.pattern.index_on(case.x.device), case.offsets
+    bias = case.bias.detach().flatten().requires_grad_()
+    nothing = None, None
+    check(OPS.grouped_dds_nt, case.x, case.values, *index, bias, case.dy, 0, offsets, *nothing, None)
+    plain = case.x.detach(), case.values.detach()
+    check(OPS.grouped_dds_nt, *plain, *index, None, None, 1, offsets, *nothing, case.dy)
+    check(OPS.grouped_dds_nn, case.dy.requires_grad_(), case.values, *index, offsets, *nothing)
+    check(OPS.grouped_sdd_tn, case.dy, case.x, *index, offsets)
+    check(OPS.group_sums, case.dy, offsets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_code_follows_offsets_and_numbers_of_tokens(device: str) -> None:
+    case = Case([3, 0, 9], torch.float32, device)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def compiled(x: Tensor, values: Tensor, offsets: Tensor, bias: Tensor) -> Tensor:
+        return functional.grouped_linear(x, values, case.pattern, offsets, bias, "silu")
+
+    for counts in ([3, 0, 9], [0, 30, 1], [5, 4, 3]):
+        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
+        offsets = offsets_of(counts, device)
+        y = compiled(x, case.values, offsets, case.bias)
+        expected = functional.grouped_linear(x, case.values, case.pattern, offsets, case.bias, "silu")
+        torch.testing.assert_close(y, expected)
+        inputs = x, case.values, case.bias
+        grads = torch.autograd.grad(y.square().sum(), inputs)
+        for one, other in zip(grads, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_export(device: str) -> None:
+    case = Case([3, 0, 9], torch.float32, device)
+    case.pattern = case.pattern.to(device)
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(case.values.detach())
+
+        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+            return functional.grouped_linear(x, self.weight, case.pattern, offsets)
+
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    program = torch.export.export(
+        Experts(), (case.x.detach(), case.offsets), dynamic_shapes=({0: tokens}, None), strict=False
+    )
+    for counts in ([3, 0, 9], [0, 30, 1]):
+        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device)
+        offsets = offsets_of(counts, device)
+        expected = functional.grouped_linear(x, case.values.detach(), case.pattern, offsets)
+        assert torch.equal(program.module()(x, offsets), expected)
+
+
+def test_a_mode_sees_the_operators() -> None:
+    case = Case([3, 0, 9], torch.float32, "cpu")
+    recorder = Recorder()
+    with recorder:
+        case.run()
+    assert recorder.seen == {"grouped_dds_nt", "grouped_dds_nn", "grouped_sdd_tn", "group_sums"}
+
+
+# ---- what is refused ----
+
+BAD: dict[str, tuple[Callable[[Case], dict[str, Any]], type[Exception], str]] = {
+    "offsets of int64": (lambda c: {"offsets": c.offsets.long()}, InvalidArgumentError, "offsets must be"),
+    "offsets of two dimensions": (lambda c: {"offsets": c.offsets[None]}, InvalidArgumentError, "offsets"),
+    "offsets with gaps": (
+        lambda c: {"offsets": c.offsets.repeat_interleave(2)[::2]},
+        InvalidArgumentError,
+        "offsets must be a contiguous tensor",
+    ),
+    "one offset": (lambda c: {"offsets": c.offsets[:1]}, InvalidArgumentError, "offsets must have 2 to 1025"),
+    "a number of experts that does not divide the rows": (
+        lambda c: {"offsets": offsets_of([12, 0, 0, 0, 0])},
+        InvalidArgumentError,
+        "the same number of rows of blocks for each of 5 experts",
+    ),
+    "no offsets": (lambda c: {"offsets": [0, 12]}, InvalidTypeError, "offsets must be a dense tensor"),
+    "offsets that do not begin at 0": (
+        lambda c: {"offsets": c.offsets + torch.tensor([1, 0, 0, 0], dtype=torch.int32)},
+        InvalidArgumentError,
+        r"group_offsets\[0\] must be 0, got 1",
+    ),
+    "offsets that descend": (
+        lambda c: {"offsets": torch.tensor([0, 9, 3, 12], dtype=torch.int32)},
+        InvalidArgumentError,
+        "group_offsets must ascend, got 3 after 9 at 2",
+    ),
+    "offsets that end early": (
+        lambda c: {"offsets": offsets_of([3, 0, 8])},
+        InvalidArgumentError,
+        r"group_offsets\[3\] must be tokens, 12, got 11",
+    ),
+    "x of three dimensions": (
+        lambda c: {"x": c.x.detach()[None]},
+        InvalidArgumentError,
+        r"x must be \[tokens, features\]",
+    ),
+    "x of other features": (lambda c: {"x": c.x[:, :64]}, InvalidArgumentError, "x must have last dimension"),
+    "bias of one expert": (lambda c: {"bias": c.bias[0]}, InvalidArgumentError, "bias must have shape"),
+    "bias transposed": (
+        lambda c: {"bias": c.bias.t()},
+        InvalidArgumentError,
+        r"bias must have shape \(3,",
+    ),
+    "residual of all experts": (
+        lambda c: {"residual": torch.zeros(12, c.pattern.out_features)},
+        InvalidArgumentError,
+        "residual must have shape",
+    ),
+    "residual and gate": (
+        lambda c: {"residual": c.dy, "gate": c.dy},
+        InvalidArgumentError,
+        "gate must be None",
+    ),
+    "an unknown activation": (lambda c: {"activation": "tanh"}, InvalidArgumentError, "activation must be"),
+    "values of another pattern": (
+        lambda c: {"values": c.values.detach()[1:]},
+        InvalidArgumentError,
+        "values must be",
+    ),
+    "x in 8 bits": (lambda c: {"x": c.x.detach().to(torch.int8)}, InvalidArgumentError, "x must have dtype"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments(what: str) -> None:
+    change, error, message = BAD[what]
+    case = Case([3, 0, 9], torch.float32, "cpu")
+    given = {"x": case.x, "values": case.values, "pattern": case.pattern, "offsets": case.offsets}
+    with pytest.raises(error, match=message):
+        functional.grouped_linear(**{**given, **change(case)})
+
+
+def test_values_in_other_storages_have_no_gradient() -> None:
+    case = Case([3, 0, 9], torch.float32, "cpu", (32, 32))
+    stored = stored_values(case.pattern, STORAGES["2:4"], dtype=torch.float32)
+    values = stored.values.requires_grad_()
+    with pytest.raises(UnsupportedError, match="values must be dense blocks"):
+        functional.grouped_linear(case.x, values, case.pattern, case.offsets, metadata=stored.metadata)
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[1000, 0, 500, 548], [2, 0, 5, 1]])  # of many tokens, and decode
+def test_graphs_follow_their_offsets(counts: list[int]) -> None:
+    case = Case(counts, torch.bfloat16, "cuda", (64, 64), (4, 4))
+    for _ in range(2):
+        case.run()  # so that all is there before the capture
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y, grads = case.run()
+    for routing in (counts, counts[::-1], [sum(counts), 0, 0, 0], [0, 0, 1, sum(counts) - 1]):
+        case.offsets.copy_(offsets_of(routing))
+        graph.replay()
+        assert_forward(y, case.x, case.values, case.pattern, routing, case.bias)
+        assert_gradients(grads, case.dy, case.x, case.values, case.pattern, routing)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait() -> None:
+    case = Case([1000, 0, 500, 548], torch.bfloat16, "cuda", (64, 64), (4, 4))
+    case.pattern = case.pattern.to("cuda")
+    expected, _ = case.run()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(500_000_000)  # cycles
+        asleep = torch.cuda.Event()
+        asleep.record()
+        y, _ = case.run()
+        assert not asleep.query(), "the host waited for the GPU"
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broken_offsets_lead_out_of_no_operand(dtype: torch.dtype) -> None:
+    """Results are undefined then, but memory beside them keeps what it holds, and nothing fails."""
+    case = Case([40, 0, 70, 18], dtype, "cuda", (64, 64), (2, 2))
+    for broken in ([0, -5, 1 << 30, 100, 128], [90, 3, 2, 1, 0], [-(1 << 31)] * 5, [0, 128, 0, 128, 4096]):
+        case.offsets.copy_(torch.tensor(broken, dtype=torch.int32))
+        guards = [torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        case.run()
+        torch.cuda.synchronize()
+        assert all(bool((guard == 7).all()) for guard in guards)
+    case.offsets.copy_(offsets_of(case.counts))
+    y, _ = case.run()
+    assert_forward(y, case.x, case.values, case.pattern, case.counts, case.bias)
