@@ -83,71 +83,61 @@ __device__ inline void sync_team(int team) {
         asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * kTeam) : "memory");
 }
 
-// What a thread does among those of its CTA.
-template <class Traits>
-struct DecodeThread {
-    int lane, team, teams, half, first_row, first_token;
-
-    __device__ DecodeThread() {
-        constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
-        const int warp = threadIdx.x / 32;
-        lane = threadIdx.x % 32;
-        team = warp / kTeam;
-        teams = blockDim.x / (32 * kTeam);
-        const int member = warp % kTeam;
-        half = member % kHalves;
-        const int rows_and_tokens = member / kHalves;
-        first_row = rows_and_tokens % Traits::kRowWarps * Traits::kWarpRows;
-        first_token = rows_and_tokens / Traits::kRowWarps * Traits::kWarpTokens;
-    }
+struct DecodePlace {
+    int feature, token;
 };
 
-// Leaves the sums of all teams and halves for some features and tokens in shared memory, where there are
-// [teams][kStages] stages; in their place, at last, sums [teams][kHalves], see DecodeTraits.
-template <class Traits>
-__device__ inline void decode_sums(const DecodeArguments& arguments, const DecodeThread<Traits>& thread,
-                                   char* shared, int feature, int token) {
-    constexpr int kTeam = Traits::kTeam;
-    const int team = thread.team;
+// Computes some features of some tokens, those from `place()` on.
+// `shared`: [teams][kStages] stages; in their place, at last, sums [teams][kHalves], see DecodeTraits.
+template <class Traits, bool kGrouped, class Place>
+__device__ inline void decode(const DecodeArguments& arguments, char* shared, Place place) {
+    constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int team = warp / kTeam, member = warp % kTeam, teams = blockDim.x / (32 * kTeam);
+    const int half = member % kHalves, rows_and_tokens = member / kHalves;
+    const int first_row = rows_and_tokens % Traits::kRowWarps * Traits::kWarpRows;
+    const int first_token = rows_and_tokens / Traits::kRowWarps * Traits::kWarpTokens;
+    const auto [feature, token] = place();
     const uint32_t ring = shared_address(shared) + team * Traits::kRingBytes;
-    DecodeLoader<Traits> loader(arguments, feature, token, team, thread.teams, ring,
-                                threadIdx.x % (32 * kTeam));
+    DecodeLoader<Traits> loader(arguments, feature, token, team, teams, ring, threadIdx.x % (32 * kTeam));
     const int slices = loader.slices();
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages; ++i) loader.load();
 
-    const typename Traits::Weight::Reader read_weight(arguments, thread.lane, thread.first_row);
-    const DecodeInput<Traits> read_input(thread.lane, thread.first_token);
+    const typename Traits::Weight::Reader read_weight(arguments, lane, first_row);
+    const DecodeInput<Traits> read_input(lane, first_token);
     DecodeSums<Traits> sums = {};
     uint32_t stage = ring;
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies<Traits::kStages - 1>();
         sync_team<kTeam>(team);
-        multiply_slice<Traits>(sums, read_weight, read_input, stage, thread.half);
+        multiply_slice<Traits>(sums, read_weight, read_input, stage, half);
         sync_team<kTeam>(team);
         loader.load();
         stage = stage == ring + Traits::kRingBytes - Traits::kStageBytes ? ring : stage + Traits::kStageBytes;
     }
-    char* const own = shared + (team * Traits::kHalves + thread.half) * Traits::kSumBytes;
-    float* const first = reinterpret_cast<float*>(own) + thread.first_token * Traits::kSumLine;
-    stage_sums<Traits>(sums, first + thread.first_row, thread.lane);
+    char* const own = shared + (team * kHalves + half) * Traits::kSumBytes;
+    stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
+                       lane);
     __syncthreads();
+    if (!arguments.gated)
+        store_sums<Traits, false>(arguments, shared, feature, token);
+    else if constexpr (kGrouped)
+        store_gated_sums<Traits>(DecodeArguments(arguments), shared, feature, token);  // not kept in memory
+    else
+        store_gated_sums<Traits>(arguments, shared, feature, token);
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
     extern __shared__ __align__(128) char shared[];
-    const DecodeThread<Traits> thread;
-    const int block = static_cast<int>(blockIdx.x) / arguments.chunks;
-    const int feature = block * Traits::kRows;
-    const int token = (static_cast<int>(blockIdx.x) - block * arguments.chunks) * Traits::kTokens;
-    decode_sums<Traits>(arguments, thread, shared, feature, token);
-    if (arguments.gated)
-        store_gated_sums<Traits>(arguments, shared, feature, token);
-    else
-        store_sums<Traits, false>(arguments, shared, feature, token);
+    decode<Traits, false>(arguments, shared, [&]() -> DecodePlace {
+        const int block = static_cast<int>(blockIdx.x) / arguments.chunks;
+        const int token = (static_cast<int>(blockIdx.x) - block * arguments.chunks) * Traits::kTokens;
+        return {block * Traits::kRows, token};
+    });
 }
 
 // Of a grouped product: features of one group, for all of its tokens.
@@ -159,14 +149,9 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     const int group = static_cast<int>(blockIdx.x) / blocks;
     const int feature = (static_cast<int>(blockIdx.x) - group * blocks) * Traits::kRows;
     const TokenSpan span = TokenGroups{arguments.offsets, arguments.groups, arguments.tokens}.span(group);
-    const DecodeThread<Traits> thread;
     const DecodeArguments own = of_group<Traits>(arguments, group, span.last);
     for (int token = span.first; token < span.last; token += Traits::kTokens) {
-        decode_sums<Traits>(own, thread, shared, feature, token);
-        if (arguments.gated)
-            store_gated_sums<Traits>(DecodeArguments(own), shared, feature, token);
-        else
-            store_sums<Traits, false>(own, shared, feature, token);
+        decode<Traits, true>(own, shared, [&]() -> DecodePlace { return {feature, token}; });
         __syncthreads();  // before the next tokens take the place of the sums
     }
 }
