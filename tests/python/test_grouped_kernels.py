@@ -18,7 +18,7 @@ from test_kernels import (
     CODES,
     CUDA,
     DEVICE,
-    ROWS,
+    EVERY_ROW,
     Guarded,
     Plan,
     Row,
@@ -69,7 +69,7 @@ def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
     return True
 
 
-@pytest.fixture(params=[row for row in ROWS if not row.of_8_bits], ids=str)
+@pytest.fixture(params=[row for row in EVERY_ROW if not row.of_8_bits], ids=str)
 def row(request: pytest.FixtureRequest) -> Row:
     if not runs_here(request.param):
         pytest.skip(f"needs compute capability {request.param.capability}")
