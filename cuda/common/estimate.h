@@ -83,6 +83,7 @@ inline Problem of_one_weight(Problem problem, int span_tokens) {
     problem.pattern.out_features /= problem.pattern.groups;
     problem.pattern.nnz /= problem.pattern.groups;
     problem.pattern.groups = 1;
+    problem.offsets = nullptr;
     return problem;
 }
 

@@ -14,6 +14,8 @@
 // time of 64 x 64 sums whose warps load.
 // K loop: the plan's steps of 128 bytes, those in which a block row of the tile has a block, through a ring
 // of 2 to 8 stages (cp.async, mbarriers), on into the next tile. Warps skip the parts of W that do not exist.
+// Grouped products: a tile has tokens and features of one group. CTAs count the tiles of each group first,
+// from offsets that only they read.
 // Chosen where estimate_dds is least among the kernels that compute the product.
 #pragma once
 
@@ -29,20 +31,24 @@
 
 namespace ts::sm80 {
 
-template <class Traits, bool kRowMajorInput>
+template <class Traits, bool kRowMajorInput, class Schedule>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     dds_kernel(const __grid_constant__ DdsArguments arguments) {
-    // [stages][input, weight], a Tile each; [kWarps] staging memory; [stages] barriers.
+    // [stages][input, weight], a Tile each; [kWarps] staging memory; [stages] barriers; of grouped products
+    // [groups + 1] numbers, see GroupedDdsSchedule.
     extern __shared__ __align__(128) char shared[];
     const uint32_t stages = shared_address(shared);
     char* const staging = shared + arguments.stages * Traits::kStageBytes;
     const Ring ring(shared_address(staging + Traits::kStagingBytes), arguments.stages);
     if (threadIdx.x == 0) ring.init(Traits::kLoaders, Traits::kComputers);
+    auto* const numbers =
+        reinterpret_cast<int*>(staging + Traits::kStagingBytes + Ring::bytes(arguments.stages));
+    Schedule::begin(arguments, numbers);
     __syncthreads();
 
     const OwnPlan plan(arguments.plan, arguments.plan_key);
-    const DdsSchedule schedule(Traits::kTileTokens, arguments.tokens, arguments.row_tiles);
-    using Loader = DdsLoader<Traits, kRowMajorInput>;
+    const Schedule schedule(arguments, numbers);
+    using Loader = DdsLoader<Traits, kRowMajorInput, Schedule>;
     if constexpr (Traits::kOnlyLoad) {
         if (threadIdx.x < Traits::kLoaders) return Loader(arguments, schedule, plan, ring, stages).load_all();
     }
@@ -85,7 +91,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
                 position.advance(arguments.stages);
             }
         }
-        const DdsEpilogue<Traits> epilogue(arguments, plan.rows + work.row_tile * plan.group_rows,
+        const auto& own = Schedule::template of_results<typename Traits::Result>(arguments, work);
+        const DdsEpilogue<Traits> epilogue(own, plan.rows + work.row_tile * plan.group_rows,
                                            staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
@@ -104,11 +111,12 @@ struct Dds {
         int stages;
     };
 
-    // As many CTAs as registers allow, if shared memory holds enough stages of each.
-    static Occupancy occupancy(const Device& device) {
+    // As many CTAs as registers allow, if shared memory holds enough stages of each, beside some other bytes.
+    static Occupancy occupancy(const Device& device, int other_bytes) {
         constexpr int kReservedBytes = 1024;  // of each CTA, by the system
         for (int resident = Traits::kResident; resident > 0; --resident) {
-            const int bytes = (device.shared_memory + kReservedBytes) / resident - kReservedBytes;
+            const int bytes =
+                (device.shared_memory + kReservedBytes) / resident - kReservedBytes - other_bytes;
             const int stages = stages_within<Traits>(bytes);
             if (stages >= Traits::kMinStages) return {resident, stages};
         }
@@ -124,7 +132,9 @@ struct Dds {
             problem.k_size() * element_size(problem.input_dtype) > INT32_MAX)
             return "activations of 2 GiB for a token are out of its reach";
         if (row_tiles(problem) * token_tiles(problem) > kMaxTiles) return "so much work is out of its reach";
-        return occupancy(device).resident == 0 ? "the device has too little shared memory" : nullptr;
+        return occupancy(device, number_bytes(problem)).resident == 0
+                   ? "the device has too little shared memory"
+                   : nullptr;
     }
 
     static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
@@ -134,7 +144,7 @@ struct Dds {
         const Matrix &input = problem.input(), &output = problem.output();
         const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;
-        const Occupancy fit = occupancy(device);
+        const Occupancy fit = occupancy(device, number_bytes(problem));
         DdsArguments arguments{};
         arguments.input = input.data;
         arguments.input_ld = static_cast<uint32_t>(input.ld / Traits::kChunk);
@@ -159,10 +169,14 @@ struct Dds {
         arguments.metadata = problem.values.metadata;
         arguments.scales = problem.values.scales;
         arguments.x_scales = problem.x_scales;
+        arguments.offsets = problem.offsets;
+        arguments.groups = problem.pattern.groups;
+        arguments.group_features = static_cast<int>(problem.features());
+        arguments.most_token_tiles = static_cast<int>(token_tiles(problem));
         const int most = fit.resident * device.multiprocessors;
-        const int bytes = Traits::shared_bytes(fit.stages);
+        const int bytes = Traits::shared_bytes(fit.stages) + number_bytes(problem);
         return start_of(problem)(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads,
-                                 bytes, bytes, stream);
+                                 bytes, device.shared_memory, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -170,6 +184,7 @@ struct Dds {
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
+        if (!Traits::kQuantized) row.grouped = bits_of(0, 1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_tokens = kTileTokens;
@@ -183,29 +198,41 @@ struct Dds {
   private:
     static constexpr int64_t kMaxTiles = 1 << 30;  // numbered in 32 bits
 
-    using Start = decltype(&ts::sm80::launch<dds_kernel<Traits, true>, DdsArguments>);
+    using Schedule = DdsSchedule<kTileTokens>;
+    using GroupedSchedule = GroupedDdsSchedule<kTileTokens>;
+    using Start = decltype(&ts::sm80::launch<dds_kernel<Traits, true, Schedule>, DdsArguments>);
 
     static Start start_of(const Problem& problem) {
         if constexpr (Traits::kQuantized) {
             if (problem.result_dtype == DType::float16) return start_for<__half>;
             if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>;
+        } else if (problem.grouped()) {
+            return ts::sm80::launch<dds_kernel<Traits, true, GroupedSchedule>, DdsArguments>;
         } else if (problem.input().layout == Layout::column_major) {
-            return ts::sm80::launch<dds_kernel<Traits, false>, DdsArguments>;
+            return ts::sm80::launch<dds_kernel<Traits, false, Schedule>, DdsArguments>;
         }
         return start_for<typename Math::Result>;
     }
     // Of row-major input, with results of a type.
     template <class Result>
     static constexpr Start start_for = ts::sm80::launch<
-        dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>,
-                   true>,
+        dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>, true,
+                   Schedule>,
         DdsArguments>;
 
+    // Of the numbers of a grouped product in shared memory.
+    static int number_bytes(const Problem& problem) {
+        return problem.grouped() ? (problem.pattern.groups + 1) * static_cast<int>(sizeof(int)) : 0;
+    }
+
+    // Of each group.
     static int64_t row_tiles(const Problem& problem) {
         const int group_rows = kTileFeatures / problem.row_block();
         return (problem.features() / problem.row_block() + group_rows - 1) / group_rows;
     }
+    // Of all groups, at most.
     static int64_t token_tiles(const Problem& problem) {
+        if (problem.grouped()) return most_token_tiles(problem.tokens, problem.pattern.groups, kTileTokens);
         return (problem.tokens + kTileTokens - 1) / kTileTokens;
     }
 };

@@ -30,6 +30,11 @@ struct DdsArguments {
     const uint32_t* metadata;
     const float* scales;    // of each feature, and
     const float* x_scales;  // of each token, of factors in 8 bits
+    // Of grouped products:
+    const int32_t* offsets;
+    int groups;
+    int group_features;    // of results
+    int most_token_tiles;  // see most_token_tiles()
 };
 
 }  // namespace ts::sm80

@@ -1,79 +1,17 @@
-// Which tiles and steps a CTA of a dds kernel walks, and how the operands of a step come into the ring.
+// How the operands of the steps of a dds kernel come into the ring.
 #pragma once
 
 #include <type_traits>
 
 #include "common/plan_view.cuh"
+#include "sm80/dds_schedule.cuh"
 #include "sm80/dds_traits.cuh"
 
 namespace ts::sm80 {
 
-// Tiles in the order CTAs take them: tokens in bands whose input stays in L2 while the rows of W pass.
-class DdsSchedule {
-  public:
-    struct Work {
-        int row_tile;
-        int first_token;
-    };
-
-    __device__ DdsSchedule(int tile_tokens, int tokens, int row_tiles)
-        : tile_tokens_(tile_tokens),
-          token_tiles_((tokens + tile_tokens - 1) / tile_tokens),
-          row_tiles_(row_tiles),
-          width_(kBandTokens / tile_tokens) {}
-
-    __device__ int size() const { return token_tiles_ * row_tiles_; }
-    __device__ Work at(int index) const {
-        const int band = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
-        const int width = min(width_, token_tiles_ - band * width_);
-        return {within / width, (band * width_ + within % width) * tile_tokens_};
-    }
-
-  private:
-    static constexpr int kBandTokens = 1024;
-
-    int tile_tokens_, token_tiles_, row_tiles_;
-    int width_;  // of a band, in tiles
-};
-
-// Walks the steps of all tiles of this CTA.
-class DdsCursor {
-  public:
-    __device__ DdsCursor(const DdsSchedule& schedule, const PlanView& plan)
-        : schedule_(schedule), plan_(plan), index_(blockIdx.x) {
-        find_step();
-    }
-    __device__ bool done() const { return step_ >= last_; }
-    __device__ int step() const { return step_; }
-    __device__ int first_token() const { return first_token_; }
-    __device__ void next() {
-        if (++step_ < last_) return;
-        index_ += gridDim.x;
-        find_step();
-    }
-
-  private:
-    // The first step from the tile `index_` on; tiles without blocks have none.
-    __device__ void find_step() {
-        step_ = last_ = 0;
-        for (; index_ < schedule_.size(); index_ += gridDim.x) {
-            const auto work = schedule_.at(index_);
-            const int2 steps = plan_.tile<int2>(work.row_tile);
-            step_ = steps.x;
-            last_ = steps.x + steps.y;
-            first_token_ = work.first_token;
-            if (steps.y > 0) return;
-        }
-    }
-
-    const DdsSchedule& schedule_;
-    const PlanView& plan_;
-    int index_, step_, last_, first_token_;
-};
-
 // One thread's share in filling the ring: of the input, its chunk of 16 bytes in a line is fixed, the lines
 // are kLinesAtOnce apart; of the weight see its format. What does not depend on the step is computed once.
-template <class Traits, bool kRowMajorInput>
+template <class Traits, bool kRowMajorInput, class Schedule>
 class DdsLoader {
     using Input = typename Traits::Input;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
@@ -95,7 +33,7 @@ class DdsLoader {
     struct Nothing {};
 
   public:
-    __device__ DdsLoader(const DdsArguments& arguments, const DdsSchedule& schedule, const PlanView& plan,
+    __device__ DdsLoader(const DdsArguments& arguments, const Schedule& schedule, const PlanView& plan,
                          const Ring& ring, uint32_t stages)
         : arguments_(arguments),
           plan_(plan),
@@ -150,7 +88,8 @@ class DdsLoader {
     __device__ int chunk_in_piece() const { return chunk_ * kChunk & ((1 << piece_shift_) - 1); }
     __device__ int line_in_piece(int i) const { return line_ + i * kLinesAtOnce & ((1 << piece_shift_) - 1); }
 
-    // Lines beyond the last token repeat it: their results are not stored.
+    // Lines beyond the last token repeat it, and those of other groups are multiplied: neither results are
+    // stored.
     __device__ void copy_row_major(uint32_t tile) const {
         if constexpr (kKeepsLines) return copy_lines(tile);
         const int token = cursor_.first_token() + line_, last = arguments_.tokens - 1;
@@ -214,7 +153,7 @@ class DdsLoader {
     const Ring& ring_;
     uint32_t stages_;
     RingPosition position_;
-    DdsCursor cursor_;
+    DdsCursor<Schedule> cursor_;
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     // Of the next step, -1 where there is none:

@@ -25,6 +25,10 @@ struct DecodeArguments {
     const float* scales;
     bool row_scales;
     int chunks;  // of tokens; the CTAs of one block row follow one another, which read the same values
+    // Of grouped products:
+    const int32_t* offsets;
+    int groups;
+    int group_features;  // of results
 };
 
 }  // namespace ts::sm80

@@ -268,6 +268,14 @@ struct CompressedDecodeFormat {
         return with_tokens<32>(problem, start);
     }
 
+    // Of grouped products.
+    template <class Start>
+    static int32_t with_group_shape(const Problem& problem, Start start) {
+        if constexpr (!kSparse)
+            if (problem.k_block() == 16) return with_block<16, 2>(problem, start);
+        return with_block<32, 2>(problem, start);
+    }
+
   private:
     template <int kRows, class Start>
     static int32_t with_tokens(const Problem& problem, Start start) {

@@ -125,6 +125,12 @@ struct Int4DecodeFormat {
         return with_block<32, 4>(problem, start);
     }
 
+    // Of grouped products.
+    template <class Start>
+    static int32_t with_group_shape(const Problem& problem, Start start) {
+        return with_block<32, 2>(problem, start);
+    }
+
   private:
     template <int kRows, int kTokenTiles, class Start>
     static int32_t with_block(const Problem& problem, Start start) {

@@ -203,6 +203,13 @@ struct DenseDecodeFormat {
         return with_block<16, 1>(problem, start);
     }
 
+    // Of grouped products.
+    template <class Start>
+    static int32_t with_group_shape(const Problem& problem, Start start) {
+        return problem.row_block() < 32 ? with_block<16, 2>(problem, start)
+                                        : with_block<32, 2>(problem, start);
+    }
+
   private:
     template <int kRows, class Start>
     static int32_t with_tokens(const Problem& problem, Start start) {

@@ -5,6 +5,7 @@
 // blocks of the row. A thread has one feature and kPlainTokens tokens; a warp's features are neighbours.
 // sdd: a CTA computes the kept blocks of a block row one after another. A thread has one element of a block
 // at a time and sums over all tokens.
+// Grouped products: a block row belongs to a group and has this group's tokens.
 // Every sum is one thread's, in the order of the pattern or of the tokens, so results are the same in each
 // run.
 // Chosen for every product in float64: no other kernel computes it.
@@ -12,6 +13,7 @@
 
 #include "common/launch.cuh"
 #include "common/problem.h"
+#include "common/token_groups.h"
 #include "sm80/launch.cuh"
 #include "sm80/select.h"
 
@@ -34,6 +36,29 @@ struct PlainMatrix {
     __device__ double& at(int64_t t, int64_t f) const { return data[t * token + f * feature]; }
 };
 
+struct PlainSpan {
+    int64_t first, last;
+};
+
+// The tokens of a block row, and the row's number among those of its group.
+struct PlainGroups {
+    const int32_t* offsets;  // null: all have all tokens
+    int count;
+    int rows;  // of each
+
+    explicit PlainGroups(const Problem& problem, int64_t row_count)
+        : offsets(problem.offsets),
+          count(problem.pattern.groups),
+          rows(static_cast<int>(row_count / problem.pattern.groups)) {}
+    __device__ int64_t row(int64_t row) const { return row % rows; }
+    __device__ PlainSpan tokens(int64_t row, int64_t all) const {
+        if (offsets == nullptr) return {0, all};
+        const TokenGroups groups{offsets, count, static_cast<int>(all)};
+        const TokenSpan span = groups.span(static_cast<int>(row / rows));
+        return {span.first, span.last};
+    }
+};
+
 struct PlainDds {
     PlainMatrix input;
     PlainMatrix output;
@@ -42,7 +67,7 @@ struct PlainDds {
     const double* bias;
     Adjacency rows;  // of results
     int64_t tokens;
-    int64_t row_count;
+    int64_t row_count;      // of all groups
     int row_block;          // features of results in a block
     int k_block;            // those that are summed over
     int value_row;          // from one feature of results in a block to the next
@@ -50,6 +75,7 @@ struct PlainDds {
     Activation activation;  // of results
     bool gated;
     Activation gate_activation;
+    PlainGroups groups;
 };
 
 struct PlainSdd {
@@ -62,6 +88,7 @@ struct PlainSdd {
     int block_rows;
     int block_cols;
     bool accumulate;
+    PlainGroups groups;
 };
 
 __device__ inline double activate_plainly(double value, Activation activation) {
@@ -81,10 +108,12 @@ __device__ inline double activate_plainly(double value, Activation activation) {
 __global__ void __launch_bounds__(kPlainThreads) plain_dds(const __grid_constant__ PlainDds arguments) {
     const int lanes = kPlainThreads / arguments.row_block;  // that share a feature's tokens
     const int feature = threadIdx.x % arguments.row_block;
-    const int64_t first = (int64_t{blockIdx.x} * lanes + threadIdx.x / arguments.row_block) * kPlainTokens;
-    const int64_t last = min(first + kPlainTokens, arguments.tokens);
+    const int64_t place = (int64_t{blockIdx.x} * lanes + threadIdx.x / arguments.row_block) * kPlainTokens;
     const int64_t value_count = int64_t{arguments.row_block} * arguments.k_block;
     for (int64_t row = blockIdx.y; row < arguments.row_count; row += gridDim.y) {
+        const PlainSpan span = arguments.groups.tokens(row, arguments.tokens);
+        const int64_t first = span.first + place, last = min(first + kPlainTokens, span.last);
+        if (first >= last) continue;
         double sums[kPlainTokens] = {};
         for (int entry = arguments.rows.ptr[row]; entry < arguments.rows.ptr[row + 1]; ++entry) {
             const int64_t k = int64_t{arguments.rows.idx[entry]} * arguments.k_block;
@@ -97,8 +126,9 @@ __global__ void __launch_bounds__(kPlainThreads) plain_dds(const __grid_constant
                         sums[t] = fma(arguments.input.at(first + t, k + i), weight, sums[t]);
             }
         }
-        const int64_t result = row * arguments.row_block + feature;
-        const double bias = arguments.bias == nullptr ? 0 : arguments.bias[result];
+        const int64_t result = arguments.groups.row(row) * arguments.row_block + feature;
+        const double bias =
+            arguments.bias == nullptr ? 0 : arguments.bias[row * arguments.row_block + feature];
 #pragma unroll
         for (int t = 0; t < kPlainTokens; ++t) {
             if (first + t >= last) continue;
@@ -116,15 +146,16 @@ __global__ void __launch_bounds__(kPlainThreads) plain_dds(const __grid_constant
 __global__ void __launch_bounds__(kPlainThreads) plain_sdd(const __grid_constant__ PlainSdd arguments) {
     const int size = arguments.block_rows * arguments.block_cols;
     for (int64_t row = blockIdx.y; row < arguments.row_count; row += gridDim.y) {
+        const PlainSpan span = arguments.groups.tokens(row, arguments.tokens);
         const int first = arguments.rows.ptr[row], last = arguments.rows.ptr[row + 1];
         for (int64_t entry = first + int64_t{blockIdx.x}; entry < last; entry += gridDim.x) {
             double* const block = arguments.values + int64_t{arguments.rows.slot[entry]} * size;
-            const int64_t n = row * arguments.block_rows;
+            const int64_t n = arguments.groups.row(row) * arguments.block_rows;
             const int64_t k = int64_t{arguments.rows.idx[entry]} * arguments.block_cols;
             for (int i = threadIdx.x; i < size; i += kPlainThreads) {
                 const int64_t of_y = n + i / arguments.block_cols, of_x = k + i % arguments.block_cols;
                 double sum = 0;
-                for (int64_t t = 0; t < arguments.tokens; ++t)
+                for (int64_t t = span.first; t < span.last; ++t)
                     sum = fma(arguments.y.at(t, of_y), arguments.x.at(t, of_x), sum);
                 block[i] = arguments.accumulate ? block[i] + sum : sum;
             }
@@ -145,6 +176,7 @@ struct Plain {
         Kernel row = make_row<Plain>(name);
         row.ops = 0b111;
         row.input_dtypes = bits_of(DType::float64);
+        row.grouped = bits_of(0, 1);
         row.precision = Precision::highest;
         return row;
     }
@@ -152,7 +184,7 @@ struct Plain {
   private:
     static cudaError_t launch_dds(const Problem& problem, void* stream) {
         const int row_block = problem.row_block(), k_block = problem.k_block();
-        const int64_t row_count = problem.features() / row_block;
+        const int64_t row_count = problem.features() * problem.pattern.groups / row_block;
         if (problem.tokens == 0 || row_count == 0) return cudaSuccess;
         const bool forward = problem.forward();
         const PlainDds arguments{problem.input(),
@@ -169,7 +201,8 @@ struct Plain {
                                  forward ? 1 : row_block,
                                  problem.activation,
                                  problem.gated,
-                                 problem.gate_activation};
+                                 problem.gate_activation,
+                                 PlainGroups(problem, row_count)};
         const int64_t chunk = kPlainThreads / row_block * kPlainTokens;
         const auto chunks = static_cast<unsigned>((problem.tokens + chunk - 1) / chunk);
         return start<plain_dds>(arguments, chunks, row_count, stream);
@@ -180,10 +213,16 @@ struct Plain {
         const Pattern& pattern = problem.pattern;
         if (pattern.nnz == 0) return cudaSuccess;
         const int64_t row_count = pattern.out_features / pattern.block_rows;
-        const PlainSdd arguments{
-            problem.x,          problem.y,          static_cast<double*>(problem.values.data),
-            pattern.rows,       problem.tokens,     row_count,
-            pattern.block_rows, pattern.block_cols, problem.accumulate};
+        const PlainSdd arguments{problem.x,
+                                 problem.y,
+                                 static_cast<double*>(problem.values.data),
+                                 pattern.rows,
+                                 problem.tokens,
+                                 row_count,
+                                 pattern.block_rows,
+                                 pattern.block_cols,
+                                 problem.accumulate,
+                                 PlainGroups(problem, row_count)};
         const int64_t columns = pattern.in_features / pattern.block_cols;
         return start<plain_sdd>(arguments, static_cast<unsigned>(std::min(columns, kMostEntries)), row_count,
                                 stream);

@@ -9,6 +9,8 @@
 // next tile.
 // Split over tokens, where tiles are too few for the GPU: partial sums go to the workspace, and a second
 // kernel adds them in a fixed order.
+// Grouped products: a tile has blocks of one group and sums over this group's tokens, which only the device
+// knows; they are not split.
 // Chosen where estimate_sdd is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
 #pragma once
 
@@ -52,7 +54,7 @@ __device__ inline void multiply_present(Accumulators<Sum, kMTiles, kNTiles>& sum
     }
 }
 
-template <class Traits, bool kRowMajorY, bool kRowMajorX>
+template <class Traits, bool kRowMajorY, bool kRowMajorX, bool kGrouped = false>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sdd_kernel(const __grid_constant__ SddArguments arguments) {
     constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();
 
     const OwnPlan plan(arguments.plan, arguments.plan_key);
-    SddLoader<Traits, kRowMajorY, kRowMajorX> loader(arguments, plan, ring, stages);
+    SddLoader<Traits, kRowMajorY, kRowMajorX, kGrouped> loader(arguments, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                                                                               lane);
     RingPosition position;
     for (int index = blockIdx.x; index < plan.tile_count * arguments.parts; index += gridDim.x) {
-        const SddWork work(arguments, plan, index);
+        const SddWork work = sdd_work<kGrouped>(arguments, plan, index);
         uint32_t present = 0;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
@@ -134,7 +136,7 @@ struct Sdd {
 
     // The number of parts with the least estimated time. Times are counted in steps of a tile.
     static int choose_parts(const Problem& problem, const Device& device) {
-        if (problem.pattern.nnz == 0) return 1;
+        if (problem.pattern.nnz == 0 || problem.grouped()) return 1;
         constexpr double kTileOverhead = 6;        // filling the ring, storing the sums
         constexpr double kStepsPerPartial = 4e-6;  // writing, reading and adding one partial sum
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
@@ -182,6 +184,10 @@ struct Sdd {
         arguments.lookahead = lookahead(stage_count);
         arguments.accumulate = problem.accumulate;
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.offsets = problem.offsets;
+        arguments.groups = problem.pattern.groups;
+        arguments.group_rows =
+            static_cast<int>(problem.pattern.group_out_features() / problem.pattern.block_rows);
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }
@@ -191,6 +197,7 @@ struct Sdd {
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
+        row.grouped = bits_of(0, 1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_features = kTileRows;
@@ -206,10 +213,12 @@ struct Sdd {
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
-            row_major_y ? (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, true, true>, SddArguments>
-                                       : ts::sm80::launch<sdd_kernel<OfResult, true, false>, SddArguments>)
-                        : (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, false, true>, SddArguments>
-                                       : ts::sm80::launch<sdd_kernel<OfResult, false, false>, SddArguments>);
+            problem.grouped() ? ts::sm80::launch<sdd_kernel<OfResult, true, true, true>, SddArguments>
+            : row_major_y
+                ? (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, true, true>, SddArguments>
+                               : ts::sm80::launch<sdd_kernel<OfResult, true, false>, SddArguments>)
+                : (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, false, true>, SddArguments>
+                               : ts::sm80::launch<sdd_kernel<OfResult, false, false>, SddArguments>);
         const int bytes = Traits::shared_bytes(arguments.stages);
         if (const cudaError_t error =
                 start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))

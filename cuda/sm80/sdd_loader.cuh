@@ -2,23 +2,34 @@
 #pragma once
 
 #include "common/plan_view.cuh"
+#include "common/token_groups.h"
 #include "sm80/sdd_traits.cuh"
 
 namespace ts::sm80 {
 
-// A tile and the tokens to sum over. All tiles of one part come before the next.
+// A tile and the tokens to sum over.
 struct SddWork {
     int tile;
     int part;
     int first_token;
     int last_token;
-
-    __device__ SddWork(const SddArguments& arguments, const PlanView& plan, int index)
-        : tile(index % plan.tile_count), part(index / plan.tile_count) {
-        first_token = min(part * arguments.part_tokens, arguments.tokens);
-        last_token = min(first_token + arguments.part_tokens, arguments.tokens);
-    }
+    int first_row;  // block row at which y begins: that of the group
 };
+
+// All tiles of one part come before the next; of grouped products there is one, and tokens are the group's.
+template <bool kGrouped>
+__device__ inline SddWork sdd_work(const SddArguments& arguments, const PlanView& plan, int index) {
+    if constexpr (kGrouped) {
+        const int group = max(__ldg(plan.rows + index * plan.group_rows), 0) / arguments.group_rows;
+        const TokenGroups groups{arguments.offsets, arguments.groups, arguments.tokens};
+        const TokenSpan span = groups.span(group);
+        return {index, 0, span.first, span.last, group * arguments.group_rows};
+    } else {
+        const int tile = index % plan.tile_count, part = index / plan.tile_count;
+        const int first = min(part * arguments.part_tokens, arguments.tokens);
+        return {tile, part, first, min(first + arguments.part_tokens, arguments.tokens), 0};
+    }
+}
 
 // One thread's share in copying one operand: its chunk of 16 bytes in a line is fixed, the lines are
 // kLinesAtOnce apart.
@@ -83,7 +94,7 @@ class SddOperand {
 };
 
 // Fills the ring, walking the steps of all tiles of this CTA.
-template <class Traits, bool kRowMajorY, bool kRowMajorX>
+template <class Traits, bool kRowMajorY, bool kRowMajorX, bool kGrouped>
 class SddLoader {
     using Input = typename Traits::Input;
 
@@ -120,7 +131,7 @@ class SddLoader {
     __device__ void find_step() {
         token_ = last_token_ = 0;
         for (; index_ < plan_.tile_count * arguments_.parts; index_ += gridDim.x) {
-            const SddWork work(arguments_, plan_, index_);
+            const SddWork work = sdd_work<kGrouped>(arguments_, plan_, index_);
             token_ = work.first_token;
             last_token_ = work.last_token;
             if (token_ >= last_token_) continue;
@@ -129,7 +140,7 @@ class SddLoader {
             const int row_shift = arguments_.row_shift;
             y_.begin(row_shift, [&](int in_group) {
                 const int row = __ldg(rows + in_group);
-                return row < 0 ? -1 : row << row_shift;
+                return row < 0 ? -1 : row - work.first_row << row_shift;
             });
             x_.begin(arguments_.col_shift, [&](int piece) { return __ldg(k + piece); });
             return;

@@ -1,9 +1,15 @@
 #include "sm80/select.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "common/estimate.h"
+#include "common/token_groups.h"
 
 namespace ts::sm80 {
 namespace {
+
+constexpr double kRate = 2.67e6;  // bytes of memory in a microsecond
 
 // float32 takes so many times as long as 16 bits, measured in blocks of 32 and 64.
 double precision_factor(const Problem& problem) {
@@ -34,7 +40,7 @@ SddTime sdd_time(int32_t block_rows) {
 
 // Of decode kernels, for several chunks of them.
 double chunks_time(const Problem& problem, const Device& device) {
-    constexpr double kBegin = 7, kRate = 2.67e6, kWhole = 0.43;
+    constexpr double kBegin = 7, kWhole = 0.43;
     const int32_t rows = std::min(problem.row_block(), 64);            // that a CTA computes
     const double of_product = rows < 32 ? 3.7 : rows < 64 ? 1.38 : 1;  // picoseconds of a multiprocessor
     const double of_result = rows < 64 ? 295 : 248;
@@ -57,12 +63,30 @@ Problem in_16_bits(const Problem& problem) {
     return result;
 }
 
+// What decode kernels have to do for a grouped product: they read the values of groups with tokens, for as
+// many tokens as one of these has.
+Problem of_busy_groups(Problem problem) {
+    Pattern& pattern = problem.pattern;
+    const int64_t groups = pattern.groups, busy = busy_groups(problem);
+    pattern.out_features = pattern.out_features / groups * (problem.forward() ? busy : 1);
+    pattern.in_features *= problem.forward() ? 1 : busy;
+    pattern.nnz = pattern.nnz * busy / groups;
+    pattern.groups = 1;
+    problem.tokens = tokens_of_group(problem);
+    problem.offsets = nullptr;
+    return problem;
+}
+
 }  // namespace
 
 // Blocks narrower than the 64 features of a large tile's warp break its products into short runs, whose
 // latency the more numerous warps of a small tile hide better.
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device) {
     constexpr double kConversion = 1.3;  // of float8 to halves, by the instructions it takes
+    if (problem.grouped()) {
+        const Problem one = of_one_weight(problem, kernel.tile_tokens);
+        return std::hypot(estimate_dds(kernel, one, device), stored_bytes(problem) / kRate);
+    }
     if (is_quantized(problem.input_dtype)) {
         const double factor = problem.input_dtype == DType::float8_e4m3fn ? kConversion : 1;
         return factor * estimate_dds(kernel, in_16_bits(problem), device);
@@ -78,6 +102,11 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 // Tiles hold several block rows: wide ones share loads between the many rows of the smallest blocks and fit
 // the largest; between, half of a wide tile idles.
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (problem.grouped()) {
+        constexpr int kStepTokens = 64;
+        const Problem one = of_one_weight(problem, kStepTokens);
+        return std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
+    }
     constexpr double kOtherTile = 1.15, kByte = 0.4, kLaterStart = 1;  // later than those with TMA
     const Pattern& pattern = problem.pattern;
     const int32_t block_rows = pattern.block_rows;
@@ -92,7 +121,8 @@ double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& 
     return kStart + tile * (kLaterStart + 1e-6 * precision_factor(problem) * work);
 }
 
-double estimate_decode(const Kernel&, const Problem& problem, const Device& device) {
+double estimate_decode(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (problem.grouped()) return estimate_decode(kernel, of_busy_groups(problem), device);
     if (is_medium_batch(problem, device)) return chunks_time(problem, device);
     return kStart + std::hypot(streaming_time(problem, device), shared_time(problem, device));
 }
