@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ._arguments import checked
+from ._arguments import checked, shown
 from ._listeners import layers_changed
-from ._replay.batches import call, device_of, evaluating
+from ._replay.batches import call, device_of, evaluating, tensors_in
 from ._runtime.timing import medians
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.joint import JointLinear
 from .nn.linear import BlockSparseLinear
 from .patch.joining import SharedProduct, join_layers
@@ -62,7 +62,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     Args:
         model: changed in place.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            argument; its tensors are on the model's device. None measures nothing: choices rest on
+            tensor, on the model's device. None measures nothing: choices rest on
             estimates, and the report has no times.
 
     Returns:
@@ -71,6 +71,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     Raises:
         InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
             with a gradient, as in training. Nothing was changed.
+        InvalidTypeError: the batch has no tensor. Nothing was changed.
         UnsupportedError: no kernel computes a product on the device of a layer.
         TuneFileError: the file of measurements is damaged or cannot be written.
 
@@ -79,6 +80,10 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
         >>> print(prepare_for_inference(model, tokenizer("A text", return_tensors="pt").to("cuda")))
     """
     layers = _checked_layers(model)
+    if batch is not None and next(tensors_in(batch), None) is None:
+        raise InvalidTypeError(
+            f"batch must be a tensor, or a mapping, tuple or list of tensors, got {shown(batch)}"
+        )
     before, tokens = None, _Tokens()
     if batch is not None:
         with evaluating(model):

@@ -22,6 +22,7 @@ from tilesparse import (
     BlockSparseMLP,
     BlockSparseModelPatcher,
     InvalidArgumentError,
+    InvalidTypeError,
     prepare_for_inference,
 )
 from tilesparse.nn.joint import JointLinear
@@ -504,11 +505,11 @@ def test_nothing_is_changed_by_what_is_refused() -> None:
         prepare_for_inference(sparse().to("meta"))
     model: Any = sparse()
     model(randn(7, 64, dtype=torch.float32)).sum().backward()
-    trained = randn(7, 64, dtype=torch.float32)
-    for batch, text in ((trained, r"model must not be in training, got a gradient of 0\.weight"),):
-        with pytest.raises(InvalidArgumentError, match=text):
-            prepare_for_inference(model, batch)
+    with pytest.raises(InvalidArgumentError, match=r"not be in training, got a gradient of 0\.weight"):
+        prepare_for_inference(model)
     model.zero_grad()
+    with pytest.raises(InvalidTypeError, match="batch must be a tensor, or a mapping"):
+        prepare_for_inference(model, "a text")
     with pytest.raises(tilesparse.TileSparseError):
         prepare_for_inference(model, randn(7, 63, dtype=torch.float32))
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
