@@ -176,6 +176,36 @@ class GatedPerceptrons(nn.Module):
         return x
 
 
+class Products(nn.Module):
+    """The products of Llama's blocks alone, merged as servers do it: q, k and v, and gate and up."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MergedProducts(size) for _ in range(size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MergedProducts(nn.Module):
+    """Four products; the values of q stand for what attention gives."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        merged = size.hidden * (size.heads + 2 * size.kv_heads) // size.heads
+        self.qkv = nn.Linear(size.hidden, merged, bias=False)
+        self.output = nn.Linear(size.hidden, size.hidden, bias=False)
+        self.gate_up = nn.Linear(size.hidden, 2 * size.mlp, bias=False)
+        self.down = nn.Linear(size.mlp, size.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.output(self.qkv(x)[..., : x.shape[-1]])
+        gate, up = self.gate_up(attended).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 class CausalAttention(nn.Module):
     """Attention with rotary positions, in which groups of heads share keys and values.
 
@@ -246,6 +276,7 @@ MODELS = {
         tasks=TASKS,
     ),
     "llama-mlp": Architecture(GatedPerceptrons, LLAMA, ((32, 32), (64, 64), (128, 32), (128, 128))),
+    "llama-products": Architecture(Products, dataclasses.replace(LLAMA, tokens=1)),
     "llama-prefill": Architecture(Decoder, LLAMA),
     "llama-decode1": Architecture(Decoder, dataclasses.replace(LLAMA, tokens=1, cached=8192)),
     "llama-decode16": Architecture(Decoder, dataclasses.replace(LLAMA, batch=16, tokens=1, cached=8192)),

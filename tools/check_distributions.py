@@ -151,7 +151,8 @@ def check_wheel(report: Report, path: Path, gpus: set[int]) -> None:
         folders = {name.split("/")[0] for name in names}
         version = path.name.split("-")[1]
         info = f"tilesparse-{version}.dist-info"
-        report.check(folders == {"tilesparse", info}, f"contains {', '.join(sorted(folders))}")
+        own = {"tilesparse", "tilesparse_vllm", info}
+        report.check(folders == own, f"contains {', '.join(sorted(folders))}")
         stray = [name for name in names if re.search(r"__pycache__|\.(pyc|o|a|cu|cpp)$|/tests?/", name)]
         report.check(not stray, f"nothing stray {stray or ''}")
         for licence in LICENCES:

@@ -2,62 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from ._arguments import checked
-from ._checks import checked_count
-from .errors import InvalidArgumentError
+from ._arguments import checked, shown
+from ._listeners import layers_changed
+from ._replay.batches import call, device_of, evaluating, tensors_in
+from ._runtime.timing import medians
+from .errors import InvalidArgumentError, InvalidTypeError
+from .nn.joint import JointLinear
 from .nn.linear import BlockSparseLinear
+from .patch.joining import SharedProduct, join_layers
 from .patch.patcher import BlockSparseModelPatcher
+from .patch.prepared import InferenceReport, PreparedProduct
+from .storage.registry import storage_of
+from .tuning.document import Measurement
 from .tuning.measuring import tune
 from .tuning.products import Product
+from .tuning.selection import choose
+from .tuning.storing import is_converted_in_calls, stored_for_kernels
 
-_Model = TypeVar("_Model", bound=nn.Module)
+__all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference"]
+
+_CANDIDATES = 3  # kernels to measure for each product
+_REPETITIONS = 5  # calls of the whole model
+
+_Tokens = dict[BlockSparseLinear, list[int]]
 
 
 @checked
-def prepare_for_inference(model: _Model, *, tokens: Iterable[int] = ()) -> _Model:
-    """Prepare a model with block-sparse layers for inference, in place, once it is on its device.
+@torch.no_grad()
+def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceReport:
+    """Make a model with block-sparse layers ready for inference, in place, once it is on its device.
 
-    The model is put into evaluation mode and its parameters record no gradients. MLPs are fused (see
-    `BlockSparseModelPatcher.fuse_mlps`), layers keep prepacked copies of their weights where kernels read
-    them so (see `BlockSparseLinear.pack`), and layers with the policy "sparse" get the policy "auto": each
-    call takes the sparse or the dense product, whichever is faster for its tokens. Where numbers of tokens
-    are given, both are measured for every layer on the device where its weight lies, see `tune`. Experts
-    have one product and one form, and nothing to choose.
+    In this order:
 
-    State dicts and checkpoints do not change. A model that is made anew has to be prepared anew.
+    - The model is put into evaluation mode, and its parameters record no gradients.
+    - MLPs are fused, see `BlockSparseModelPatcher.fuse_mlps`.
+    - On CUDA devices weights in a storage that no kernel of the device reads are stored as kernels read them.
+    - Layers that are called with one x, such as q, k and v, share one product, where they differ in nothing
+      but their rows and the source of their module's ``forward`` shows that x stays the same. The same kernel
+      gives the same bits; where another one is chosen for the larger product, sums may be in another order.
+    - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
+      no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
+      that kernels for it take.
+    - With a batch, the three kernels with the least estimates and the dense product are measured for every
+      product and its number of tokens in that batch, and kept for later programs, see `tune`.
+    - Layers with the policy "sparse" get "auto" where the dense product may be faster: each call then takes
+      the faster one for its tokens, by measurements or else by estimates. On the CPU, which has no
+      estimates, that is where it was measured to be faster with the batch, or anywhere without a batch.
+
+    Experts have one product and one form, and nothing to choose; the report names them.
+
+    Names, hooks, state dicts and checkpoints stay as they are, except for what was stored in another way.
+    Nothing is undone but by loading the model again, and a model that is made anew has to be prepared anew.
+    Layers that are changed afterwards compute by themselves again, see the page on serving.
 
     Args:
         model: changed in place.
-        tokens: numbers of tokens in a call to measure kernels for, such as 1 and 512; by default nothing is
-            measured, and choices rest on estimates.
+        batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
+            tensor, on the model's device. None measures nothing: choices rest on
+            estimates, and the report has no times.
 
     Returns:
-        The model.
+        What was done to each layer or why not, and the time of a call before and after.
 
     Raises:
-        InvalidArgumentError: the model has no block-sparse layer, or a number of tokens is not positive.
+        InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
+            with a gradient, as in training. Nothing was changed.
+        InvalidTypeError: the batch has no tensor. Nothing was changed.
         UnsupportedError: no kernel computes a product on the device of a layer.
         TuneFileError: the file of measurements is damaged or cannot be written.
 
     Examples:
-        >>> model = prepare_for_inference(AutoModelForCausalLM.from_pretrained("pruned").cuda())
+        >>> model = AutoModelForCausalLM.from_pretrained("pruned").cuda()
+        >>> print(prepare_for_inference(model, tokenizer("A text", return_tensors="pt").to("cuda")))
     """
-    counts = [checked_count("tokens", count) for count in tokens]
+    layers = _checked_layers(model)
+    if batch is not None and next(tensors_in(batch), None) is None:
+        raise InvalidTypeError(
+            f"batch must be a tensor, or a mapping, tuple or list of tensors, got {shown(batch)}"
+        )
+    before, tokens = None, _Tokens()
+    if batch is not None:
+        with evaluating(model):
+            tokens = _tokens_of(model, batch, layers)
+            before = _seconds(model, batch)
+    model.eval().requires_grad_(False)
+    mlps = BlockSparseModelPatcher().fuse_mlps(model)
+    stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
+    if stored:
+        layers_changed(model)
+    shared = join_layers(model)
+    steps = [_packed(*product, tokens, stored) for product in _products(model)]
+    measured = _measured(steps)
+    for step in steps:
+        _choose_policy(step)
+    products = [entry for step in steps for entry in _entries(step, measured)]
+    products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
+    after = None if batch is None else _seconds(model, batch)
+    return InferenceReport(products, mlps, shared, before, after)
+
+
+class _Step(NamedTuple):
+    """A product of the prepared model.
+
+    Attributes:
+        members: the layers that share it, by name.
+        layer: the layer that computes it.
+        tokens: numbers of tokens to measure it with.
+        done: what was done, in words.
+        expanded: True if it multiplies dense blocks that are kept beside the stored ones.
+    """
+
+    members: dict[str, BlockSparseLinear]
+    layer: BlockSparseLinear
+    tokens: list[int]
+    done: tuple[str, ...]
+    expanded: bool
+
+    def products(self) -> list[Product]:
+        """Return what kernels compute, for each number of tokens."""
+        layer = self.layer
+        if not self.expanded:
+            return [Product.of(layer, tokens=count) for count in self.tokens]
+        sizes, spec = (layer.in_features, layer.out_features), layer.spec
+        return [Product(*sizes, count, layer.density, spec.block_shape, spec.dtype) for count in self.tokens]
+
+
+def _checked_layers(model: nn.Module) -> list[BlockSparseLinear]:
     layers = [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
     if not layers:
         raise InvalidArgumentError("model must have a block-sparse layer, got none")
-    layers = [layer for layer in layers if not layer.of_experts]
-    for device in dict.fromkeys(layer.weight.device for layer in layers) if counts else ():
-        here = [layer for layer in layers if layer.weight.device == device]
-        tune([Product.of(layer, tokens=count) for layer in here for count in counts], device)
-    model.eval().requires_grad_(False)
-    BlockSparseModelPatcher().fuse_mlps(model)
-    for layer in layers:
-        layer.policy = "auto" if layer.policy == "sparse" else layer.policy
-        layer.pack()
-    return model
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise InvalidArgumentError(
+                f"model must not be in training, got a gradient of {name}; end the training with "
+                "model.zero_grad(), or prepare a copy.deepcopy of the model"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear) and module.weight.is_meta:
+            raise InvalidArgumentError(f"model must be on its device, got {name} on the meta device")
+    return [layer for layer in layers if not layer.of_experts]
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear) and module.of_experts:
+            yield name, module
+
+
+def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]) -> _Tokens:
+    """Call the model, and return the numbers of tokens that each layer was called with."""
+    found: _Tokens = {}
+
+    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["x"]
+        counts = found.setdefault(layer, [])
+        if x.numel() and (count := x.numel() // layer.in_features) not in counts:
+            counts.append(count)
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _seconds(model: nn.Module, batch: Any) -> float:
+    return 1e-3 * medians([lambda: call(model, batch)], device_of(model), _REPETITIONS)[0]
+
+
+def _store_for_kernels(layer: BlockSparseLinear) -> bool:
+    """Store a weight that every call would convert as kernels read it; return True if it was converted."""
+    if layer.shard is not None or not is_converted_in_calls(layer):
+        return False
+    made = stored_for_kernels(layer)
+    if made is not layer:
+        layer.take_over(made)
+    return True
+
+
+def _products(model: nn.Module) -> Iterator[tuple[dict[str, BlockSparseLinear], BlockSparseLinear]]:
+    """Yield the layers that have one product, by name, and the layer that computes it."""
+    found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear) and not module.of_experts:
+            joint = module.joint if isinstance(module, JointLinear) else None
+            found.setdefault(module if joint is None else joint.layer, {})[name] = module
+    yield from ((members, layer) for layer, members in found.items())
+
+
+def _packed(
+    members: dict[str, BlockSparseLinear],
+    layer: BlockSparseLinear,
+    tokens: _Tokens,
+    stored: set[BlockSparseLinear],
+) -> _Step:
+    """Keep what kernels multiply beside the stored weight, where that is something else."""
+    counts = [count for each in members.values() for count in tokens.get(each, ())]
+    whole, on_cpu = layer.shard is None, layer.weight.is_cpu
+    expanded = whole and on_cpu and is_converted_in_calls(layer, counts)
+    done = ["merged"] if len(members) > 1 else []
+    done += ["stored as kernels read it"] if stored & set(members.values()) else []
+    done += ["expanded once"] if expanded else [] if on_cpu else ["prepacked"]
+    layer.pack(expanded or not on_cpu)
+    measurable = dict.fromkeys(counts if whole and layer.density else ())
+    return _Step(members, layer, list(measurable), tuple(done), expanded)
+
+
+def _measured(steps: Iterable[_Step]) -> Mapping[Product, Measurement]:
+    """Measure kernels for all products, each on its device."""
+    wanted: dict[torch.device, list[Product]] = {}
+    for step in steps:
+        wanted.setdefault(step.layer.weight.device, []).extend(step.products())
+    found: dict[Product, Measurement] = {}
+    for device, products in wanted.items():
+        if products:
+            found |= {one.product: one for one in tune(products, device, candidates=_CANDIDATES)}
+    return found
+
+
+def _choose_policy(step: _Step) -> None:
+    """Let calls decide between the sparse and the dense product, where either may be faster."""
+    layer = step.layer
+    if layer.policy != "sparse" or step.expanded or layer.activations is not None:
+        return
+    if step.tokens and layer.weight.is_cpu:  # which has no estimates: other numbers of tokens stay sparse
+        choices = [choose(product, layer.weight.device, policy="auto") for product in step.products()]
+        if all(choice.kernel is not None for choice in choices):
+            return
+    for each in (layer, *step.members.values()):
+        each.policy = "auto"
+
+
+def _entries(step: _Step, measured: Mapping[Product, Measurement]) -> Iterator[PreparedProduct]:
+    """Yield the lines of a report about a product, one for each number of tokens."""
+    layer, names = step.layer, tuple(step.members)
+    for count, product in zip(step.tokens, step.products(), strict=True):
+        kernel = choose(product, layer.weight.device, policy=layer.policy).kernel or "dense"
+        times = measured[product]
+        least = times.microseconds[times.kernel]
+        yield _line(names, layer, step.done, count, kernel, least, times.dense_microseconds)
+    if not step.tokens:
+        yield _line(names, layer, step.done)
+
+
+def _line(
+    names: tuple[str, ...], layer: BlockSparseLinear, done: tuple[str, ...], *measured: Any
+) -> PreparedProduct:
+    storage = storage_of(layer.storage).describe(layer.nm, layer.activations)
+    shape = layer.out_features, layer.in_features
+    return PreparedProduct(names, shape, storage, layer.policy, done, *measured)

@@ -1,5 +1,5 @@
 """Block-sparse checkpoints in vLLM, whose plugin this is: `register` is called by vLLM itself."""
 
-from .integrations.vllm import register
+from tilesparse_vllm import register
 
 __all__ = ["register"]

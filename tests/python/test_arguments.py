@@ -112,6 +112,9 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
+    "inference.InferenceReport",
+    "inference.PreparedProduct",
+    "inference.SharedProduct",
     "patch.Size",
     "nn.ExpertsLinear.cut",  # which always raise
     "nn.ExpertsLinear.from_linear",

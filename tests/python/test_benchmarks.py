@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -27,6 +28,7 @@ import bench_parallel
 import bench_pruning
 import bench_storages
 import bench_training
+import bench_vllm
 import break_even
 import contenders
 import harness
@@ -39,7 +41,7 @@ from models import MODELS, Architecture, Size
 from problems import Case, Shape
 from torch import nn
 
-from tilesparse import _C
+from tilesparse import _C, BlockSparseLinear
 from tilesparse.cli import info
 
 CPU = torch.device("cpu")
@@ -488,3 +490,40 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     for wrong in ("128", "128x", "0x64"):
         with pytest.raises(SystemExit):
             bench_kernels._parser().parse_args(["--layers", wrong])
+
+
+def test_servers_take_turns_and_the_best_counts() -> None:
+    """Of a run that adds to an earlier one, whose cases stay where it has none."""
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, measure: str) -> float:
+            asked.append((self.name, measure))
+            return 10.0 * len(asked)
+
+    asked: list[tuple[str, str]] = []
+    names = [bench_vllm.DENSE, "bfloat16 .25"]
+    servers: Any = {name: Fake(name) for name in names}
+    rounds = [bench_vllm.measure_round(servers, ["prefill", "decode 1"]) for _ in range(2)]
+    assert asked == [(name, measure) for measure in ("prefill", "decode 1") for name in names] * 2
+    old = {"model": "bfloat16 .5", "measure": "prefill", "speedup": 3.0}
+    cases = bench_vllm.added([old, {"model": names[1], "measure": "prefill", "speedup": 9.0}], rounds)
+    assert cases[0] is old and len(cases) == 3
+    assert [case["speedup"] for case in cases[1:]] == [60 / 50, 80 / 70]
+    assert cases[1]["tokens_per_second"] == 60 and cases[1]["dense_tokens_per_second"] == 50
+
+
+def test_served_models_are_of_one_size(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = argparse.Namespace(hidden=128, layers=1, block=32)
+    for name, options in bench_vllm.MODELS.items():
+        folder = bench_vllm.make_checkpoint(tmp_path, name, arguments)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        layers = [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
+        assert len(layers) == (7 if options else 0)
+        for layer in layers:
+            assert abs(layer.density - options["density"]) < 0.05
+            assert layer.activations == options.get("activations")
+        assert bench_vllm.make_checkpoint(tmp_path, name, arguments) == folder

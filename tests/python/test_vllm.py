@@ -1,6 +1,6 @@
 """Served by vLLM on the CPU, block-sparse checkpoints give the tokens and log probabilities of Transformers.
 
-Everything runs in this process but tensor parallelism. A vLLM for the CPU is needed, see docs/serving.md.
+Everything runs in this process but tensor parallelism. A vLLM for the CPU is needed, see docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tilesparse
+import tilesparse_vllm
 from tilesparse import BlockPattern, BlockSparseLinear, UnsupportedError
-from tilesparse.integrations import vllm as plugin
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [[5, 6, 7, 8, 9], list(range(2, 40)), [300]]
@@ -62,6 +62,7 @@ STORED: dict[str, dict[str, Any]] = {
     "compressed": {"nm": (2, 4), "storage": "compressed"},
     "int8": {"storage": "int8"},
     "2:4 float8": {"nm": (2, 4), "storage": "float8_e4m3fn"},
+    "int4": {"storage": "int4"},
     "int8 W8A8": {"storage": "int8", "activations": "int8"},
 }
 Q, KV, HIDDEN = 256, 128, 256  # rows of q, rows of k and v, columns
@@ -273,6 +274,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "mixed": ({"pattern": r".*\.(mlp\.(gate|down)|self_attn\.(q|v))_proj", "storage": "int8"}, {}, 3),
     "fused on disk": ({"kind": "phi3", "nm": (2, 4), "storage": "compressed"}, {}, 1),
     "masked": ({"nm": (2, 4), "config": {"tie_word_embeddings": True}}, {}, 1),
+    "4 bits": ({"storage": "int4"}, {}, 1),
     "head": ({"pattern": r"lm_head|.*mlp\..*_proj", "storage": "float8_e4m3fn"}, {}, 1),
     "8-bit activations": ({"storage": "int8", "activations": "int8"}, {"enforce_eager": False}, 1),
 }
@@ -289,7 +291,8 @@ def test_served_models_are_those_of_transformers(case: str, tmp_path: Path) -> N
         parts = parts_of(llm)
         assert max(map(len, parts.values())) == most
         sparse = [part for own in parts.values() for part in own if isinstance(part, BlockSparseLinear)]
-        assert {part.storage for part in sparse} == {"int8" if "activations" in options else "plain"}
+        kept = "activations" in options or options.get("storage") == "int4"
+        assert {part.storage for part in sparse} == {options["storage"] if kept else "plain"}
         return generated(llm)
 
     assert_same(served(tmp_path, look, **how), expected, 1e-5)
@@ -459,6 +462,22 @@ def test_what_cannot_be_right_is_refused(
 def test_registration_may_be_repeated() -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    plugin.register()
-    plugin.register()
-    assert get_quantization_config("tilesparse").__name__ == "TileSparseConfig"
+    tilesparse_vllm.register()
+    tilesparse_vllm.register()
+    section = make_model().config.quantization_config
+    config = get_quantization_config("tilesparse").from_config(section.to_dict())
+    assert config.get_name() == tilesparse_vllm.METHOD and "model.layers.0.mlp.up_proj" in config.layers
+
+
+def test_dense_models_do_not_wait_for_this_package() -> None:
+    """As vLLM does it in each process."""
+    code = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+assert "tilesparse" in QUANTIZATION_METHODS
+assert "tilesparse" not in sys.modules, "imported"
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]

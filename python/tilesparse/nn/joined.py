@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._arguments import checked
 from ..errors import InvalidArgumentError
@@ -61,6 +61,24 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     spec = replace(stored[0].spec, shape=shape, nnz=pattern.nnz)
     return layer_like(layers[0], Stored(spec, pattern, tensors))
+
+
+def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
+    """Say why layers of one x cannot be one product, or return None.
+
+    Layers whose blocks differ could be one in smaller blocks, which take more time than that saves.
+    """
+    dense = [type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear)]
+    if dense:
+        return f"a {dense[0]} is among them"
+    specs = [layer.spec for layer in layers if isinstance(layer, BlockSparseLinear)]
+    for name in ("block_shape", "dtype", "storage", "nm", "transposable", "scales", "activations", "policy"):
+        values = {getattr(spec, name): None for spec in specs}
+        if len(values) > 1:
+            return f"they differ in {name}: {', '.join(map(str, values))}"
+    if len({(spec.shape[1], layer.weight.device) for spec, layer in zip(specs, layers, strict=True)}) > 1:
+        return "they differ in in_features or device"
+    return None
 
 
 def _kind(stored: Stored, device: torch.device) -> dict[str, object]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.logger import init_logger
-from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ..._runtime.tensor_files import few
@@ -22,7 +21,6 @@ EXPERTS = {"RoutedExperts", "FusedMoE"}  # in newer and older releases
 logger = init_logger("vllm.tilesparse")  # below "vllm", whose messages are shown
 
 
-@register_quantization_config(METHOD)
 class TileSparseConfig(QuantizationConfig):
     """The block-sparse layers of a checkpoint, by vLLM's names of them.
 

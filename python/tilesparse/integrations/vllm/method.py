@@ -21,7 +21,7 @@ from ...config import LayerSpec
 from ...errors import CheckpointError, UnsupportedError
 from ...nn.tensors import INDEX_NAMES
 from ...storage.registry import forms_of
-from .serving import Span, dense_part, for_serving, merged, sparse_part
+from .serving import Span, dense_part, for_serving, merged, multiplied, sparse_part
 
 if TYPE_CHECKING:
     from .config import TileSparseConfig
@@ -153,8 +153,7 @@ class TileSparseMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute y = x Wᵀ + bias of all shards, [..., rows of this process]."""
-        results = [part(x) for part in layer.parts]
-        y: Tensor = results[0] if len(results) == 1 else torch.cat(results, -1)
+        y = multiplied(layer.parts, x)
         if isinstance(layer, ParallelLMHead):  # whose vocabulary vLLM rounds up
             y = F.pad(y, (0, layer.output_size_per_partition - y.shape[-1]))
         return y if bias is None else y + bias

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,9 @@ from torch import Tensor, nn
 from ..._runtime.tensor_files import named
 from ...config import LayerSpec
 from ...errors import InvalidArgumentError, UnsupportedError
-from ...nn.joined import concatenate
+from ...nn.joined import concatenate, reason_not_one
 from ...nn.linear import BlockSparseLinear
-from ...nn.tensors import INDEX_NAMES
-from ...storage.registry import storage_of
-from ...tuning.products import Product
-from ...tuning.selection import choose
+from ...tuning.storing import stored_for_kernels
 
 Span = tuple[int, int]
 
@@ -64,21 +60,19 @@ def dense_part(weight: Tensor, rows: Sequence[Span], columns: Span, dtype: torch
 
 
 def merged(parts: list[nn.Module]) -> list[nn.Module]:
-    """Return one layer in place of several, if all are block-sparse with equal blocks and stored alike."""
+    """Return one layer in place of several, where they can be one."""
     layers = [part for part in parts if isinstance(part, BlockSparseLinear)]
-    kinds = {replace(layer.spec, shape=layer.block_shape, nnz=0) for layer in layers}
-    if len(parts) == 1 or len(layers) < len(parts) or len(kinds) > 1:
+    if len(parts) == 1 or reason_not_one(parts) is not None:
         return parts
     return [concatenate(layers)]
 
 
 def for_serving(part: nn.Module) -> nn.Module:
     """Return a layer whose values no call has to convert: kernels on its device read them so."""
-    if not isinstance(part, BlockSparseLinear):
-        return part
-    if choose(Product.of(part, tokens=1), part.weight.device).expands:
-        spec = replace(part.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None)
-        pattern = {name: part.get_buffer(name) for name in INDEX_NAMES}
-        return BlockSparseLinear.from_state(spec, {"weight": part.plain_values(), **pattern})
-    multiplied = storage_of(part.storage).multiplied(part.nm)
-    return part if multiplied == part.storage else part.to_storage(multiplied)
+    return stored_for_kernels(part) if isinstance(part, BlockSparseLinear) else part
+
+
+def multiplied(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Return x Wᵀ of all parts, one after the other: [..., rows of all]."""
+    results = [part(x) for part in parts]
+    return results[0] if len(results) == 1 else torch.cat(results, -1)

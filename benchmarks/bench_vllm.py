@@ -1,0 +1,207 @@
+"""Times vLLM on a CPU with dense and block-sparse checkpoints of one size: prefill, and decode in batches.
+
+    OMP_NUM_THREADS=2 python benchmarks/bench_vllm.py --output benchmarks/results/cpu_vllm.json
+
+It needs a vLLM for the CPU beside this package, see docs/vllm.md. Models are random Llamas: speed does not
+depend on which blocks are kept. Each is served by a process of its own, and the processes take turns at every
+measurement, so that all see the same machine; those that wait take no processor time. The least time counts,
+since others may share the machine. Prefill is four prompts of 500 tokens at once; decode is the time of 33
+tokens of each sequence less that of the first.
+
+Results are added to what the file has: --only measures some models, always beside the dense one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import environment, write_json
+
+import tilesparse as ts
+
+DENSE = "dense"
+MODELS: dict[str, dict[str, Any]] = {  # options of `BlockSparseConfig`
+    DENSE: {},
+    "bfloat16 .25": {"density": 0.25},
+    "bfloat16 .5": {"density": 0.5},
+    "int8 W8A8 .25": {"density": 0.25, "storage": "int8", "activations": "int8"},
+}
+BATCHES = (1, 8, 32)
+PROMPTS, PROMPT_TOKENS, DECODED = 4, 500, 32
+MEASURES = ("prefill", *(f"decode {batch}" for batch in BATCHES))
+VOCABULARY = 4096
+RESULT = "RESULT "  # begins the lines of a server that are not vLLM's
+
+
+def make_checkpoint(folder: Path, name: str, arguments: argparse.Namespace) -> Path:
+    """Write a random model, unless it is there already."""
+    where = folder / name.replace(" ", "-")
+    if where.exists():
+        return where
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = arguments.hidden
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 512),
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16()
+    if MODELS[name]:
+        ts.sparsify_(model, ts.BlockSparseConfig(block_shape=arguments.block, **MODELS[name]))
+    model.save_pretrained(where)
+    return where
+
+
+def serve(folder: str) -> None:
+    """Load a model, and answer requests from stdin: a measure on each line, the tokens per second for it."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=max(BATCHES),
+        max_num_batched_tokens=PROMPTS * PROMPT_TOKENS,
+        kv_cache_memory_bytes=1 << 29,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    numbers = random.Random(0)
+
+    def seconds(batch: int, tokens: int, generated: int) -> float:
+        drawn = [[numbers.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(batch)]
+        prompts = [{"prompt_token_ids": ids} for ids in drawn]
+        sampling = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def rate(measure: str) -> float:
+        if measure == "prefill":
+            return PROMPTS * PROMPT_TOKENS / seconds(PROMPTS, PROMPT_TOKENS, 1)
+        batch = int(measure.removeprefix("decode "))
+        first = seconds(batch, 16, 1)
+        return batch * DECODED / (seconds(batch, 16, 1 + DECODED) - first)
+
+    seconds(2, 64, 3)
+    print(f"{RESULT}0", flush=True)
+    for line in sys.stdin:
+        print(f"{RESULT}{rate(line.strip())}", flush=True)
+
+
+class Server:
+    """A process that serves one model."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        command = [sys.executable, __file__, "--serve", str(folder)]
+        pipe = subprocess.PIPE
+        self._process: Any = stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        )
+
+    def answer(self) -> float:
+        """Return the next number that the process writes."""
+        for line in self._process.stdout:
+            if line.startswith(RESULT):
+                return float(line.removeprefix(RESULT))
+        raise SystemExit(f"the server of a model ended with status {self._process.wait()}")
+
+    def ask(self, measure: str) -> float:
+        """Return the tokens per second of one measurement."""
+        self._process.stdin.write(f"{measure}\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._process.stdin.close()
+
+
+def measure_round(servers: dict[str, Server], measures: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Measure every model once, in turns; return tokens per second by model and measure."""
+    return {(name, measure): server.ask(measure) for measure in measures for name, server in servers.items()}
+
+
+def added(
+    cases: list[dict[str, Any]], rounds: Sequence[dict[tuple[str, str], float]]
+) -> list[dict[str, Any]]:
+    """Return the cases with those of these rounds in place of older ones of the same model and measure."""
+    best = {key: max(each[key] for each in rounds) for key in rounds[0]}
+    found = {(case["model"], case["measure"]): case for case in cases}
+    for (name, measure), rate in best.items():
+        if name != DENSE:
+            dense = best[DENSE, measure]
+            case = {"model": name, "measure": measure, "tokens_per_second": rate}
+            case |= {"dense_tokens_per_second": dense, "speedup": rate / dense}
+            found[name, measure] = case
+    return list(found.values())
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Serve the models, and write what was measured after every round."""
+    names = [DENSE, *(name for name in MODELS if name != DENSE and name in (arguments.only or MODELS))]
+    folders = {name: make_checkpoint(arguments.folder, name, arguments) for name in names}
+    output = arguments.output
+    cases = json.loads(output.read_text())["cases"] if output and output.exists() else []
+    with ExitStack() as stack:
+        servers = {name: Server(folder, stack) for name, folder in folders.items()}
+        for server in servers.values():
+            server.answer()
+        rounds: list[dict[tuple[str, str], float]] = []
+        for _ in range(arguments.rounds):
+            rounds.append(measure_round(servers, arguments.measures))
+            print(rounds[-1], flush=True)
+            document = {
+                "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
+                "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
+                "cases": added(cases, rounds),
+            }
+            if output:
+                write_json(output, document)
+        for server in servers.values():
+            server.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, or serve one model to the process that does."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="results as JSON; added to what the file has")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench_vllm"), help="of the models")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), help="models beside the dense one")
+    parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # for the processes
+    arguments = parser.parse_args(argv)
+    if arguments.serve:
+        serve(arguments.serve)
+    else:
+        compare(arguments)
+
+
+if __name__ == "__main__":
+    main()
