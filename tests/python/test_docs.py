@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import dense_weight
 from huggingface_hub import RepoCard
 from torch import nn
 from transformers import PreTrainedModel
@@ -106,6 +107,15 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = executed("serving.md")
     torch.testing.assert_close(names["package"](names["x"]), names["model"](names["x"]).detach())
+
+
+def test_the_page_on_grouped_products_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = executed("grouped.md")
+    weights = dense_weight(names["values"], names["pattern"]).view(names["experts"], 64, 128)
+    order = names["order"]
+    expected = torch.einsum("tk,tnk->tn", names["x"][order].double(), weights[names["expert_of"][order]])
+    torch.testing.assert_close(names["y"].detach().double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import (
+    _C,
     BlockPattern,
     InvalidArgumentError,
     InvalidTypeError,
@@ -38,6 +39,8 @@ from tilesparse import (
     functional,
 )
 from tilesparse._runtime.kernels import known_kernels, use_kernel
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
 
 OPS = torch.ops.tilesparse
 DENSITIES = [0.0, 0.1, 0.5, 1.0]  # of one expert after another
@@ -294,7 +297,7 @@ def test_epilogues(device: str, dtype: torch.dtype, routing: str, activation: st
     counts = COUNTS[routing]
     case = Case(counts, dtype, device)
     added = randn(case.tokens, case.out, dtype=dtype, device=device, seed=9)
-    options = {} if other == "nothing" else {other: added}
+    options: dict[str, Any] = {} if other == "nothing" else {other: added}
     exact = torch.cat(
         [
             tokens.double() @ weight.t() + bias
@@ -333,6 +336,35 @@ def test_storages(device: str, dtype: torch.dtype, routing: str, storage: str) -
     weights = weights_of(stored.plain, case.pattern, counts)
     for grad, dy, weight in zip(of_x.split(counts), case.dy.split(counts), weights, strict=True):
         assert_product_close(grad, dy, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
+def test_one_workspace_serves_all_offsets(op: int, dtype: torch.dtype) -> None:
+    """Its size is asked for before anybody knows them; nothing is written behind it."""
+    experts, guard, draw = 5, 1 << 16, seeded(4)
+    pattern = pattern_of(experts, (4, 6), (32, 32))
+    out, ins = pattern.out_features // experts, pattern.in_features
+    columns = prepared(pattern.index_on(torch.device("cpu"))).grouped(experts)
+    values = random_values(pattern, dtype=dtype)
+    for tokens in (1, 7, 33, 300, 1500):
+        x, y = torch.zeros(tokens, ins, dtype=dtype), torch.zeros(tokens, out, dtype=dtype)
+        numbers = {torch.float32: 1, torch.bfloat16: 3}
+        product = _C.Product(
+            columns.descriptor, op, numbers[dtype], 0, tokens, ldx=ins, ldy=out, grouped=True
+        )
+        product.resolve()
+        size = product.workspace_size()
+        memory = torch.full((size + guard + 64,), 0x5A, dtype=torch.uint8)
+        first = -memory.data_ptr() % 64
+        for routing in range(6):
+            inner = torch.randint(0, tokens + 1, (experts - 1,), generator=draw).sort()[0].tolist()
+            ends = [0, *(inner if routing else [0] * (experts - 1)), tokens]
+            offsets = torch.tensor(ends, dtype=torch.int32)
+            addresses = [tensor.data_ptr() for tensor in (x, y, values)]
+            workspace = memory.data_ptr() + first
+            product.run(*addresses, 0, 0, workspace, 0, group_offsets=offsets.data_ptr())
+            assert bool((memory[first + size :] == 0x5A).all()) and bool((memory[:first] == 0x5A).all())
 
 
 # ---- gradients of every order ----

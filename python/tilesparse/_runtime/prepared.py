@@ -84,7 +84,7 @@ class Prepared:
         memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self.device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
         pointers = (tensor.data_ptr() for tensor in memory)
-        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers, groups=groups)
+        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers, groups)
         self._streams = Streams(self.device)
         self.plans = Plans(self.descriptor, self.device, self._streams)
         self._places: Tensor | None = None
