@@ -96,8 +96,8 @@ def densified(kind: Kind, sparse: nn.Module) -> Any:
     with torch.no_grad():
         of_experts = stacked(model)
         for name, (own, transposed) in of_experts.items():
-            layer, tensor = layers[name.rpartition(".")[0]], model.get_parameter(own)
-            whole = state[name] if name.endswith("bias") else dense_of_blocks(layer.weight, layer.pattern)
+            one, tensor = layers[name.rpartition(".")[0]], model.get_parameter(own)
+            whole = state[name] if name.endswith("bias") else dense_of_blocks(one.weight, one.pattern)
             whole = whole.unflatten(0, (len(tensor), -1))
             tensor.copy_(whole.mT if transposed else whole)
         for name, tensor in model.state_dict().items():
