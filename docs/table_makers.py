@@ -234,8 +234,22 @@ def gradients() -> str:
     return table([*header, "with bias", "bias by PyTorch"], lines)
 
 
+def vllm() -> str:
+    """Tokens per second of vLLM on two cores of a CPU, dense and sparse."""
+    measured = {(case["model"], case["measure"]): case for case in cases("cpu_vllm.json")}
+    names = list(dict.fromkeys(model for model, _ in measured))
+    measures = list(dict.fromkeys(measure for _, measure in measured))
+    lines = []
+    for name in names:
+        found = [measured.get((name, measure)) for measure in measures]
+        cells = [f"{one['tokens_per_second']:.0f} ({one['speedup']:.1f}×)" if one else "-" for one in found]
+        lines.append([name, *cells])
+    headers = (name.replace("decode ", "decode, batch ") for name in measures)
+    return table(["model, density", *headers], lines)
+
+
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
-OTHER_TABLES = (unequal, packed, captured, quality, plans, host, gradients)
+OTHER_TABLES = (unequal, packed, captured, quality, plans, host, gradients, vllm)
 TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 
