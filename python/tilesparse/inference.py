@@ -96,6 +96,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
     if stored:
         layers_changed(model)
+        model.requires_grad_(False)  # of what they hold now, too
     shared = join_layers(model)
     steps = [_packed(*product, tokens, stored) for product in _products(model)]
     measured = _measured(steps)
