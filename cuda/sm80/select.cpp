@@ -104,8 +104,9 @@ double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& 
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device) {
     if (problem.grouped()) {
         constexpr int kStepTokens = 64;
+        constexpr double kTiles = 1.6;  // those of a group begin and end by themselves
         const Problem one = of_one_weight(problem, kStepTokens);
-        return std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
+        return kTiles * std::hypot(estimate_sdd(kernel, one, device), stored_bytes(problem) / kRate);
     }
     constexpr double kOtherTile = 1.15, kByte = 0.4, kLaterStart = 1;  // later than those with TMA
     const Pattern& pattern = problem.pattern;
