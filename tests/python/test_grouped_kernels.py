@@ -75,7 +75,8 @@ def row(request: pytest.FixtureRequest) -> Row:
         pytest.skip(f"needs compute capability {request.param.capability}")
     if not accepted_shapes(request.param):
         pytest.skip("computes no grouped products")
-    return request.param
+    found: Row = request.param
+    return found
 
 
 def accepted_shapes(row: Row) -> list[tuple[int, int]]:
@@ -243,7 +244,8 @@ def launch(row: Row, problem: Problem, operands: Operands) -> None:
 def check_group(row: Row, problem: Problem, operands: Operands, group: int, results: Tensor) -> None:
     """Compares results of all groups, of the gradient of W dense, with the reference of one."""
     part = problem.part(group)
-    expected, tolerance = reference(row, part, Part(problem, operands, group))
+    of_group: Any = Part(problem, operands, group)
+    expected, tolerance = reference(row, part, of_group)
     if row.op == SDD_TN:
         actual = blocks_of(results[group], part.pattern)
     else:

@@ -83,8 +83,11 @@ class Prepared:
         sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
         memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self.device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
-        pointers = (tensor.data_ptr() for tensor in memory)
-        self.descriptor = _C.Pattern(bn, bk, *shape, nnz, *pointers, groups)
+        row_ptr, col_idx, row_slot, *columns = (tensor.data_ptr() for tensor in memory)
+        col_ptr, row_idx, col_slot = columns
+        self.descriptor = _C.Pattern(
+            bn, bk, *shape, nnz, row_ptr, col_idx, row_slot, col_ptr, row_idx, col_slot, groups
+        )
         self._streams = Streams(self.device)
         self.plans = Plans(self.descriptor, self.device, self._streams)
         self._places: Tensor | None = None

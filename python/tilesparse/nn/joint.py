@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.compiler import is_compiling
 
 from .._runtime.prepared import state_of
 from .._runtime.private import is_exporting
+from ..config import LayerSpec
 from ..storage.base import STORED_NAMES
 from .joined import concatenate
 from .linear import BlockSparseLinear
@@ -96,8 +98,9 @@ class JointLinear(BlockSparseLinear):
         own = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         return *own, *state_of(self.index())
 
-    def _describe(self, spec: Any) -> None:
-        self._joint = None
+    def _describe(self, spec: LayerSpec) -> None:
+        if self._joint is not None and replace(spec, policy=self.policy) != self.spec:
+            self._joint = None
         super()._describe(spec)
 
     def _updated(self) -> None:
