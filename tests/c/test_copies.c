@@ -53,7 +53,7 @@ static int multiply(const library* copy, float weight) {
     for (int i = 0; i < BLOCK; ++i) x[i] = 1;
     for (int i = 0; i < BLOCK * BLOCK; ++i) values[i] = weight;
     const ts_pattern pattern = {sizeof pattern, BLOCK, BLOCK, 0,    BLOCK, BLOCK, 1, ptr,
-                                zero,           zero,  ptr,   zero, zero};
+                                zero,           zero,  ptr,   zero, zero,  0};
     ts_matmul_desc desc = {.struct_size = sizeof desc, .dtype = TS_FLOAT32, .tokens = 1, .pattern = &pattern};
     desc.x = (ts_matrix){x, BLOCK, TS_ROW_MAJOR, 0};
     desc.y = (ts_matrix){y, BLOCK, TS_ROW_MAJOR, 0};
