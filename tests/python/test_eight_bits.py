@@ -739,7 +739,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
         ('"scales": "feature"', '"scales": "row"'),
         ('"scales": "feature"', '"scales": "block"'),
         ('"version": 2', '"version": 1'),
-        ('"version": 2', '"version": 3'),
+        ('"version": 2', '"version": 4'),
     ):
         assert before in text
         config.write_text(text.replace(before, after))
