@@ -111,6 +111,8 @@ def test_a_prepared_model_computes_the_same(device: str, storage: str) -> None:
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     assert isinstance(model[2], BlockSparseMLP) and len(report.mlps.mlps) == 1
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    if any("stored as kernels read it" in product.done for product in report.products):
+        names = [name for name in names if not name.endswith(".scales")]
     assert list(model.state_dict()) == names
 
 
