@@ -401,9 +401,7 @@ def test_subclasses_choose_and_make_layers() -> None:
         def is_patchable(self, name: str, module: nn.Module) -> bool:
             return super().is_patchable(name, module) and not name.endswith("output")
 
-        def new_child_module(
-            self, name: str, module: nn.Module, options: Mapping[str, Any]
-        ) -> Any:
+        def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Any:
             return super().new_child_module(name, module, {**options, "density": 1})
 
     made, model = Wide(), gpt()
