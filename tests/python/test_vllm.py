@@ -425,8 +425,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         r"model\.other.* not linear layers of vLLM's model",
     ),
     "newer version": (
-        lambda folder: change_section(folder, lambda own: own.update(version=3)),
-        "version must be at most 2",
+        lambda folder: change_section(folder, lambda own: own.update(version=4)),
+        "version must be at most 3",
     ),
 }
 
