@@ -26,15 +26,15 @@ static int group_of(int64_t token) {
 static void test_transpose(void) {
     ts_pattern pattern = layer_pattern();
     pattern.groups = ROWS;
+    pattern.col_ptr = group_col_ptr; /* of zeros */
+    pattern.row_idx = group_row_idx;
+    pattern.col_slot = group_col_slot;
     FAILS(ts_pattern_validate(&pattern), TS_INVALID_PATTERN, "col_ptr must be that of the transpose");
     SUCCEEDS(ts_pattern_transpose(&pattern, group_col_ptr, group_row_idx, group_col_slot));
     const int32_t ptr[ROWS * COLS + 1] = {0, 1, 2, 2, 2, 2, 3}, slots[NNZ] = {2, 0, 1}, rows[NNZ] = {0};
     CHECK(memcmp(group_col_ptr, ptr, sizeof ptr) == 0, "col_ptr differs");
     CHECK(memcmp(group_row_idx, rows, sizeof rows) == 0, "row_idx differs");
     CHECK(memcmp(group_col_slot, slots, sizeof slots) == 0, "col_slot differs");
-    pattern.col_ptr = group_col_ptr;
-    pattern.row_idx = group_row_idx;
-    pattern.col_slot = group_col_slot;
     SUCCEEDS(ts_pattern_validate(&pattern));
 }
 
