@@ -92,7 +92,7 @@ class Case:
         return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.routing}"
 
     def record(self) -> dict[str, Any]:
-        """What is written of it, with results to come."""
+        """Return what is written of it, with results to come."""
         own = {"block_shape": list(self.block_shape), "density": self.density, "routing": self.routing}
         return {"shape": self.shape.name, **self.shape._asdict(), **own, "results": []}
 
@@ -167,7 +167,7 @@ class LayerCase:
         return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g}"
 
     def record(self) -> dict[str, Any]:
-        """What is written of it, with results to come."""
+        """Return what is written of it, with results to come."""
         own = {"tokens": self.tokens, "block_shape": list(self.block_shape), "density": self.density}
         return {"shape": "layer", **LAYER, **own, "results": []}
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/token_groups.h"
 #include "sm90/dds_kernel.cuh"
 #include "sm90/dds_reduce.cuh"
 #include "sm90/launch.cuh"
@@ -80,7 +81,8 @@ struct Dds {
     }
 
     static int32_t launch_groups(const Problem& problem, void* workspace, void* stream) {
-        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem, kSpanTokens);
+        const int64_t tiles = tile_count(problem),
+                      spans = most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, tiles, spans, 1)) return error;

@@ -75,9 +75,4 @@ class GroupSpans {
     int size_;
 };
 
-// At most so many spans have tokens.
-inline int64_t most_group_spans(const Problem& problem, int span_tokens) {
-    return problem.tokens / span_tokens + std::min<int64_t>(problem.tokens, problem.pattern.groups);
-}
-
 }  // namespace ts::tma

@@ -17,7 +17,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class TileSparse(QuantizationConfig):
-        """What vLLM asks before it has a config; the config is of another class."""
+        """Answer what vLLM asks before it has a config; the config is of another class."""
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:

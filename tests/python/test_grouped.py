@@ -178,7 +178,7 @@ def cpu_kernels() -> list[str]:
 
 @pytest.mark.parametrize("kernel", cpu_kernels())
 def test_every_cpu_kernel(kernel: str) -> None:
-    """That this machine has the instructions for."""
+    """Kernels that this machine has the instructions for match float64."""
     ran = 0
     for dtype, routing in itertools.product((torch.float32, torch.bfloat16), ("few", "uneven", "many")):
         case = Case(COUNTS[routing], dtype, "cpu")

@@ -55,7 +55,7 @@ PLAIN_OPTIONS: dict[int, list[dict[str, Any]]] = {
 
 
 def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
-    """Whether the kernel computes grouped products of blocks of that shape."""
+    """Return True if the kernel computes grouped products of blocks of that shape."""
     if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
         return False
     pattern = BlockPattern.full((2 * block_shape[0], block_shape[1]), block_shape=block_shape)

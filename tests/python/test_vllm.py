@@ -24,6 +24,7 @@ if find_spec("vllm") is None:
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 from safetensors.torch import load_file, save_file
+from test_vllm_method import STORED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tilesparse
@@ -56,15 +57,6 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
 }
 
-STORED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "masked": {"nm": (2, 4)},
-    "compressed": {"nm": (2, 4), "storage": "compressed"},
-    "int8": {"storage": "int8"},
-    "2:4 float8": {"nm": (2, 4), "storage": "float8_e4m3fn"},
-    "int4": {"storage": "int4"},
-    "int8 W8A8": {"storage": "int8", "activations": "int8"},
-}
 Q, KV, HIDDEN = 256, 128, 256  # rows of q, rows of k and v, columns
 Maker = Callable[..., Any]
 

@@ -84,12 +84,12 @@ class Moments:
 
     @property
     def origin(self) -> Tensor:
-        """What inputs are taken less [features], once there were any."""
+        """Mean that is subtracted from inputs [features], once there were any."""
         return self._origin
 
     @property
     def _weight(self) -> Tensor:
-        """What sums are divided by: tokens, and those that `drawn_to` stands for."""
+        """Number that sums are divided by: tokens, and those that `drawn_to` stands for."""
         return self._tokens + self._prior
 
     def weight(self) -> float:
