@@ -55,6 +55,24 @@ def eight_bit_products() -> str:
     return table([*header, "sparse bfloat16", "quantizing x", "η"], lines)
 
 
+def eight_bits_8_0() -> str:
+    """The kernels for compute capability 8.0 on a newer GPU: µs in int8 and in bfloat16."""
+    lines = []
+    for case in cases("h100_sm80_int8.json"):
+        (one,) = case["results"]
+        lines.append(
+            [
+                f"{case['tokens']}×{case['out_features']}×{case['in_features']}",
+                f"{case['block_shape'][0]}",
+                short(case["requested_density"]),
+                f"{one['sparse_bf16_us']:.0f}",
+                f"{one['sparse_us']:.0f}",
+                f"{one['sparse_bf16_us'] / one['sparse_us']:.2f}×",
+            ]
+        )
+    return table(["layer", "block", "density", "bfloat16", "int8", "speedup"], lines)
+
+
 def eight_bit_models() -> str:
     """Whole models with weights and activations in int8, beside dense float8."""
     lines = [
@@ -146,6 +164,7 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
     for maker in (
         eight_bits,
         eight_bit_products,
+        eight_bits_8_0,
         eight_bit_models,
         four_bits,
         quantized_minilm,
