@@ -125,6 +125,14 @@ def quantized_minilm() -> str:
     return _quality("cpu_quantization_minilm.json", lambda one, _: f"{one:.4f}".removeprefix("0"))
 
 
+def quantized_smollm2() -> str:
+    """Perplexities of SmolLM2 by text, and what they are over those of dense blocks."""
+    return _quality(
+        "h100_quantization_smollm2.json",
+        lambda one, plain: f"{one:.2f}" if one == plain else f"{one:.2f} ({100 * (one / plain - 1):+.1f} %)",
+    )
+
+
 def _quality(file: str, shown: Callable[[float, float], str]) -> str:
     """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
     lines = []
@@ -132,11 +140,13 @@ def _quality(file: str, shown: Callable[[float, float], str]) -> str:
         plain = case["results"][0]
         for one in case["results"]:
             by = "`quantize_`" if one.get("calibrated") else "`to_storage`"
+            if "static" in (one["activations"] or ""):
+                by = "largest |x|"
             lines.append(
                 [
                     short(case["density"]),
                     one["storage"].removesuffix("_e4m3fn"),
-                    (one["activations"] or "-").removesuffix("_e4m3fn"),
+                    (one["activations"] or "-").replace("_e4m3fn", ""),
                     "" if one is plain else by,
                     *(shown(one[text], plain[text]) for text in ("reference", "docstrings")),
                 ]
@@ -168,5 +178,6 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
         eight_bit_models,
         four_bits,
         quantized_minilm,
+        quantized_smollm2,
     )
 }
