@@ -141,7 +141,7 @@ def _quality(file: str, shown: Callable[[float, float], str]) -> str:
         for one in case["results"]:
             by = "`quantize_`" if one.get("calibrated") else "`to_storage`"
             if "static" in (one["activations"] or ""):
-                by = "largest |x|"
+                by = "the largest"
             lines.append(
                 [
                     short(case["density"]),
