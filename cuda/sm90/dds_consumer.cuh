@@ -143,8 +143,8 @@ class DdsConsumer {
     __device__ void release_multiplied(Sum (&sums)[Traits::kSums]) {
         cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
         if (!multiplied_) return;
-        if constexpr (kPromotes) products_.add(sums);
         release(multiplied_input_, multiplied_weight_);
+        if constexpr (kPromotes) products_.add(sums);
         multiplied_ = false;
     }
 

@@ -52,6 +52,8 @@ template <class Math>
 struct ScaledByteWeight : ByteWeight<Math> {
     static_assert(ByteWeight<Math>::kStep == kScaleGroup);
 
+    static constexpr int most_stages(int) { return 6; }
+
     template <int kTokens>
     class Products : public ByteWeight<Math>::template Products<kTokens> {
         using Base = typename ByteWeight<Math>::template Products<kTokens>;

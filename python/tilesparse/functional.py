@@ -123,10 +123,8 @@ def quantized_linear(
     x is quantized as by `quantize`, in the dtype of ``values``, and the product is
     ``x_scales[:, None] * (x_values valuesᵀ) * scales``: scales stay outside of the sums. Sums of int8 are
     exact, and all of them are rounded once, after bias, activation and residual. A token with an infinity or
-    a NaN has NaN.
-
-    Scales of blocks are inside of the sums, as in DeepSeek's checkpoints: x is quantized by groups of 128
-    features, whose sums are multiplied by both scales before they are added to each other in float32.
+    a NaN has NaN. Scales of blocks are inside of the sums, as in DeepSeek's checkpoints: x is quantized by
+    groups of 128 features, and the sum over each is multiplied by both scales and added in float32.
 
     On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
     such products take as long as reading the weight, which quantizing x does not shorten. On the CPU all
@@ -261,8 +259,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") 
         per: what has a scale of its own, a "token" or a "group" of 128 features of it.
 
     Returns:
-        (values, scales): [..., features] of that dtype, row-major, and float32 [...], with "group" [...,
-        features / 128], where those of tokens lie side by side.
+        (values, scales): [..., features], row-major, and float32 [...], of groups [..., features / 128].
 
     Raises:
         InvalidArgumentError: another dtype or `per`, or another number of features.

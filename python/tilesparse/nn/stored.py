@@ -283,7 +283,7 @@ class StoredWeight(nn.Module):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_scales("per", per, activations)
+        checked_scales("per", per, activations, self._block_shape)
         spec = self.spec
         wanted = spec.with_storage(storage, per, activations)
         if wanted != spec or limits is not None or values is not None:
