@@ -183,6 +183,8 @@ def accepts(
 ) -> bool:
     if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
         return False
+    if row.scales_inside and block_shape != (128, 128):  # which is refused before kernels are asked
+        return False
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
     product = _C.Product(
         prepared_on("cpu", pattern).descriptor,
