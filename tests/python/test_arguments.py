@@ -418,6 +418,10 @@ CASES: dict[str, Callable[[], Any]] = {
         BlockSparseExperts(projection(64, 64), projection(64, 32)),
         {"hidden_states": tokens(), "top_k_index": choices(), "top_k_weights": torch.rand(choices().shape)},
     ),
+    "nn.from_block_scales": lambda: {
+        "weight": torch.zeros(128, 256).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.ones(1, 2),
+    },
     "nn.ExpertsLinear": lambda: {"in_features": 64, "out_features": 64, "experts": 2, "block_shape": BLOCK},
     "nn.ExpertsLinear.from_layers": lambda: {"layers": [layer(), layer()]},
     "nn.ExpertsLinear.forward": lambda: (

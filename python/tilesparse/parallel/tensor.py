@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.placement_types import Placement
 
 from .._arguments import checked
-from .._checks import Index, check_like_product
+from .._checks import Index, check_like_product, is_inside
 from .._ops.autocast import autocast
 from .._ops.linear import linear_on
 from .._ops.masks import straight_through
@@ -256,7 +256,7 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
     layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
     placement: Placement = Shard(0) if style.dim == 0 else Replicate()  # of what output features have
     for name in STORED_NAMES:
-        if name == "scales" and layer.activations is not None:
+        if name == "scales" and layer.activations is not None and not is_inside(layer.get_buffer(name)):
             layer.scales = _distributed(layer.get_buffer(name), mesh, placement, source)
         elif layer._buffers[name] is not None:
             layer._buffers[name] = sharded(layer.get_buffer(name))
