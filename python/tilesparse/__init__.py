@@ -3,6 +3,7 @@
 from . import _belongs  # isort: split
 
 from . import (
+    advice,
     checkpoint,
     errors,
     export,
@@ -17,6 +18,7 @@ from . import (
     tuning,
 )
 from ._libraries import inductor_hooks, transformers_hooks
+from .advice import advise
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -86,6 +88,8 @@ __all__ = [
     "UnsupportedError",
     "UnsynchronizedPatternError",
     "__version__",
+    "advice",
+    "advise",
     "checkpoint",
     "choose",
     "concatenate",
