@@ -13,7 +13,7 @@ from .._arguments import checked, shown
 from .._checks import check_block_shape, checked_fraction
 from .._progress import Progress
 from .._replay.batches import device_of, evaluating, tensors_in
-from .._runtime.timing import Call, medians, name_of, own_numbers
+from .._runtime.timing import Call, name_of, own_numbers, undisturbed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
 from ..nn.experts import BlockSparseExperts
@@ -162,7 +162,7 @@ def _call_of_experts(
 
 
 def _milliseconds(calls: Sequence[Call], device: torch.device, seconds: float) -> list[float]:
-    """Return the median time of each call, of as many calls as fit into so many seconds."""
+    """Return the time of each call, of as many calls as fit into so many seconds."""
     for call in calls:
         call()
     start = time.perf_counter()
@@ -172,7 +172,7 @@ def _milliseconds(calls: Sequence[Call], device: torch.device, seconds: float) -
         torch.cuda.synchronize(device)
     least, most = _REPETITIONS
     fitting = int(seconds / (time.perf_counter() - start))
-    return medians(calls, device, min(most, max(least, fitting)))
+    return undisturbed(calls, device, min(most, max(least, fitting)))
 
 
 def _checked_device(model: nn.Module) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from torch import nn
 
 from .._names import NamePattern
 from .._replay.batches import call
-from .._runtime.timing import medians
+from .._runtime.timing import undisturbed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
@@ -94,7 +93,7 @@ def products_of(
 def milliseconds_of_call(model: nn.Module, batch: Any, device: torch.device) -> tuple[float, float | None]:
     """Return the time of a call of a model, and how long a GPU works in it, if PyTorch's profiler knows."""
     run = partial(call, model, batch)
-    (milliseconds,) = medians([run], device, _CALLS)
+    (milliseconds,) = undisturbed([run], device, _CALLS)
     return milliseconds, _busy_milliseconds(run) if device.type == "cuda" else None
 
 
@@ -115,7 +114,7 @@ def _candidates(
     model: nn.Module, layers: str | Sequence[str] | None, configs: Iterable[BlockSparseConfig]
 ) -> dict[str, nn.Module]:
     """Return the linear layers and experts that can become block-sparse, by name."""
-    names: Counter[str] = Counter()
+    names: set[str] = set()
     skipped = []
     for config in configs:
         targets, others = targets_matching(model, layers, config, strict=False, cut=False)

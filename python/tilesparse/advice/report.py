@@ -17,7 +17,14 @@ from .contenders import DENSE, Contender, in_own_dtype
 
 VERSION = 1  # of the file
 WORTH = 1.1  # times as fast as dense, from which sparse layers are recommended
+UNSTEADY = 1.1  # times as long as the call, from which layers were disturbed
 HOST_BOUND = 1.25  # times as long as the GPU works, from which a call waits for the host
+CAVEATS = (
+    "Times of whole models are estimates: the sum of the measured products and of everything else, which is",
+    "taken to be constant. Other runtimes were not measured. Quality was not: it depends on the model, on",
+    "pruning and on training, in 8 bits as well. docs/pruning.md and docs/recovery.md have what was measured",
+    "for some models, and on which texts.",
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class MeasuredProduct:
             projection.
         tokens: rows of x.
         calls: how often a call of the model computes it.
-        milliseconds: median time by contender; without those that the shape does not fit.
+        milliseconds: time by contender; without those that the shape does not fit.
     """
 
     names: tuple[str, ...]
@@ -207,7 +214,8 @@ class AdviceReport:
         return [one for one in self.estimates() if _density(one.contender) == density]
 
     def _heading(self) -> Iterator[str]:
-        threads = f", {self.versions['threads']} threads" if "threads" in self.versions else ""
+        count = self.versions.get("threads")
+        threads = "" if count is None else f", {count} thread{'s' * (count != '1')}"
         yield f"{self.device}{threads}, {self.dtype}, PyTorch {self.versions['torch']}"
         calls = sum(product.calls for product in self.products)
         busy = "" if self.busy is None else f", of which the GPU works {self.busy:.4g} ms"
@@ -215,6 +223,11 @@ class AdviceReport:
             f"a call of the dense model takes {self.call:.4g} ms{busy}: {self._in_layers(DENSE):.4g} ms in "
             f"{calls} calls of layers that can become block-sparse, {self.rest:.4g} ms in everything else"
         )
+        if self._in_layers(DENSE) > UNSTEADY * (self.busy or self.call):
+            yield (
+                "these layers alone took longer than the call they are in: the device may be busy with other "
+                "work, measure again"
+            )
         if self.busy is not None and self.call > HOST_BOUND * self.busy:
             yield (
                 "the GPU waits for the host: what follows holds for a model in a CUDA graph or compiled with "
@@ -260,12 +273,7 @@ class AdviceReport:
             slower = self.slower_than_dense(found.contender)
             if slower:
                 yield f"leave dense, where that is as fast: {listed(slower)}"
-        yield (
-            "Times of whole models are sums of measured products and of everything else, not measurements; "
-            "other runtimes were not measured. Nothing is known of quality: it depends on the model, on "
-            "pruning and on training, in 8 bits too. docs/pruning.md and docs/recovery.md have what was "
-            "measured for some models, and on which texts."
-        )
+        yield from CAVEATS
 
 
 def _density(contender: Contender) -> float | None:

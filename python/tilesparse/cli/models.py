@@ -84,7 +84,7 @@ def random_batch(model: Any, batch: int, tokens: int, device: torch.device) -> d
         return {name: torch.randn(batch, channels, height, width, device=device, dtype=model.dtype)}
     if name != "input_ids":
         raise UnsupportedError(
-            f"tilesparse advise makes tokens and images, but the model takes {name}: call tilesparse.advise "
+            f"model must take tokens or images, got one that takes {name}: call tilesparse.advise in Python, "
             "with a batch of yours"
         )
     text = config.get_text_config()
