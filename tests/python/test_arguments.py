@@ -41,6 +41,7 @@ from tilesparse import (
     storage,
     train,
 )
+from tilesparse.advice import AdviceReport, Contender, MeasuredProduct
 from tilesparse.config import BlockSparseConfig
 from tilesparse.nn import ExpertsLinear
 
@@ -112,6 +113,10 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
+    "advice.AdviceReport",
+    "advice.Contender",
+    "advice.Estimate",
+    "advice.MeasuredProduct",
     "inference.InferenceReport",
     "inference.PreparedProduct",
     "inference.SharedProduct",
@@ -283,6 +288,16 @@ def table() -> prune.LatencyTable:
 def table_file() -> str:
     table().save("table.json")
     return "table.json"
+
+
+def advised() -> AdviceReport:
+    measured = MeasuredProduct(("0",), "linear", (64, 64), 80, 1, {Contender(): 1.0})
+    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, (measured,), {})
+
+
+def advice_file() -> str:
+    advised().save("advice.json")
+    return "advice.json"
 
 
 def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
@@ -549,6 +564,14 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
+    "advise": lambda: {"model": dense(), "batch": batches()[0], "densities": [0.5], "block_shapes": [32]},
+    "advice.AdviceReport.load": lambda: {"path": advice_file()},
+    "advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
+    "advice.AdviceReport.slower_than_dense": lambda: (
+        advised().slower_than_dense,
+        {"contender": Contender()},
+    ),
+    "advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,

@@ -48,21 +48,15 @@ class MeasuredProduct:
     calls: int
     milliseconds: Mapping[Contender, float]
 
+    @checked
     def time(self, contender: Contender) -> float:
         """Return milliseconds of a call.
 
-        Where the contender computes no such layer, that is the time of the same blocks in the dtype of the
-        model, or of the dense layer.
+        Without a measurement of that contender for this shape it is the time of the same blocks in the
+        dtype of the model, or of the dense layer.
         """
         times = self.milliseconds
         return times.get(contender, times.get(in_own_dtype(contender), times[DENSE]))
-
-    def fastest(self, density: float | None) -> float:
-        """Return the least time of the contenders of a density; None is the least of the dense ones."""
-        return min(
-            (time for contender, time in self.milliseconds.items() if _density(contender) == density),
-            default=self.milliseconds[DENSE],
-        )
 
 
 @dataclass(frozen=True)
@@ -139,12 +133,13 @@ class AdviceReport:
                 return best
         return None
 
+    @checked
     def slower_than_dense(self, contender: Contender) -> list[str]:
         """Return the names of layers that are no faster by a contender than by the fastest dense one."""
         return [
             name
             for product in self.products
-            if product.time(contender) >= product.fastest(None)
+            if product.time(contender) >= _fastest(product, None)
             for name in product.names
         ]
 
@@ -241,7 +236,7 @@ class AdviceReport:
         rows: list[tuple[str, ...]] = [(*header, *(f"density {density:g}" for density in self.densities))]
         for product in self.products:
             times = [product.milliseconds.get(contender) for contender in dense]
-            times += [product.fastest(density) for density in self.densities]
+            times += [_fastest(product, density) for density in self.densities]
             cells = "x".join(map(str, product.shape)), str(product.tokens)
             for group, names in _groups(product.names).items():
                 name = group + (f" ({len(names)})" if len(names) > 1 else "")
@@ -278,6 +273,12 @@ class AdviceReport:
 
 def _density(contender: Contender) -> float | None:
     return None if contender.config is None else contender.config.density
+
+
+def _fastest(product: MeasuredProduct, density: float | None) -> float:
+    """Return the least time of the contenders of a density; None is that of the dense ones."""
+    times = product.milliseconds
+    return min((times[one] for one in times if _density(one) == density), default=times[DENSE])
 
 
 def _groups(names: tuple[str, ...]) -> dict[str, list[str]]:
