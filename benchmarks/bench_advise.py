@@ -24,8 +24,8 @@ from harness import block_list, budgeted_parser, density_list, parsed, recording
 from torch import nn
 
 import tilesparse as ts
-from tilesparse.advice import AdviceReport, Contender
-from tilesparse.advice.model import milliseconds_of_call
+from tilesparse.tuning.advice import AdviceReport, Contender
+from tilesparse.tuning.advice.model import milliseconds_of_call
 
 
 class Model(NamedTuple):

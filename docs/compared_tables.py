@@ -133,7 +133,7 @@ def _decode() -> Iterator[list[str]]:
     peer = 0.0
     for case in cases("h100_int4.json"):
         if (case["tokens"], case["block_shape"]) == (1, [128, 128]):
-            density = case.get("requested_density", case.get("density"))
+            density = float(case["requested_density"] if "requested_density" in case else case["density"])
             found |= {(density, one["contender"]): one for one in case["results"]}
             named = [one["t_us"] for one in case["results"] if one["contender"].startswith("dense int4")]
             peer = named[0] if named else peer

@@ -3,7 +3,6 @@
 from . import _belongs  # isort: split
 
 from . import (
-    advice,
     checkpoint,
     errors,
     export,
@@ -18,7 +17,6 @@ from . import (
     tuning,
 )
 from ._libraries import inductor_hooks, transformers_hooks
-from .advice import advise
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -46,6 +44,7 @@ from .prune import prune_
 from .quantization import quantize_
 from .recover import distill
 from .tuning import tune
+from .tuning.advice import advise
 from .tuning.selection import choose, kernels, prefer
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
@@ -88,7 +87,6 @@ __all__ = [
     "UnsupportedError",
     "UnsynchronizedPatternError",
     "__version__",
-    "advice",
     "advise",
     "checkpoint",
     "choose",

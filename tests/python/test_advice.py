@@ -15,9 +15,9 @@ from torch import nn
 
 import tilesparse as ts
 from tilesparse import BlockSparseConfig, CheckpointNotFoundError, InvalidArgumentError, InvalidTypeError
-from tilesparse.advice import AdviceReport, Contender, Estimate, MeasuredProduct, advise, advising
-from tilesparse.advice.contenders import call_of, contenders_for
 from tilesparse.cli import command as cli
+from tilesparse.tuning.advice import AdviceReport, Contender, Estimate, MeasuredProduct, advise, advising
+from tilesparse.tuning.advice.contenders import call_of, contenders_for
 
 DENSE, INT8 = Contender(), Contender(eight_bits="int8")
 CPU = torch.device("cpu")

@@ -41,9 +41,9 @@ from tilesparse import (
     storage,
     train,
 )
-from tilesparse.advice import AdviceReport, Contender, MeasuredProduct
 from tilesparse.config import BlockSparseConfig
 from tilesparse.nn import ExpertsLinear
+from tilesparse.tuning.advice import AdviceReport, Contender, MeasuredProduct
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -113,10 +113,10 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
-    "advice.AdviceReport",
-    "advice.Contender",
-    "advice.Estimate",
-    "advice.MeasuredProduct",
+    "tuning.advice.AdviceReport",
+    "tuning.advice.Contender",
+    "tuning.advice.Estimate",
+    "tuning.advice.MeasuredProduct",
     "inference.InferenceReport",
     "inference.PreparedProduct",
     "inference.SharedProduct",
@@ -296,8 +296,8 @@ def advised() -> AdviceReport:
 
 
 def advice_file() -> str:
-    advised().save("advice.json")
-    return "advice.json"
+    advised().save("tuning.advice.json")
+    return "tuning.advice.json"
 
 
 def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
@@ -565,13 +565,13 @@ CASES: dict[str, Callable[[], Any]] = {
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
     "advise": lambda: {"model": dense(), "batch": batches()[0], "densities": [0.5], "block_shapes": [32]},
-    "advice.AdviceReport.load": lambda: {"path": advice_file()},
-    "advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
-    "advice.AdviceReport.slower_than_dense": lambda: (
+    "tuning.advice.AdviceReport.load": lambda: {"path": advice_file()},
+    "tuning.advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
+    "tuning.advice.AdviceReport.slower_than_dense": lambda: (
         advised().slower_than_dense,
         {"contender": Contender()},
     ),
-    "advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
+    "tuning.advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,

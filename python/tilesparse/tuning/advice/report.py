@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .._arguments import checked
-from .._checks import as_integer
-from .._reports import aligned, listed, without_numbers
-from ..errors import CheckpointNotFoundError, InvalidArgumentError
-from ..prune.measured import config_of_json, time_of_json
+from ..._arguments import checked
+from ..._checks import as_integer
+from ..._reports import aligned, listed, without_numbers
+from ...errors import CheckpointNotFoundError, InvalidArgumentError
+from ...prune.measured import config_of_json, time_of_json
 from .contenders import DENSE, Contender, in_own_dtype
 
 VERSION = 1  # of the file

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._names import NamePattern
-from .._replay.batches import call
-from .._runtime.timing import undisturbed
-from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight
-from ..nn.known_experts import projections_of, reason_not_known
-from ..prune.targets import reasons, targets_matching
+from ..._names import NamePattern
+from ..._replay.batches import call
+from ..._runtime.timing import undisturbed
+from ...config import BlockSparseConfig
+from ...errors import InvalidArgumentError
+from ...nn.convert import dense_weight
+from ...nn.known_experts import projections_of, reason_not_known
+from ...prune.targets import reasons, targets_matching
 
 _CALLS = 7  # of the whole model
 

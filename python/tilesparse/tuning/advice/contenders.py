@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._runtime.choice import DECODE_TOKENS
-from .._runtime.timing import Call
-from ..config import BlockSparseConfig
-from ..errors import UnsupportedError
-from ..functional import quantize
-from ..prune._layers import kept_blocks
-from ..prune.configs import block_shape_of
-from ..prune.measured import random_layer
-from ..storage.registry import storage_of
-from ..tuning.products import dtype_name
-from ..tuning.storing import is_converted_in_calls
+from ..._runtime.choice import DECODE_TOKENS
+from ..._runtime.timing import Call
+from ...config import BlockSparseConfig
+from ...errors import UnsupportedError
+from ...functional import quantize
+from ...prune._layers import kept_blocks
+from ...prune.configs import block_shape_of
+from ...prune.measured import random_layer
+from ...storage.registry import storage_of
+from ..products import dtype_name
+from ..storing import is_converted_in_calls
 
 _FLOAT8 = torch.float8_e4m3fn
 _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there

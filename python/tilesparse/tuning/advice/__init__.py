@@ -1,5 +1,6 @@
 """Whether block sparsity pays for a model here: measured times of its layers, dense, in 8 bits and sparse."""
 
+from .advising import DENSITIES as DENSITIES
 from .advising import advise
 from .contenders import Contender
 from .report import AdviceReport, Estimate, MeasuredProduct

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import checked, shown
-from .._checks import check_block_shape, checked_fraction
-from .._progress import Progress
-from .._replay.batches import device_of, evaluating, tensors_in
-from .._runtime.timing import Call, name_of, own_numbers, undisturbed
-from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
-from ..nn.experts import BlockSparseExperts
-from ..prune._checks import check_model
-from ..prune.measured import versions_of
-from ..tuning.devices import KINDS
-from ..tuning.products import dtype_name
+from ..._arguments import checked, shown
+from ..._checks import check_block_shape, checked_fraction
+from ..._progress import Progress
+from ..._replay.batches import device_of, evaluating, tensors_in
+from ..._runtime.timing import Call, name_of, own_numbers, undisturbed
+from ...config import BlockSparseConfig
+from ...errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
+from ...nn.experts import BlockSparseExperts
+from ...prune._checks import check_model
+from ...prune.measured import versions_of
+from ..devices import KINDS
+from ..products import dtype_name
 from .contenders import Contender, call_of, contenders_for, in_own_dtype
 from .model import Product, milliseconds_of_call, products_of
 from .report import AdviceReport, MeasuredProduct
