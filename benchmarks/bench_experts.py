@@ -52,6 +52,7 @@ LAYER = {  # Qwen3-30B-A3B
     "norm_topk_prob": True,
 }
 ROUTINGS = ("even", "zipf")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WRONG = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # relative Frobenius norm of the difference
 WARM_UP_CALLS = 3
 
@@ -201,7 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = budgeted_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: float32 and the loop (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
+    add("--dtype", choices=tuple(DTYPES), help="(bf16 on a GPU, fp32 on a CPU)")
     add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     add(
         "--shapes",
@@ -217,6 +219,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=positive, default=20, help="at least (%(default)s)")
     add("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     return parser
+
+
+def _dtype(arguments: argparse.Namespace) -> torch.dtype:
+    return DTYPES[arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")]
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
@@ -256,9 +262,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace) -> None:
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    dtype = _dtype(arguments)
     operands = Operands(case, arguments.device, dtype, arguments.seed)
-    record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
+    record |= {"rows": len(operands.x), "most_rows": max(operands.counts), "dtype": str(dtype)[6:]}
     calls = {op: _sparse(op, operands) for op in arguments.ops}
     errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
     operands.randomize_weight()
@@ -276,9 +282,9 @@ def _measure(
     op: str, sparse: Callable[[], Tensor], operands: Operands, timer: Timer, repetitions: int
 ) -> dict[str, Any]:
     """Microseconds of the sparse product and of the dense ways."""
-    loop = _captured(_loop(op, operands))
-    grouped = loop if not operands.x.is_cuda else _captured(_grouped(op, operands))
-    times = steady_times(_captured(sparse), grouped, timer, repetitions, loop=loop)
+    loop = captured(_loop(op, operands))
+    grouped = loop if not operands.x.is_cuda else captured(_grouped(op, operands))
+    times = steady_times(captured(sparse), grouped, timer, repetitions, loop=loop)
     dense = {name: sum(around) / 2 for name, around in times.beside.items()}
     return {
         "t_us": round(times.sparse_us, 2),
@@ -292,7 +298,7 @@ def _measure(
 def _measure_layer(
     case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
 ) -> None:
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    dtype = _dtype(arguments)
     torch.manual_seed(arguments.seed)
     dense, sparse = case.make(arguments.device, dtype)
     size = 1, case.tokens, LAYER["hidden_size"]
@@ -302,7 +308,7 @@ def _measure_layer(
         result: dict[str, Any] = {"op": op}
         record["results"].append(result)
         with recording(result, op):
-            sparse_call, dense_call = (_captured(call(layer, x, dy)) for layer in (sparse, dense))
+            sparse_call, dense_call = (captured(call(layer, x, dy)) for layer in (sparse, dense))
             times = steady_times(sparse_call, dense_call, timer, arguments.repetitions)
             result |= {
                 "t_us": round(times.sparse_us, 2),
@@ -392,7 +398,7 @@ def _exact(op: str, operands: Operands) -> Tensor:
     return blocks[operands.pattern.block_indices()]
 
 
-def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return the replay of a CUDA graph of a call, so that the host's time does not count."""
     if not call().is_cuda:
         return call
