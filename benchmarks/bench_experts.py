@@ -179,10 +179,10 @@ class LayerCase:
 
         config = Qwen3MoeConfig(**LAYER)
         config._experts_implementation = "grouped_mm"
-        dense = Qwen3MoeSparseMoeBlock(config)
+        with torch.device(device):
+            dense = Qwen3MoeSparseMoeBlock(config).to(dtype)
         for parameter in dense.parameters():
             nn.init.normal_(parameter, std=0.02)
-        dense = dense.to(device, dtype)
         sparse = copy.deepcopy(dense)
         sparse.experts = BlockSparseExperts.from_experts(
             dense.experts, self.density, block_shape=self.block_shape

@@ -81,7 +81,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedExperts(AdaptedLinear):
-    """The same of an `ExpertsLinear`: y[t] = base_layer(x)[t] + x[t] Δ_eᵀ for the tokens t of each expert e."""
+    """y[t] = base_layer(x)[t] + x[t] Δ_eᵀ for the tokens t of each expert e of an `ExpertsLinear`."""
 
     @property
     def experts(self) -> int:
