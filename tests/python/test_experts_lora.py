@@ -1,4 +1,4 @@
-"""Adapters of experts: LoRA of PEFT and adapters of blocks, against dense experts, merged, saved and loaded."""
+"""Adapters of experts: LoRA of PEFT and adapters of blocks, merged, saved and loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Holder(nn.Module):
         return self.experts(*inputs)
 
 
-def sparse_experts(kind: str, density: float = 0.5, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def sparse_experts(
+    kind: str, density: float = 0.5, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     options = {"block_shape": BLOCK, **options}
     return ts.BlockSparseExperts.from_experts(dense_experts(kind, dtype), density, **options)
 
@@ -53,7 +55,7 @@ def adapted(experts: nn.Module, r: int = 4, **options: Any) -> Any:
 
 
 def updates(model: Any, name: str = "default") -> dict[str, Tensor]:
-    """Return scaling B_e A_e [experts, out, in] of both projections, by the layout that the class documents."""
+    """Return scaling B_e A_e [experts, out, in] of both projections, by the documented layout."""
     found = {}
     for own, layer in model.base_model.model.experts.named_children():
         if isinstance(layer, LoraExperts):
@@ -86,7 +88,11 @@ def test_lora_adds_each_experts_own_product(kind: str, r: int) -> None:
     for only in (None, 1):  # the other experts have no tokens
         inputs = routed(dense_experts(kind), torch.float32, only=only)
         base = model.base_model.model.experts
-        plain = {own: layer.get_base_layer() for own, layer in base.named_children() if isinstance(layer, LoraExperts)}
+        plain = {
+            own: layer.get_base_layer()
+            for own, layer in base.named_children()
+            if isinstance(layer, LoraExperts)
+        }
         whole = sparse_experts(kind).to_dense()
         dense = with_updates(dense_experts(kind), whole, updates(model))
         close(model(*inputs), dense(*inputs))
@@ -137,7 +143,9 @@ def test_merging_keeps_what_the_pattern_keeps_and_unmerging_restores_bits(nm: An
             model.merge_adapter()
     else:
         model.merge_adapter()
-    merged = {name: tensor + (deltas[name.removesuffix("_proj")] * kept[name]) for name, tensor in original.items()}
+    merged = {
+        name: tensor + (deltas[name.removesuffix("_proj")] * kept[name]) for name, tensor in original.items()
+    }
     dense = with_updates(dense_experts("mixtral"), merged, {})
     close(model(*inputs), dense(*inputs))
     model.unmerge_adapter()

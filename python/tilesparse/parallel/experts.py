@@ -140,6 +140,25 @@ class ExpertsShard(PatternShard):
         """How the bias lies."""
         return Replicate()
 
+    def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
+        """Return a random pattern of the whole weight, with equally many blocks in each shard.
+
+        Experts have equally many, too, where the number of blocks allows it.
+        """
+        nnz = like.col_indices.shape[0]
+        fine, coarse = self._divisions()
+        parts = fine if nnz % (fine[0] * fine[1]) == 0 else coarse
+        options: Any = {"block_shape": like.block_shape, "nnz": nnz, "generator": generator}
+        return self.arranged(self._unfolded(BlockPattern.random(like.shape, parts=parts, **options)))
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return parts of equally many blocks: each shard of each expert, and each shard."""
+        raise NotImplementedError
+
+    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
+        """Return a pattern whose parts are shards."""
+        return pattern
+
     def padded(self, pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
         """Return the pattern with equally many blocks in each shard, and in their order.
 
@@ -176,6 +195,10 @@ class ShardOfExperts(ExpertsShard):
     def __init__(self, mesh: DeviceMesh, experts: int) -> None:
         super().__init__(mesh, 0)
         self.experts = experts // mesh.size() + 1
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (count * (self.experts - 1), 1), (count, 1)
 
     def check_sizes(self, layer: ExpertsLinear) -> None:
         """Raise InvalidArgumentError unless there are equally many experts for each process."""
@@ -234,6 +257,19 @@ class ShardOfRows(_ShardOfFeatures):
         features = layer.out_features // layer.experts // self._halves
         self._check_multiple("features between the projections", features, layer.block_shape[0])
 
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (count * self.experts, 1), (count, 1)
+
+    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
+        """Return a pattern whose rows, given shard by shard, lie expert by expert."""
+        rows, columns = pattern.block_indices()
+        own = pattern.grid[0] // (self.experts * self._halves * self._mesh.size())
+        shard, rest = rows // (own * self.experts * self._halves), rows % (own * self.experts * self._halves)
+        rows = (rest // own * self._mesh.size() + shard) * own + rest % own
+        blocks = torch.stack((rows, columns), 1)
+        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
+
     def _along(self, pattern: BlockPattern) -> tuple[Tensor, int]:
         length = pattern.grid[0] // (self.experts * self._halves)
         return pattern.block_indices()[0] % length, length
@@ -261,6 +297,10 @@ class ShardOfColumns(_ShardOfFeatures):
 
     def __init__(self, mesh: DeviceMesh, experts: int) -> None:
         super().__init__(mesh, experts, 1)
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (self.experts, count), (1, count)
 
     def check_sizes(self, layer: ExpertsLinear) -> None:
         """Raise InvalidArgumentError unless the features divide into shards of blocks."""
