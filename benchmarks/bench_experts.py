@@ -86,15 +86,17 @@ class Case:
     shape: Shape
     block_shape: tuple[int, int]
     density: float
+    dtype: str
     routing: str
 
     def __str__(self) -> str:
         bn, bk = self.block_shape
-        return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.routing}"
+        return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.dtype} {self.routing}"
 
     def record(self) -> dict[str, Any]:
         """Return what is written of it, with results to come."""
-        own = {"block_shape": list(self.block_shape), "density": self.density, "routing": self.routing}
+        own = {"block_shape": list(self.block_shape), "density": self.density}
+        own |= {"dtype": self.dtype, "routing": self.routing}
         return {"shape": self.shape.name, **self.shape._asdict(), **own, "results": []}
 
 
@@ -104,8 +106,8 @@ class Operands:
     Tokens are sorted by expert; ``offsets`` [E + 1] and the counts that the host knows say where they change.
     """
 
-    def __init__(self, case: Case, device: str, dtype: torch.dtype, seed: int) -> None:
-        shape = case.shape
+    def __init__(self, case: Case, device: str, seed: int) -> None:
+        shape, dtype = case.shape, DTYPES[case.dtype]
         generator = torch.Generator().manual_seed(seed)
         self.pattern = BlockPattern.random(
             (shape.experts * shape.out_features, shape.in_features),
@@ -162,17 +164,19 @@ class LayerCase:
     tokens: int
     block_shape: tuple[int, int]
     density: float
+    dtype: str
 
     def __str__(self) -> str:
         bn, bk = self.block_shape
-        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g}"
+        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g} {self.dtype}"
 
     def record(self) -> dict[str, Any]:
         """Return what is written of it, with results to come."""
         own = {"tokens": self.tokens, "block_shape": list(self.block_shape), "density": self.density}
+        own["dtype"] = self.dtype
         return {"shape": "layer", **LAYER, **own, "results": []}
 
-    def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    def make(self, device: str) -> tuple[nn.Module, nn.Module]:
         """Return the dense layer, by grouped products, and the sparse one with its best blocks."""
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -180,7 +184,7 @@ class LayerCase:
         config = Qwen3MoeConfig(**LAYER)
         config._experts_implementation = "grouped_mm"
         with torch.device(device):
-            dense = Qwen3MoeSparseMoeBlock(config).to(dtype)
+            dense = Qwen3MoeSparseMoeBlock(config).to(DTYPES[self.dtype])
         for parameter in dense.parameters():
             nn.init.normal_(parameter, std=0.02)
         sparse = copy.deepcopy(dense)
@@ -203,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = budgeted_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
-    add("--dtype", choices=tuple(DTYPES), help="(bf16 on a GPU, fp32 on a CPU)")
+    add("--dtypes", type=subset(DTYPES), default=(), help="of bf16,fp32 (bf16 on a GPU, fp32 on a CPU)")
     add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     add(
         "--shapes",
@@ -219,10 +223,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=positive, default=20, help="at least (%(default)s)")
     add("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     return parser
-
-
-def _dtype(arguments: argparse.Namespace) -> torch.dtype:
-    return DTYPES[arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")]
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
@@ -244,7 +244,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer: Timer = CudaTimer() if on_gpu else HostTimer()
     if on_gpu:
         warm_up()
-    axes = arguments.blocks, arguments.densities
+    axes = arguments.blocks, arguments.densities, arguments.dtypes or ("bf16" if on_gpu else "fp32",)
     cases: list[Case | LayerCase] = []
     if "products" in arguments.sections:
         cases += [Case(*parts) for parts in product(arguments.shapes, *axes, arguments.routings)]
@@ -262,9 +262,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace) -> None:
-    dtype = _dtype(arguments)
-    operands = Operands(case, arguments.device, dtype, arguments.seed)
-    record |= {"rows": len(operands.x), "most_rows": max(operands.counts), "dtype": str(dtype)[6:]}
+    dtype = DTYPES[case.dtype]
+    operands = Operands(case, arguments.device, arguments.seed)
+    record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
     calls = {op: _sparse(op, operands) for op in arguments.ops}
     errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
     operands.randomize_weight()
@@ -298,9 +298,9 @@ def _measure(
 def _measure_layer(
     case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
 ) -> None:
-    dtype = _dtype(arguments)
+    dtype = DTYPES[case.dtype]
     torch.manual_seed(arguments.seed)
-    dense, sparse = case.make(arguments.device, dtype)
+    dense, sparse = case.make(arguments.device)
     size = 1, case.tokens, LAYER["hidden_size"]
     x, dy = (torch.randn(size, dtype=dtype, device=arguments.device) for _ in range(2))
     error = _error_of_layer(dense, sparse, x)

@@ -63,7 +63,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer: Timer = CudaTimer() if arguments.device == "cuda" else HostTimer()
     if arguments.device == "cuda":
         warm_up()
-    cases = [LayerCase(*parts) for parts in product(arguments.tokens, arguments.blocks, arguments.densities)]
+    axes = arguments.tokens, arguments.blocks, arguments.densities
+    dtype = "bf16" if arguments.device == "cuda" else "fp32"
+    cases = [LayerCase(*parts, dtype) for parts in product(*axes)]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
@@ -81,15 +83,14 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def _parts(case: LayerCase, arguments: argparse.Namespace) -> Calls:
     """Return the steps by name; those that begin with "gradient" are gradients alone."""
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     torch.manual_seed(arguments.seed)
-    _, layer = case.make(arguments.device, dtype)
+    _, layer = case.make(arguments.device)
     experts: Any = layer.experts
     up, down = experts.projections().values()
     hidden, count = LAYER["hidden_size"], LAYER["num_experts"]
 
     def randn(*size: int) -> Tensor:
-        return torch.randn(size, dtype=dtype, device=arguments.device).requires_grad_()
+        return torch.randn(size, dtype=up.weight.dtype, device=arguments.device).requires_grad_()
 
     x = randn(case.tokens, hidden)
     *_, weights, index = layer.gate(x.detach())
