@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .stored import StoredWeight
 from .tensors import is_sharded
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -104,3 +105,10 @@ def stacked_parameters(module: nn.Module) -> list[str]:
         and torch.is_floating_point(parameter)
         and not isinstance(module, nn.modules.conv._ConvNd)
     ]
+
+
+def stacked_in(model: nn.Module) -> dict[str, list[str]]:
+    """Return `stacked_parameters` of the dense modules of a model by the names of modules."""
+    dense = {name: module for name, module in model.named_modules() if not isinstance(module, StoredWeight)}
+    found = {name: stacked_parameters(module) for name, module in dense.items()}
+    return {name: parameters for name, parameters in found.items() if parameters}
