@@ -244,6 +244,8 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer: Timer = CudaTimer() if on_gpu else HostTimer()
     if on_gpu:
         warm_up()
+    else:
+        document["environment"]["threads"] = torch.get_num_threads()
     axes = arguments.blocks, arguments.densities, arguments.dtypes or ("bf16" if on_gpu else "fp32",)
     cases: list[Case | LayerCase] = []
     if "products" in arguments.sections:
@@ -361,25 +363,30 @@ def _grouped(op: str, operands: Operands) -> Callable[[], Tensor]:
 
 
 def _loop(op: str, operands: Operands) -> Callable[[], Tensor]:
-    """One dense product for each expert that has tokens; the host knows their numbers."""
-    y, dx, dw = (torch.zeros_like(one) for one in (operands.dy, operands.x, operands.weight))
-    parts = [tensor.split(operands.counts) for tensor in (operands.x, operands.dy, y, dx)]
-    experts = [parts for parts in zip(operands.weight, dw, *parts, strict=True) if len(parts[2])]
+    """One dense product for each expert that has tokens; the host knows their numbers.
 
-    def forward() -> Tensor:
-        for weight, _, x, _, y_part, _ in experts:
-            torch.mm(x, weight.T, out=y_part)
-        return y
+    Results are new in each call, as those of the other ways are: on a CPU memory that is new costs time.
+    """
+    counts, weight = operands.counts, operands.weight
 
-    def gradient_of_x() -> Tensor:
-        for weight, _, _, dy, _, dx_part in experts:
-            torch.mm(dy, weight, out=dx_part)
-        return dx
+    def products(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+        result = torch.empty_like(like)
+        for x, w, out in zip(left.split(counts), right, result.split(counts), strict=True):
+            if len(x):
+                torch.mm(x, w, out=out)
+        return result
 
     def gradient_of_weight() -> Tensor:
-        for _, dw_part, x, dy, _, _ in experts:
-            torch.mm(dy.T, x, out=dw_part)
-        return dw
+        result = torch.empty_like(weight)
+        for dy, x, out in zip(operands.dy.split(counts), operands.x.split(counts), result, strict=True):
+            torch.mm(dy.T, x, out=out)  # zeros without tokens
+        return result
+
+    def forward() -> Tensor:
+        return products(operands.x, weight.mT, operands.dy)
+
+    def gradient_of_x() -> Tensor:
+        return products(operands.dy, weight, operands.x)
 
     return {"forward": forward, "dx": gradient_of_x, "dw": gradient_of_weight}[op]
 

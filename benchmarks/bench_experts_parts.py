@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from bench_experts import LAYER, LayerCase, captured
+from bench_experts import LayerCase, captured
 from harness import (
     CudaTimer,
     HostTimer,
@@ -33,6 +33,7 @@ from harness import (
 )
 from torch import Tensor
 
+from tilesparse.functional import gated
 from tilesparse.nn.routing import combined, gathered, routing_of
 
 Calls = dict[str, Callable[[], Tensor]]
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
     arguments = parsed(_parser(), argv)
     # Not the default stream, which no graph captures: gradients run where their forward pass ran.
-    with torch.cuda.stream(torch.cuda.Stream() if arguments.device == "cuda" else None):
+    on_gpu = arguments.device == "cuda"
+    with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
         return run_benchmark(arguments, _run)
 
 
@@ -84,10 +86,10 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 def _parts(case: LayerCase, arguments: argparse.Namespace) -> Calls:
     """Return the steps by name; those that begin with "gradient" are gradients alone."""
     torch.manual_seed(arguments.seed)
-    _, layer = case.make(arguments.device)
-    experts: Any = layer.experts
+    layer: Any = case.make(arguments.device)[1]
+    experts = layer.experts
     up, down = experts.projections().values()
-    hidden, count = LAYER["hidden_size"], LAYER["num_experts"]
+    hidden, count = up.in_features, experts.num_experts
 
     def randn(*size: int) -> Tensor:
         return torch.randn(size, dtype=up.weight.dtype, device=arguments.device).requires_grad_()
@@ -102,14 +104,10 @@ def _parts(case: LayerCase, arguments: argparse.Namespace) -> Calls:
     chosen: Calls = {
         "gather": lambda: gathered(x, routing),
         "gate and up": lambda: up(sorted_x, routing.offsets),
-        "activation": lambda: experts.act_fn(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        "activation": lambda: gated(both, activation="silu"),
         "down": lambda: down(middle, routing.offsets),
         "combine": lambda: combined(y, weights, routing),
     }
-    if experts.activation_name is not None:
-        from tilesparse.functional import gated
-
-        chosen["activation"] = lambda: gated(both, activation=experts.activation_name)
     wanted = {
         "gather": [x],
         "gate and up": [sorted_x, up.weight],

@@ -86,10 +86,11 @@ class AdaptedExperts(AdaptedLinear):
     @property
     def experts(self) -> int:
         """Number of experts."""
-        experts: int = self.base_layer.experts  # type: ignore[assignment]
+        base: Any = self.base_layer
+        experts: int = base.experts
         return experts
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         offsets: Tensor | None = None,

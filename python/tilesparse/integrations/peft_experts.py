@@ -152,10 +152,11 @@ class LoraExperts(LoraLinear):
             ((experts * rank, self.in_features), (_LEAST, bk)),
             ((experts * self.out_features, rank), (bn, _LEAST)),
         )
-        return [
-            Index(*(self.get_buffer(f"{name}_{rank}_{number}") for name in INDEX_NAMES), *both)
-            for number, both in enumerate(shapes)
-        ]
+        grids = []
+        for number, (shape, block_shape) in enumerate(shapes):
+            crow, col, slot = (self.get_buffer(f"{name}_{rank}_{number}") for name in INDEX_NAMES)
+            grids.append(Index(crow, col, slot, shape, block_shape))
+        return grids
 
     def _factors(self, names: list[str]) -> tuple[Tensor, Tensor]:
         """Return these adapters as one: A [experts, R, in_features], scaled B [experts, out, R]."""

@@ -187,7 +187,7 @@ class BlockSparseExperts(nn.Module):
             if norm is not None:
                 y = norm(y)
             y = combined(y, weights, routing).to(hidden_states.dtype)
-            return y if shard is None else shard.left(y)  # type: ignore[no-any-return]
+            return y if shard is None else shard.left(y)
         except Exception as error:
             check_types_after(error, BlockSparseExperts.forward, locals())
             raise

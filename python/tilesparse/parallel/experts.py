@@ -286,7 +286,7 @@ class ShardOfRows(_ShardOfFeatures):
 
     def _bias(self, bias: Any) -> Tensor | None:
         if bias is None or not isinstance(bias, DTensor):
-            return bias  # type: ignore[no-any-return]
+            return bias
         whole = bias.to_local(grad_placements=[Partial()])
         parts = whole.view(self.experts * self._halves, self._mesh.size(), -1)
         return parts[:, self._mesh.get_local_rank()].flatten()
@@ -308,7 +308,7 @@ class ShardOfColumns(_ShardOfFeatures):
 
     def _bias(self, bias: Any) -> Tensor | None:
         if bias is None or not isinstance(bias, DTensor):
-            return bias  # type: ignore[no-any-return]
+            return bias
         # The first process adds it to its share of the sum, and all have the whole gradient.
         whole = bias.to_local(grad_placements=[Replicate()])
         first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)

@@ -125,8 +125,8 @@ def quantize_(
             plan.make()
             plan.apply()
         found, stack = plan.layers, plan.stack
-    for name, layer in made.items():
-        model.get_submodule(name).take_over(layer)
+    for layer, rounded in made:
+        layer.take_over(rounded)
     layers_changed(model)
     if activations is None:
         warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found})

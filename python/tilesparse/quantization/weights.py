@@ -160,14 +160,14 @@ class WeightPlan:
 @torch.no_grad()
 def rounded_experts(
     model: nn.Module, names: Sequence[str], storage: str
-) -> tuple[dict[str, BlockSparseLinear], list[QuantizedLayer]]:
-    """Return what projections of experts are to become, and their errors; the model stays as it is."""
-    made, described = {}, []
+) -> tuple[list[tuple[BlockSparseLinear, BlockSparseLinear]], list[QuantizedLayer]]:
+    """Return projections of experts, each with what it is to become, and their errors."""
+    made, described = [], []
     for name in names:
         layer: Any = model.get_submodule(name)
-        made[name] = _copied(layer)
         with naming_layer(name):
-            error = made[name].to_storage(storage).storage_error ** 2
+            made.append((layer, _copied(layer).to_storage(storage)))
+        error = made[-1][1].storage_error ** 2
         described.append(
             QuantizedLayer(name, layer.spec.shape, layer.density, None, None, 0.0, error, error, 0, None)
         )
