@@ -446,6 +446,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
     "parallel.ColwiseParallel": dict,
+    "parallel.ExpertParallel": dict,
+    "parallel.ExpertTensorParallel": dict,
     "parallel.RowwiseParallel": dict,
     "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
     "BlockSparseConfig": dict,
