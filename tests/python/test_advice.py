@@ -18,6 +18,7 @@ from tilesparse import BlockSparseConfig, CheckpointNotFoundError, InvalidArgume
 from tilesparse.cli import command as cli
 from tilesparse.tuning.advice import AdviceReport, Contender, Estimate, MeasuredProduct, advise, advising
 from tilesparse.tuning.advice.contenders import call_of, contenders_for
+from tilesparse.tuning.advice.model import left_out
 
 DENSE, INT8 = Contender(), Contender(eight_bits="int8")
 CPU = torch.device("cpu")
@@ -39,7 +40,8 @@ def w8a8(density: float) -> Contender:
 def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every contender takes 1 ms more than the one before it, and the call of the model 100 ms."""
     monkeypatch.setattr(advising, "_milliseconds", lambda calls, *_: [1.0 + i for i in range(len(calls))])
-    monkeypatch.setattr(advising, "milliseconds_of_call", lambda *_: (100.0, None))
+    of_calls = iter([(100.0, None), (40.0, None)] * 3)  # without the layers, too
+    monkeypatch.setattr(advising, "milliseconds_of_call", lambda *_: next(of_calls))
 
 
 def model() -> nn.Module:
@@ -47,8 +49,11 @@ def model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def report(*products: MeasuredProduct, call: float = 10.0, busy: float | None = None) -> AdviceReport:
-    return AdviceReport("a device", "float32", {"torch": "2", "threads": "1"}, call, busy, products, {})
+def report(
+    *products: MeasuredProduct, call: float = 10.0, busy: float | None = None, rest: float = 0.0
+) -> AdviceReport:
+    versions = {"torch": "2", "threads": "1"}
+    return AdviceReport("a device", "float32", versions, call, busy, rest, products, {})
 
 
 def product(
@@ -66,7 +71,20 @@ def test_layers_of_one_shape_are_measured_once_and_counted(known_times: None) ->
     assert found.contenders[:2] == [DENSE, INT8]
     assert found.contenders[2:] == [make(d) for d in (0.5, 0.25) for make in (sparse, w8a8)]
     assert found.densities == [0.5, 0.25]  # .05 of eight blocks rounds to none
-    assert found.rest == 100 - 3
+    assert (found.call, found.rest) == (100, 40)
+
+
+def test_layers_that_are_left_out_compute_nothing_and_come_back() -> None:
+    own = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    x, replaced = torch.randn(2, 3, 64), torch.ones(2, 3, 128)
+    expected = own(x)
+    own[0].forward = lambda _: replaced  # as hooks of other libraries do
+    with left_out(own, ["0", "1"]):
+        y = own(x)
+        assert y.shape == (2, 3, 32) and not y.any() and own(x) is y
+    assert own[0](x) is replaced and "forward" not in vars(own[1])
+    del own[0].forward
+    assert torch.equal(own(x), expected)
 
 
 def test_weights_in_four_bits_are_for_few_tokens() -> None:
@@ -134,8 +152,7 @@ def test_the_model_stays_as_it_was(known_times: None) -> None:
 def test_sums_are_those_of_the_layers_and_grow_with_them() -> None:
     times = {DENSE: 2.0, INT8: 1.5, sparse(0.5): 1.0}
     first, second = product(times, calls=3), product({DENSE: 0.5, INT8: 0.25, sparse(0.5): 0.75}, calls=2)
-    found = report(first, second)
-    assert found.rest == 10 - (3 * 2 + 2 * 0.5)
+    found = report(first, second, rest=3.0)
     assert found.estimates() == [
         Estimate(DENSE, 7.0, 10.0),
         Estimate(INT8, 5.0, 8.0),
@@ -143,11 +160,10 @@ def test_sums_are_those_of_the_layers_and_grow_with_them() -> None:
     ]
     for contender in (INT8, sparse(0.5)):
         slower = replace(first, milliseconds={**times, contender: times[contender] + 1})
-        grown = {one.contender: one for one in report(slower, second).estimates()}
+        grown = {one.contender: one for one in report(slower, second, rest=3.0).estimates()}
         for one in found.estimates():
             more = 3.0 if one.contender == contender else 0.0
             assert grown[one.contender] == Estimate(one.contender, one.layers + more, one.total + more)
-    assert report(first, call=1.0).rest == 0  # of a disturbed measurement
     assert "measure again" in str(report(first, call=1.0)) and "measure again" not in str(found)
 
 
@@ -167,10 +183,11 @@ def test_the_highest_density_that_is_worth_it_is_recommended() -> None:
     assert "recommendation: density 0.25, 32x32, int8 W8A8: about 1.50 times as fast" in str(found)
 
 
-@pytest.mark.parametrize("call", [10.0, 1000.0])
-def test_staying_dense_is_recommended_where_nothing_is_worth_it(call: float) -> None:
-    faster = 1.0 if call == 1000 else 5.5  # in most of the time there is nothing to save; or too little
-    found = report(product({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), call=call)
+@pytest.mark.parametrize(
+    ("faster", "rest"), [(5.5, 0.0), (1.0, 1000.0)]
+)  # too little, or in too small a part
+def test_staying_dense_is_recommended_where_nothing_is_worth_it(faster: float, rest: float) -> None:
+    found = report(product({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), rest=rest)
     assert found.recommended is None
     assert "recommendation: stay dense (dense int8)" in str(found)
 
@@ -186,7 +203,7 @@ def test_layers_to_leave_dense_are_named() -> None:
 def test_a_gpu_that_waits_for_the_host_is_named() -> None:
     times = {DENSE: 2.0, sparse(0.5): 1.0}
     found = report(product(times), call=10.0, busy=4.0)
-    assert found.rest == 2.0 and "the GPU waits for the host" in str(found)
+    assert "the GPU waits for the host" in str(found)
     assert "the GPU waits" not in str(report(product(times), call=4.5, busy=4.0))
 
 
@@ -216,6 +233,7 @@ def without(name: str) -> Callable[[dict[str, Any]], Any]:
     [
         without("products"),
         without("device"),
+        without("rest"),
         lambda document: document.update(version=2),
         lambda document: document.update(call=-1),
         lambda document: document["products"][0]["times"].pop(0),  # the dense layer
@@ -301,7 +319,7 @@ def test_the_command_takes_a_config_alone_and_writes_what_it_is_told_to(
     asked = ["advise", folder, "--tokens", "16", "--device", "cpu", "--density", "0.5", "--block", "32"]
     assert cli.main(asked) == 0
     out = capsys.readouterr().out
-    assert "random weights, batch 1, 16 tokens, on cpu" in out and "bfloat16" in out
+    assert "random weights, input_ids 1x16, on cpu" in out and "bfloat16" in out
     assert "model.layers.*.mlp.up_proj (2)" in out and "recommendation" in out
     assert sorted(tmp_path.rglob("*")) == before
     assert cli.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0

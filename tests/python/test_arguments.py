@@ -292,7 +292,7 @@ def table_file() -> str:
 
 def advised() -> AdviceReport:
     measured = MeasuredProduct(("0",), "linear", (64, 64), 80, 1, {Contender(): 1.0})
-    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, (measured,), {})
+    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, 1.0, (measured,), {})
 
 
 def advice_file() -> str:
@@ -570,7 +570,12 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
-    "advise": lambda: {"model": dense(), "batch": batches()[0], "densities": [0.5], "block_shapes": [32]},
+    "advise": lambda: {
+        "model": nn.Sequential(BlockSparseLinear(64, 64, block_shape=32), nn.Linear(64, 64)),
+        "batch": batches()[0],
+        "densities": [0.5],
+        "block_shapes": [32],
+    },
     "tuning.advice.AdviceReport.load": lambda: {"path": advice_file()},
     "tuning.advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
     "tuning.advice.AdviceReport.slower_than_dense": lambda: (

@@ -46,9 +46,10 @@ def main(arguments: argparse.Namespace) -> None:
     device: torch.device = arguments.device
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     model, is_random = load_or_make_model(arguments.model, "advise", device, dtype)
+    batch = random_batch(model, arguments.batch, arguments.tokens, device)
     report = advise(
         model,
-        random_batch(model, arguments.batch, arguments.tokens, device),
+        batch,
         densities=arguments.density,
         block_shapes=arguments.block,
         layers=arguments.layers,
@@ -56,5 +57,6 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         report.save(arguments.json)
     weights = "random weights, " if is_random else ""
-    print(f"{arguments.model}: {weights}batch {arguments.batch}, {arguments.tokens} tokens, on {device}")
+    name, x = next(iter(batch.items()))
+    print(f"{arguments.model}: {weights}{name} {'x'.join(map(str, x.shape))}, on {device}")
     print(report)

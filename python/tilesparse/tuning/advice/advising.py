@@ -22,7 +22,7 @@ from ...prune.measured import versions_of
 from ..devices import KINDS
 from ..products import dtype_name
 from .contenders import Contender, call_of, contenders_for, in_own_dtype
-from .model import Product, milliseconds_of_call, products_of
+from .model import Product, left_out, milliseconds_of_call, products_of
 from .report import AdviceReport, MeasuredProduct
 
 DENSITIES = (0.5, 0.25, 0.1)
@@ -48,7 +48,8 @@ def advise(
     in 8 bits, and for few tokens with weights in int4. Dense 8 bits are what PyTorch has: on CUDA devices
     `torch._scaled_mm` of float8 with scales of rows, on the CPU its dynamically quantized int8 layer; the
     time to quantize x counts. Sparse layers have random blocks and values, as their time depends on neither.
-    A call of the whole model is measured as well; what its layers do not account for counts as constant.
+    A call of the whole model is measured as well, and one in which these layers return zeros: what that
+    takes counts as constant.
 
     The report recommends the highest density at which the model is estimated to be at least 1.1 times as
     fast as the fastest dense one, 8 bits included, or to stay dense. It knows nothing of quality: that
@@ -90,6 +91,8 @@ def advise(
     with evaluating(model), own_numbers(device):
         products = products_of(model, batch, layers, configs)
         milliseconds, busy = milliseconds_of_call(model, batch, device)
+        with left_out(model, [name for product in products for name in product.names]):
+            rest, busy_in_rest = milliseconds_of_call(model, batch, device)
         dtype = max(products, key=lambda product: product.calls).dtype
         tokens = max(product.tokens for product in products)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
@@ -100,6 +103,7 @@ def advise(
         versions_of(device),
         milliseconds,
         busy,
+        rest if busy_in_rest is None else busy_in_rest,
         tuple(measured),
         {str(contender): reason for contender, reason in refused.items()},
     )

@@ -50,7 +50,7 @@ class Contender:
 
     def __str__(self) -> str:
         if self.config is None:
-            return f"dense {self.eight_bits}" if self.eight_bits else "dense"
+            return f"dense {self.eight_bits.removesuffix('_e4m3fn')}" if self.eight_bits else "dense"
         bn, bk = block_shape_of(self.config)
         stored = storage_of(self.config.storage)
         extra = "" if stored.trainable else f", {stored.describe(None, self.config.activations)}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._names import NamePattern
 from ..._replay.batches import call
@@ -88,6 +88,33 @@ def products_of(
             f"batch must call a layer that can become block-sparse: {names} get no token"
         )
     return list(found.values())
+
+
+@contextlib.contextmanager
+def left_out(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Have layers and experts return zeros, made once for each shape, in place of what they compute."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            module: Any = model.get_submodule(name)
+            own = vars(module).get("forward")
+            module.forward = _zeros(None if projections_of(module) else dense_weight(module).shape[0])
+            stack.callback(setattr, module, "forward", own) if own else stack.callback(
+                delattr, module, "forward"
+            )
+        yield
+
+
+def _zeros(features: int | None) -> Callable[..., Tensor]:
+    """Return a function of x that returns zeros of so many features, or of as many as x has."""
+    made: dict[Any, Tensor] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if x.shape not in made:
+            made[x.shape] = x.new_zeros((*x.shape[:-1], features or x.shape[-1]))
+        return made[x.shape]
+
+    return forward
 
 
 def milliseconds_of_call(model: nn.Module, batch: Any, device: torch.device) -> tuple[float, float | None]:

@@ -84,6 +84,7 @@ class AdviceReport:
         versions: of tilesparse and torch, and how many threads the CPU used.
         call: milliseconds of a call of the dense model.
         busy: milliseconds that a GPU works in it; None on the CPU, or where the profiler does not know.
+        rest: milliseconds of a call outside the measured layers, of a GPU those that it works.
         products: what the layers compute.
         refused: contenders that nothing here computes, and why.
     """
@@ -93,6 +94,7 @@ class AdviceReport:
     versions: Mapping[str, str]
     call: float
     busy: float | None
+    rest: float
     products: tuple[MeasuredProduct, ...]
     refused: Mapping[str, str]
 
@@ -107,12 +109,6 @@ class AdviceReport:
         """The densities that were measured, the highest first."""
         found = {one.config.density for one in self.contenders if one.config is not None}
         return sorted(found, reverse=True)
-
-    @property
-    def rest(self) -> float:
-        """Milliseconds of a call outside the measured layers, by the difference; at least 0."""
-        whole = self.call if self.busy is None else self.busy
-        return max(0.0, whole - self._in_layers(DENSE))
 
     def estimates(self) -> list[Estimate]:
         """Return an estimate for each contender, in their order."""
@@ -160,7 +156,7 @@ class AdviceReport:
             }
             for product in self.products
         ]
-        names = "device", "dtype", "versions", "call", "busy", "refused"
+        names = "device", "dtype", "versions", "call", "busy", "rest", "refused"
         document = {"version": VERSION, **{name: getattr(self, name) for name in names}, "products": products}
         try:
             Path(path).write_text(json.dumps(document, indent=1) + "\n")
@@ -191,6 +187,7 @@ class AdviceReport:
                 dict(document["versions"]),
                 time_of_json(document["call"]),
                 None if busy is None else time_of_json(busy),
+                time_of_json(document["rest"]),
                 tuple(map(_product_of_json, document["products"])),
                 dict(document["refused"]),
             )
@@ -215,8 +212,8 @@ class AdviceReport:
         calls = sum(product.calls for product in self.products)
         busy = "" if self.busy is None else f", of which the GPU works {self.busy:.4g} ms"
         yield (
-            f"a call of the dense model takes {self.call:.4g} ms{busy}: {self._in_layers(DENSE):.4g} ms in "
-            f"{calls} calls of layers that can become block-sparse, {self.rest:.4g} ms in everything else"
+            f"a call of the dense model takes {self.call:.4g} ms{busy}; measured apart, {calls} calls of layers "
+            f"that can become block-sparse take {self._in_layers(DENSE):.4g} ms, everything else {self.rest:.4g}"
         )
         if self._in_layers(DENSE) > UNSTEADY * (self.busy or self.call):
             yield (
