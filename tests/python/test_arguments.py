@@ -43,6 +43,7 @@ from tilesparse import (
 )
 from tilesparse.config import BlockSparseConfig
 from tilesparse.nn import ExpertsLinear
+from tilesparse.tuning.advice import AdviceReport, Contender, MeasuredProduct
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -112,6 +113,10 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
+    "tuning.advice.AdviceReport",
+    "tuning.advice.Contender",
+    "tuning.advice.Estimate",
+    "tuning.advice.MeasuredProduct",
     "inference.InferenceReport",
     "inference.PreparedProduct",
     "inference.SharedProduct",
@@ -285,6 +290,16 @@ def table_file() -> str:
     return "table.json"
 
 
+def advised() -> AdviceReport:
+    measured = MeasuredProduct(("0",), "linear", (64, 64), 80, 1, {Contender(): 1.0})
+    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, (measured,), {})
+
+
+def advice_file() -> str:
+    advised().save("tuning.advice.json")
+    return "tuning.advice.json"
+
+
 def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
     return {"0": {BlockSparseConfig(0.5, BLOCK): 0.1}}
 
@@ -431,6 +446,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
     "parallel.ColwiseParallel": dict,
+    "parallel.ExpertParallel": dict,
+    "parallel.ExpertTensorParallel": dict,
     "parallel.RowwiseParallel": dict,
     "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
     "BlockSparseConfig": dict,
@@ -553,6 +570,14 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
+    "advise": lambda: {"model": dense(), "batch": batches()[0], "densities": [0.5], "block_shapes": [32]},
+    "tuning.advice.AdviceReport.load": lambda: {"path": advice_file()},
+    "tuning.advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
+    "tuning.advice.AdviceReport.slower_than_dense": lambda: (
+        advised().slower_than_dense,
+        {"contender": Contender()},
+    ),
+    "tuning.advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,
