@@ -77,8 +77,11 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
 
     // The weight has what activations and results leave, up to the stages that its format asks for. Scaled
-    // steps of few tokens are short: both rings have about as many of them.
-    static constexpr int kInputRingBytes = (kTileTokens == 64 ? 80 : kScaled ? 100 : 128) << 10;
+    // steps are short: what the CTAs of a cluster do not share has more of them.
+    static constexpr int kInputRingBytes = (kTileTokens == 64          ? 80
+                                            : kScaled && kRowRanks > 1 ? 100
+                                                                       : 128)
+                                           << 10;
     static constexpr int kInputStages =
         kInputRingBytes / (Math::kParts * kInputBytes + kTileTokens * kScaleBytes);
     static constexpr int kWeightStages =
