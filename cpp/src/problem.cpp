@@ -30,12 +30,10 @@ DType check_own_dtype(int32_t value, DType activations, int32_t count, const cha
 }
 
 // Values that are multiplied with x in 8 bits.
-void check_like_input(Storage storage, DType dtype, ScalesPer scales_per, const Problem& problem) {
+void check_like_input(DType dtype, ScalesPer scales_per, const Problem& problem) {
     const char* const input = to_string(problem.input_dtype);
     require(dtype == problem.input_dtype, "values_dtype must be that of x, ", input, ", got ",
             to_string(dtype));
-    require(storage == Storage::dense, "storage must be 0 for x of ", input, ", got ",
-            static_cast<int32_t>(storage));
     require(scales_per == ScalesPer::feature, "row_scales must be ", TS_SCALES_PER_FEATURE, " for x of ",
             input, ", got ", static_cast<int32_t>(scales_per));
 }
@@ -56,7 +54,7 @@ Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
         require(scales_per == ScalesPer::block, "row_scales must be 0 for values of ", to_string(dtype));
     }
     if (is_quantized(problem.input_dtype))
-        check_like_input(storage, dtype, scales_per, problem);
+        check_like_input(dtype, scales_per, problem);
     else
         require(scales_per != ScalesPer::feature, "row_scales must be 0 or 1 unless x has 8 bits, got 2");
     if (problem.op == Op::sdd_tn) {

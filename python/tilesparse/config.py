@@ -53,7 +53,7 @@ class BlockSparseConfig:
             "feature" with `activations`.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
-            bits as well, see `functional.quantized_linear`. Not with ``nm``.
+            bits as well, see `functional.quantized_linear`.
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
@@ -83,7 +83,7 @@ class BlockSparseConfig:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm)
+        check_quantized_activations(self.activations, self.storage)
         scales = checked_scales("scales", self.scales, self.activations)
         check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
@@ -136,7 +136,7 @@ class LayerSpec:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm, shape[1])
+        check_quantized_activations(self.activations, self.storage, shape[1])
         allowed = storage_of(self.storage).scales or (None,)
         if self.activations is not None:
             allowed = (PER_FEATURE,)
@@ -181,7 +181,7 @@ class LayerSpec:
     def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
-        check_quantized_activations(activations, storage, self.nm, self.shape[1])
+        check_quantized_activations(activations, storage, self.shape[1])
         own = checked_scales("scales", scales, activations) if storage_of(storage).scales else None
         return replace(self, storage=storage, scales=own, activations=activations)
 
@@ -237,7 +237,7 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
 
 
 def check_quantized_activations(
-    activations: object, storage: str, nm: object, in_features: int | None = None
+    activations: object, storage: str, in_features: int | None = None
 ) -> None:
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
@@ -247,8 +247,6 @@ def check_quantized_activations(
             f"activations must be None, or the dtype of the storage where that has 8 bits, got "
             f"{shown(activations)} with storage {storage!r}"
         )
-    if nm is not None:
-        raise InvalidArgumentError(f"nm must be None with activations={activations!r}, got {shown(nm)}")
     if in_features is not None:
         check_exact_sums("in_features", in_features, storage_of(storage).dtype)
 

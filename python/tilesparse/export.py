@@ -57,8 +57,8 @@ def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 
 def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    bias, residual, activation, _, scales, gate, x_values, x_scales, _ = rest[_FIELDS:]
-    weight = _expand(values.float(), *rest[:_FIELDS])
+    bias, residual, activation, _, scales, gate, metadata, x_values, x_scales, _ = rest[_FIELDS:]
+    weight = _expand(_plain(values, metadata, None).float(), *rest[:_FIELDS])
     y: Tensor = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
     y = y if bias is None else y + bias.float()
     name = list(ACTIVATIONS)[activation]

@@ -86,15 +86,16 @@ def check_quantized_dds(
     residual: Tensor | None,
     scales: Tensor,
     gate: Tensor | None = None,
+    metadata: Tensor | None = None,
 ) -> None:
     """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
-    nnz, (bn, bk), (out_features, in_features) = index.col_indices.shape[0], index.block_shape, index.shape
+    out_features, in_features = index.shape
     check_activations("x", x, in_features)
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
     check_exact_sums("in_features", in_features, values.dtype)
-    _check_array("values", values, "[nnz, bn, bk]", (nnz, bn, bk))
+    _check_blocks("values", values, index, metadata)
     _check_same_device("x", x, "values", values)
     _check_device("values", values, index)
     check_feature_scales(scales, index)
@@ -203,6 +204,20 @@ def check_values(
 def _check_stored(
     name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
 ) -> None:
+    _check_blocks(name, values, index, metadata)
+    if (scales is None) == (values.dtype in SCALED):
+        given = "missing" if scales is None else "given"
+        raise InvalidArgumentError(
+            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
+        )
+    if scales is not None:
+        nnz, bn = index.col_indices.shape[0], index.block_shape[0]
+        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
+        _check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
+        _check_same_device("scales", scales, name, values)
+
+
+def _check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
     nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
     if metadata is not None and values.dtype == PACKED:
         raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
@@ -215,15 +230,6 @@ def _check_stored(
         _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
         _check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
         _check_same_device("metadata", metadata, name, values)
-    if (scales is None) == (values.dtype in SCALED):
-        given = "missing" if scales is None else "given"
-        raise InvalidArgumentError(
-            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
-        )
-    if scales is not None:
-        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
-        _check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
-        _check_same_device("scales", scales, name, values)
 
 
 def block_columns(values: Tensor, metadata: Tensor | None) -> int:

@@ -261,8 +261,7 @@ class StoredWeight(nn.Module):
                 8 bits and scales, of 2:4 the kept half alone; "int4": 4 bits and scales, not of 2:4.
             per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block"; an output feature
                 with `activations`, whatever it is.
-            activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
-                then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
+            activations: the name of the storage, where that has 8 bits: products then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
             limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
                 `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
             values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded
