@@ -37,4 +37,61 @@ def _dense(result: dict[str, Any]) -> float:
     return float(min(result["grouped_us"], result["loop_us"]))
 
 
-EXPERT_TABLES: dict[str, Callable[[], str]] = {"grouped_products": grouped_products}
+def grouped_products_cpu() -> str:
+    """The same on a CPU, beside a loop over dense experts."""
+    header = ["experts", "block", "density", "dtype", "threads", "a loop, forward", *OPS.values()]
+    lines = []
+    for file, threads in (("cpu_experts_one_thread.json", "1"), ("cpu_experts.json", "2")):
+        for case in sorted(cases(file), key=lambda case: case["dtype"]):
+            size = f"{case['experts']} × {case['out_features']}×{case['in_features']}, top {case['top_k']}"
+            found = {result["op"]: result for result in case["results"]}
+            loop = f"{found['forward']['loop_us'] / 1e3:.0f}"
+            cells = [f"{found[op]['t_us'] / 1e3:.0f}, {found[op]['speedup']:.1f}×" for op in OPS]
+            block, density = str(case["block_shape"][0]), short(case["density"])
+            lines.append([size, block, density, case["dtype"], threads, loop, *cells])
+    return table(header, lines)
+
+
+def experts_layer() -> str:
+    """A whole Qwen3-MoE layer beside Transformers' grouped implementation."""
+    header = ["", "tokens", "block", "density", "dense, forward", "forward", "dense, step", "step"]
+    lines = []
+    for case in cases("h100_experts_layer.json"):
+        found = {result["op"].removeprefix("layer "): result for result in case["results"]}
+        cells = [
+            cell
+            for op in ("forward", "step")
+            for cell in (
+                f"{found[op]['grouped_us']:.0f}",
+                f"{found[op]['t_us']:.0f}, {found[op]['speedup']:.2f}×",
+            )
+        ]
+        lines.append(
+            ["H100", str(case["tokens"]), str(case["block_shape"][0]), short(case["density"]), *cells]
+        )
+    return table(header, lines)
+
+
+def experts_parts() -> str:
+    """The steps of the sparse layer, and their share of the layer."""
+    (case,) = cases("h100_experts_parts.json")
+    found = {result["part"]: result["t_us"] for result in case["results"]}
+    names = ("router", "sort", "gather", "gate and up", "activation", "down", "combine")
+    lines = [
+        [
+            name,
+            f"{found[name]:.0f}",
+            f"{found[name] / found['all']:.0%}",
+            f"{found[f'gradient of {name}']:.0f}" if f"gradient of {name}" in found else "-",
+        ]
+        for name in names
+    ]
+    return table(["", "µs", "of the forward pass", "its gradients, µs"], lines)
+
+
+EXPERT_TABLES: dict[str, Callable[[], str]] = {
+    "grouped_products": grouped_products,
+    "grouped_products_cpu": grouped_products_cpu,
+    "experts_layer": experts_layer,
+    "experts_parts": experts_parts,
+}

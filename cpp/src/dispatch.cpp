@@ -46,9 +46,8 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     }
     if (kernel.device != device.type) return "it is for another kind of device";
     if (!kernel.covers(problem.op)) return "it computes another product";
-    if (!(kernel.grouped >> problem.grouped() & 1))
-        return problem.grouped() ? "it computes no grouped products" : "it computes grouped products";
     if (!kernel.covers(problem.input_dtype)) return "it computes another dtype";
+    if (const char* reason = kernel.refuses_form(problem)) return reason;
     if (!kernel.writes(problem.result_dtype, problem.input_dtype)) return "its results have another dtype";
     if (device.type == DeviceType::cuda) {
         if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision)

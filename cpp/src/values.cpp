@@ -5,6 +5,7 @@
 #include "cpu/steps.h"
 #include "device.h"
 #include "error.h"
+#include "problem.h"
 #include "threads.h"
 #include "values/metadata.h"
 

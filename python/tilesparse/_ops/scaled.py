@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8 bits: x is quantized by token, weights by output feature."""
+"""Linear layers that multiply in 8 bits: x is quantized by token or by group, weights by feature or block."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import Index, check_one, check_quantizable
+from .._checks import Index, check_factor_scales, check_one, check_quantizable, is_inside
 from .._runtime import values as _values
 from .._runtime.choice import multiplies_as_decode
 from .._runtime.lookup import prepared
@@ -44,11 +44,11 @@ def quantized_linear_on(
     if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
         refuse_gradient(records_gradient((values,)), None, scales)
-        stored = metadata, row_scales_on(scales, index)
+        stored = metadata, stored_scales_on(scales, values, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
     tensors = x, values, bias, residual, gate
     direct, recorded = is_plain((*tensors, scales, metadata)), records_gradient(tensors)
-    of_x = quantized_for(values, x, direct)
+    of_x = quantized_for(values, x, direct, is_inside(scales))
     if direct and not recorded:
         pattern = prepared(index, DDS_NT_QUANTIZED.looks)
         return dds_quantized(
@@ -61,6 +61,14 @@ def quantized_linear_on(
     check_one(residual, gate)
     y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, metadata, *of_x, fast))
     return combined(y, activation, residual, gate)
+
+
+def stored_scales_on(scales: Tensor, values: Tensor, index: Index) -> Tensor:
+    """Return the scales as those of values that are dequantized, of rows of blocks or of blocks."""
+    if not is_inside(scales):
+        return row_scales_on(scales, index)
+    check_factor_scales(scales, values, index)
+    return scales.flatten()
 
 
 def row_scales_on(scales: Tensor, index: Index) -> Tensor:
@@ -90,7 +98,8 @@ def _gradients(
     refuse_fused_gate(gate)
     of_x = None
     if needs[0]:
-        of_x = call(DDS_NN, grad, values, index, extras=(metadata, row_scales_on(scales, index), False))
+        stored = metadata, stored_scales_on(scales, values, index)
+        of_x = call(DDS_NN, grad, values, index, extras=(*stored, False))
     return of_x, *other_gradients(grad, x, index, needs)
 
 

@@ -52,6 +52,7 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 # ScalarType.
 LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
+LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
 # Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
 LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")

@@ -1,12 +1,20 @@
-"""Products of two factors in 8 bits, with scales outside of the sums."""
+"""Products of two factors in 8 bits, with scales outside or inside of the sums."""
 
 import torch
 from torch import Tensor
 
-from .._checks import ALIGNMENT, DTYPES, QUANTIZED, check_one, check_quantized_dds, check_quantized_x
+from .._checks import (
+    ALIGNMENT,
+    DTYPES,
+    QUANTIZED,
+    check_one,
+    check_quantized_dds,
+    check_quantized_x,
+    is_inside,
+)
 from . import kernels as _kernels
 from . import values as _values
-from .layout import aligned, empty, like_result, result_form, row_major
+from .layout import aligned, empty, group_scales, like_result, result_form, row_major
 from .native import DDS_NT, SCALES_PER_FEATURE
 from .prepared import Prepared
 from .products import Context, context_of, dds_product, form_of
@@ -68,27 +76,28 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     if pattern.packs and x.is_cuda:
         key = *key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
-    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other, metadata)):
+    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other)):
         residual, gate = (None, other) if gated else (other, None)
         check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate, metadata)
-        check_quantized_x(x, x_values, x_scales, values.dtype)
+        check_quantized_x(x, x_values, x_scales, values.dtype, scales)
         operand, ld = row_major(x_values)
-        of_tokens, weight = aligned(x_scales.contiguous()), aligned(values)
-        kept = None if metadata is None else aligned(metadata)
+        inside, weight = is_inside(scales), aligned(values)
+        of_tokens, scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
         near, lines = (None, None) if other is None else like_result(other, feature_major)
         changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
-        if kept is not metadata or any(one is not given for one, given in changed):
-            options = activation, feature_major, kernel, gated, fast, kept
+        if any(one is not given for one, given in changed):
+            options = activation, feature_major, kernel, gated, fast, metadata
             return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
         form = result_form(x, pattern.shape[0], feature_major)
         added = {"residual": lines, "gated": gated, "activation": activation}
         stored = {
             "storage": int(metadata is not None),
             "values_dtype": QUANTIZED[values.dtype],
-            "row_scales": SCALES_PER_FEATURE,
+            "row_scales": 0 if inside else SCALES_PER_FEATURE,
             "result_dtype": DTYPES[x.dtype],
+            "x_scales_ld": scales_ld,
         }
-        x_lines = x_scales.numel(), ld, 0
+        x_lines = x[..., 0].numel(), ld, 0
         product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
         call = pattern.call(key, product, DDS_NT, x.itemsize, form)
         pattern.keep_quantized(request, product, call)

@@ -1,7 +1,7 @@
 """Experts of Transformers whose function is known: found by the interface they implement, not by their names.
 
 Transformers' ``use_experts_implementation`` marks a class of experts. Its modules say how their weights lie
-(``is_transposed``, ``is_concatenated``) and what there is (``has_gate``, ``has_bias``,
+(``is_transposed``, ``is_concatenated``) and what there is (``has_gate``, ``has_bias``, and in newer versions
 ``has_post_expert_norm``), and compute ``down(_apply_gate(gate_up(x)))`` of the tokens of each expert,
 whatever implementation is chosen.
 """
@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+from .stored import StoredWeight
+from .tensors import is_sharded
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 NORM = "post_expert_norm"
 
 
@@ -61,7 +64,8 @@ def reason_not_known(module: nn.Module) -> str | None:
     """Say what keeps experts, which `projections_of` knows, from being replaced; None if nothing does."""
     found = projections_of(module)
     assert found is not None
-    if getattr(module, "_is_expert_parallel", False):
+    parameters = module.parameters(recurse=False)
+    if getattr(module, "_is_expert_parallel", False) or any(map(is_sharded, parameters)):
         return "its experts are spread over processes; convert the model before they are"
     if "forward" in vars(module) or "_apply_gate" in vars(module):
         return "its forward or _apply_gate was replaced by another function, which would be lost"
@@ -76,6 +80,11 @@ def reason_not_known(module: nn.Module) -> str | None:
     if len(experts) > 1:
         return f"its parameters are of different numbers of experts, {sorted(experts)}"
     return None
+
+
+def has_norm(module: nn.Module) -> bool:
+    """Return True if experts, which `projections_of` knows, have a norm behind each."""
+    return bool(vars(module).get("has_post_expert_norm", False))  # Transformers 5.17 knows none
 
 
 def dense_weight_of(module: nn.Module, name: str) -> Tensor:
@@ -96,3 +105,10 @@ def stacked_parameters(module: nn.Module) -> list[str]:
         and torch.is_floating_point(parameter)
         and not isinstance(module, nn.modules.conv._ConvNd)
     ]
+
+
+def stacked_in(model: nn.Module) -> dict[str, list[str]]:
+    """Return `stacked_parameters` of the dense modules of a model by the names of modules."""
+    dense = {name: module for name, module in model.named_modules() if not isinstance(module, StoredWeight)}
+    found = {name: stacked_parameters(module) for name, module in dense.items()}
+    return {name: parameters for name, parameters in found.items() if parameters}
