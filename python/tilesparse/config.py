@@ -55,7 +55,8 @@ class BlockSparseConfig:
             x has a scale for each 128 features of a token then, as in the float8 checkpoints of DeepSeek.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
-            bits as well, see `functional.quantized_linear`; not with ``nm`` where scales are those of blocks.
+            bits as well, see `functional.quantized_linear`; not with ``nm`` where scales are those
+            of blocks.
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
@@ -243,9 +244,7 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         )
 
 
-def check_quantized_activations(
-    activations: object, storage: str, in_features: int | None = None
-) -> None:
+def check_quantized_activations(activations: object, storage: str, in_features: int | None = None) -> None:
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
         return
@@ -277,7 +276,7 @@ def checked_scales(
 
 
 def check_inside(activations: str | None, scales: str | None, nm: object) -> None:
-    """Raise InvalidArgumentError where scales inside of the sums meet 2:4, which has no products of that kind."""
+    """Raise InvalidArgumentError where scales inside of the sums meet 2:4: there is no such product."""
     if activations is not None and scales == "block" and nm is not None:
         raise InvalidArgumentError(
             f"nm must be None with activations={activations!r} and scales='block', got {shown(nm)}"

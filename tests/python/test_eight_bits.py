@@ -257,7 +257,20 @@ def test_opcheck(device: str, name: str) -> None:
     checks = CHECKS if name == "int8" else CHECKS[1:]
     for arguments in (
         (x, values, *index, bias, residual, 0, False, scales, None, None, *of_x, True),
-        (x.detach(), values, *index, bias.detach(), None, 2, True, scales, residual.detach(), None, *of_x, False),
+        (
+            x.detach(),
+            values,
+            *index,
+            bias.detach(),
+            None,
+            2,
+            True,
+            scales,
+            residual.detach(),
+            None,
+            *of_x,
+            False,
+        ),
     ):
         torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=checks)
     torch.library.opcheck(OPS.row_scales.default, (scales, *index))

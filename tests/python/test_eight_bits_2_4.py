@@ -1,4 +1,4 @@
-"""8 bits of both factors with 2:4 inside the blocks: the results are those of the same values in dense blocks."""
+"""8 bits of both factors with 2:4 inside the blocks: results are those of the same values in dense blocks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_models_are_patched_saved_and_loaded(tmp_path: Path, name: str) -> None:
     x = torch.randn(9, IN, generator=seeded())
     tilesparse.save(model, tmp_path / "model")
     again = nn.Sequential(nn.Linear(IN, OUT), nn.ReLU(), nn.Linear(OUT, IN))
-    tilesparse.load(tmp_path / "model", again)
+    again = tilesparse.load(again, tmp_path / "model")
     assert torch.equal(again(x), model(x))
     copied = BlockSparseLinear.from_spec(layer.spec)
     copied.load_state_dict(layer.state_dict())

@@ -39,7 +39,9 @@ def check_quantized_dds(
     check_device("values", values, index)
     check_factor_scales(scales, values, index)
     if metadata is not None and is_inside(scales):
-        raise InvalidArgumentError("metadata must be None with scales of blocks, which are inside of the sums")
+        raise InvalidArgumentError(
+            "metadata must be None with scales of blocks, which are inside of the sums"
+        )
     if bias is not None:
         check_added("bias", bias, (out_features,), "x", x)
     check_one(residual, gate)
