@@ -241,6 +241,10 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
 Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
     result.values = {dense, nullptr, nullptr, {}, problem.input_dtype, Storage::dense};
+    if (is_quantized(problem.input_dtype)) {  // scales stay outside of the sums
+        result.values.scales = problem.values.scales;
+        result.values.scales_per = problem.values.scales_per;
+    }
     result.packed = nullptr;
     return result;
 }
