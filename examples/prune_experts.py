@@ -20,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,8 @@ def times(model: nn.Module, proof: Proof) -> list[dict[str, Any]]:
         tokens = window[:sequences]
         x = proof.inputs[name][: tokens.numel()].to(dtype)
         calls = {
-            "model": [captured(lambda one=one: one(tokens), on_gpu) for one in both],
-            "mixture": [captured(lambda one=one: one.get_submodule(name)(x), on_gpu) for one in both],
+            "model": [captured(partial(one, tokens), on_gpu) for one in both],
+            "mixture": [captured(partial(one.get_submodule(name), x), on_gpu) for one in both],
         }
         for what, (sparse, dense) in calls.items():
             result: dict[str, Any] = {"stage": "time", "what": what, "tokens": tokens.numel()}
