@@ -209,19 +209,20 @@ def best_experts(mixture: Mixture, x: Tensor, keep: int) -> list[int]:
     return found
 
 
-def megabytes(model: nn.Module) -> dict[str, float]:
-    """Return the size of experts, with their patterns, and of the whole model, values in 16 bits."""
-    of_experts = 0
-    for mixture in mixtures(model).values():
-        of_experts += sum(2 * one.numel() for one in mixture.experts.parameters())
-        for module in mixture.experts.modules():
-            if isinstance(module, BlockSparseLinear):
-                of_experts += sum(
-                    one.nbytes for one in (module.crow_indices, module.col_indices, module.slot)
-                )
-    others = {id(one) for mixture in mixtures(model).values() for one in mixture.experts.parameters()}
-    rest = sum(2 * one.numel() for one in model.parameters() if id(one) not in others)
-    return {"experts_mb": round(of_experts / 1e6, 3), "model_mb": round((of_experts + rest) / 1e6, 3)}
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of experts, with their patterns, and of the whole model, values in 16 bits."""
+    experts = [mixture.experts for mixture in mixtures(model).values()]
+    own = {id(one): one for module in experts for one in module.parameters()}
+    patterns = [
+        (layer.crow_indices, layer.col_indices, layer.slot)
+        for module in experts
+        for layer in module.modules()
+        if isinstance(layer, BlockSparseLinear)
+    ]
+    indices = sum(tensor.nbytes for pattern in patterns for tensor in pattern)
+    of_experts = indices + sum(2 * one.numel() for one in own.values())
+    others = sum(2 * one.numel() for one in model.parameters() if id(one) not in own)
+    return {"expert_bytes": of_experts, "model_bytes": of_experts + others}
 
 
 @torch.no_grad()
@@ -285,7 +286,7 @@ def measured(case: dict[str, Any], proof: Proof) -> None:
     model = proof.made(way, case["density"], case["block"])
     synchronize(proof.device)
     case["seconds_to_make"] = round(time.perf_counter() - start, 2)
-    case |= megabytes(model)
+    case |= sizes_of(model)
     left = proof.arguments.recover
     record("pruned", dict)
     if way == "reconstructed":
@@ -308,7 +309,7 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     case: dict[str, Any] = {"way": "dense", "density": 1.0, "block": 0, "results": []}
     document["cases"].append(case)
     notes = proof.train()
-    case |= megabytes(proof.dense)
+    case |= sizes_of(proof.dense)
     case["tokens_of_experts"] = {name: list(map(int, tokens)) for name, tokens in proof.usage.items()}
     case["results"].append({"stage": "trained", **notes, "bits_per_byte": proof.bits_per_byte(proof.dense)})
     print(case["results"], flush=True)
