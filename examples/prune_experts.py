@@ -50,7 +50,7 @@ from harness import (
 
 LAYERS = r"blocks\.\d+\.mlp\.experts\."
 PROFILES = (0.125, 0.25, 0.5, 0.75)  # densities that `allocate` chooses from, besides dense
-WAYS = ("blocks", "error", "allocated", "usage", "reconstructed")
+WAYS = ("blocks", "error", "usage", "allocated", "reconstructed")
 COMPARED = 4096  # tokens that experts to drop are chosen by
 SUBSETS = 64  # of experts at a time
 
@@ -326,23 +326,23 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = budgeted_parser(__doc__, "experts.json", 360.0)
+    parser = budgeted_parser(__doc__, "experts.json", 320.0)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     add("--ways", type=lambda text: text.split(","), default=WAYS, help=f"of {','.join(WAYS)} (all)")
     add("--densities", type=density_list, default=(0.5, 0.25), help="(.5,.25)")
     add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[64, 128], help="(64,128)")
-    add("--width", type=int, default=512, help="(%(default)s)")
+    add("--width", type=int, default=1024, help="(%(default)s)")
     add("--intermediate", type=int, default=1024, help="features of an expert (%(default)s)")
-    add("--layers", type=int, default=6, help="(%(default)s)")
-    add("--experts", type=int, default=16, help="(%(default)s)")
+    add("--layers", type=int, default=4, help="(%(default)s)")
+    add("--experts", type=int, default=8, help="(%(default)s)")
     add("--top-k", type=int, default=2, help="experts of a token (%(default)s)")
     add("--context", type=int, default=1024, help="bytes (%(default)s)")
     add("--batch", type=int, default=32, help="windows of a step (%(default)s)")
     add("--held-out", type=int, default=256, help="windows to measure with (%(default)s)")
     add("--calibration", type=int, default=64, help="windows for pruning (%(default)s)")
-    add("--train", type=float, default=100.0, help="seconds of training (%(default)s)")
-    add("--recover", type=float, default=15.0, help="seconds of recovery (%(default)s)")
+    add("--train", type=float, default=85.0, help="seconds of training (%(default)s)")
+    add("--recover", type=float, default=12.0, help="seconds of recovery (%(default)s)")
     add("--rate", type=float, default=6e-4, help="of training (%(default)s)")
     add("--recovery-rate", type=float, default=5e-4, help="of recovery (%(default)s)")
     add("--megabytes", type=int, default=400, help="of training text, at most (%(default)s)")
