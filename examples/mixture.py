@@ -98,14 +98,14 @@ class Mixture(nn.Module):
         if self.training:
             chosen = F.one_hot(index, logits.shape[-1]).float().mean((0, 1))
             self.balance = logits.shape[-1] * (chosen * logits.float().softmax(-1).mean(0)).sum()
-        return self.experts(hidden, index, weights).view(x.shape)  # type: ignore[no-any-return]
+        return self.experts(hidden, index, weights).view(x.shape)
 
 
 def language_model(size: Size, experts: int, intermediate: int, top_k: int) -> GPT:
     """Return a GPT of bytes with a mixture in the place of each MLP."""
     model = GPT(size)
     for block in model.blocks:
-        block.mlp = Mixture(size.width, experts, intermediate, top_k)  # type: ignore[assignment]
+        block.mlp = Mixture(size.width, experts, intermediate, top_k)
     return model
 
 

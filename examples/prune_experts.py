@@ -109,8 +109,7 @@ class Proof:
         profiles = self._profiles[block]
         weights = {}
         for name in profiles:
-            mixture, _, number = name.split(".experts.")[0], *name.rsplit(".", 1)
-            tokens = self.usage[mixture]
+            tokens, number = self.usage[name.split(".experts.")[0]], name.rsplit(".", 1)[1]
             weights[name] = float(tokens[int(number)] / tokens.mean())
         dense = sum(
             one.numel() for mixture in mixtures(self.dense).values() for one in mixture.experts.parameters()

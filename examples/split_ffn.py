@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,11 +55,11 @@ class Place(NamedTuple):
 
     @property
     def up(self) -> nn.Linear:
-        return self.block.intermediate.dense  # type: ignore[no-any-return]
+        return self.block.intermediate.dense
 
     @property
     def down(self) -> nn.Linear:
-        return self.block.output.dense  # type: ignore[no-any-return]
+        return self.block.output.dense
 
     def replace(self, made: nn.Module) -> None:
         """Put one module into the place of both layers."""
@@ -107,14 +108,14 @@ class SplitFFN(nn.Module):
     def chosen(self, hidden: Tensor) -> Tensor:
         """Return the experts [tokens, top_k] of tokens [tokens, width]."""
         scores = self.router(hidden) if self.dense is None else norms(hidden, *self.dense, self.groups)
-        return scores.topk(self.top_k).indices  # type: ignore[no-any-return]
+        return scores.topk(self.top_k).indices
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., width] to the same shape."""
         hidden = x.flatten(0, -2)
         index = self.chosen(hidden)
         y = self.experts(hidden, index, torch.ones_like(index, dtype=x.dtype))
-        return (y + self.bias).view(x.shape)  # type: ignore[no-any-return]
+        return (y + self.bias).view(x.shape)
 
 
 @torch.no_grad()
@@ -236,7 +237,7 @@ def error_of(model: nn.Module, dense: nn.Module, inputs: Sequence[Tensor]) -> fl
 def of_layer(place: Place) -> Callable[[Tensor], Tensor]:
     """Return what computes a feed-forward layer, dense, block-sparse or split."""
     if isinstance(place.block.intermediate, nn.Identity):
-        return place.block.output.dense  # type: ignore[no-any-return]
+        return place.block.output.dense
     up, down = place.up, place.down
     if isinstance(up, nn.Linear):
         return lambda x: down(F.gelu(up(x)))
@@ -314,7 +315,7 @@ def times(
     results = []
     for tokens in arguments.tokens:
         x = inputs[middle][:tokens].cpu()
-        found = steady_times(lambda x=x: own(x), lambda x=x: other(x), HostTimer(), REPETITIONS)
+        found = steady_times(partial(own, x), partial(other, x), HostTimer(), REPETITIONS)
         result = {
             "tokens": len(x),
             "t_us": round(found.sparse_us),
