@@ -14,6 +14,7 @@ prune_minilm.py; none is trained on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import statistics
 import sys
@@ -38,7 +39,6 @@ from tilesparse.selection import default_device
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import HostTimer, density_list, recording, run_benchmark, steady_times, write_json
 
-EVALUATED = 500  # sentences
 FFN = r".*\.(intermediate|\d+\.output)\.dense"
 ROUNDS = 10  # of k-means
 SAMPLE = 2048  # tokens whose activations are clustered
@@ -210,15 +210,23 @@ def places(model: nn.Module) -> list[Place]:
     return [Place(block) for block in found.encoder.layer]
 
 
+class _ReachedError(Exception):
+    """Ends a forward pass."""
+
+
 @torch.no_grad()
 def inputs_of(model: nn.Module, number: int, batches: Sequence[dict[str, Tensor]]) -> Tensor:
     """Return the inputs of a feed-forward layer, [tokens, width] without padding."""
     found: list[Tensor] = []
-    hook = places(model)[number].block.intermediate.register_forward_pre_hook(
-        lambda _, given: found.append(given[0])
-    )
+
+    def note(_: nn.Module, given: tuple[Tensor]) -> None:
+        found.append(given[0])
+        raise _ReachedError
+
+    hook = places(model)[number].block.intermediate.register_forward_pre_hook(note)
     for batch in batches:
-        model(**batch)
+        with contextlib.suppress(_ReachedError):
+            model(**batch)
     hook.remove()
     kept = (batch["attention_mask"].bool() for batch in batches)
     return torch.cat([x[mask] for x, mask in zip(found, kept, strict=True)])
@@ -262,7 +270,8 @@ def ways(arguments: argparse.Namespace, some: list[Any], fraction: float) -> dic
         "blocks, refit": blocks(True),
         **{f"split by {clusters}": split(clusters) for clusters in CLUSTERS},
         "split by activations, best experts": split("activations", router="oracle"),
-        **{f"split by {clusters}, refit": split(clusters, refit=True) for clusters in CLUSTERS},
+        "split by order, refit": split("order", refit=True),
+        "split by activations, refit": split("activations", refit=True),
     }
 
 
@@ -275,17 +284,18 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     sentences = docstrings()
     order = torch.randperm(len(sentences), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
-    chosen = [sentences[number] for number in order[: EVALUATED + arguments.sentences]]
+    chosen = [sentences[number] for number in order[: arguments.evaluated + arguments.sentences]]
     held_out, some = (
         [
             {name: tensor.to(arguments.device) for name, tensor in batch.items()}
             for batch in batches_of(tokenizer, part)
         ]
-        for part in (chosen[:EVALUATED], chosen[EVALUATED:])
+        for part in (chosen[: arguments.evaluated], chosen[arguments.evaluated :])
     )
     expected = embeddings(dense, held_out)
     inputs = [inputs_of(dense, number, held_out) for number in range(len(places(dense)))]
     document["tokens"] = {"held_out": len(inputs[0]), "calibration": len(inputs_of(dense, 0, some))}
+    document["threads"] = torch.get_num_threads()
     for fraction in arguments.fractions:
         case: dict[str, Any] = {"fraction": fraction, "results": []}
         document["cases"].append(case)
@@ -336,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--fractions", type=density_list, default=(0.5, 0.25), help="of what is multiplied (.5,.25)")
     add("--block", type=int, default=64, help="rows and columns of blocks (%(default)s)")
     add("--sentences", type=int, default=512, help="for calibration (%(default)s)")
+    add("--evaluated", type=int, default=500, help="sentences to measure with (%(default)s)")
     add("--tokens", type=int, nargs="+", default=[32, 2048], help="whose time is measured (%(default)s)")
     add("--timed", nargs="*", default=["blocks, refit", "split by activations, refit"], help="(%(default)s)")
     add("--device", default=default_device().type, help="of all but times (%(default)s)")
