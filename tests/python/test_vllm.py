@@ -414,7 +414,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
             folder,
             lambda own: own["layers"].update({"model.other": own["layers"]["model.layers.0.mlp.down_proj"]}),
         ),
-        r"model\.other.* not linear layers of vLLM's model",
+        r"model\.other.* not linear layers or experts of vLLM's model",
     ),
     "newer version": (
         lambda folder: change_section(folder, lambda own: own.update(version=4)),

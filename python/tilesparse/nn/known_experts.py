@@ -1,7 +1,7 @@
 """Experts of Transformers whose function is known: found by the interface they implement, not by their names.
 
 Transformers' ``use_experts_implementation`` marks a class of experts. Its modules say how their weights lie
-(``is_transposed``, ``is_concatenated``) and what there is (``has_gate``, ``has_bias``,
+(``is_transposed``, ``is_concatenated``) and what there is (``has_gate``, ``has_bias``, and in newer versions
 ``has_post_expert_norm``), and compute ``down(_apply_gate(gate_up(x)))`` of the tokens of each expert,
 whatever implementation is chosen.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 NORM = "post_expert_norm"
 
 
@@ -76,6 +76,11 @@ def reason_not_known(module: nn.Module) -> str | None:
     if len(experts) > 1:
         return f"its parameters are of different numbers of experts, {sorted(experts)}"
     return None
+
+
+def has_norm(module: nn.Module) -> bool:
+    """Return True if experts, which `projections_of` knows, have a norm behind each."""
+    return bool(vars(module).get("has_post_expert_norm", False))  # Transformers 5.17 knows none
 
 
 def dense_weight_of(module: nn.Module, name: str) -> Tensor:

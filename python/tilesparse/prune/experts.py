@@ -24,7 +24,14 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import experts_like
 from ..nn.experts_linear import ExpertsLinear
-from ..nn.known_experts import NORM, Projections, dense_weight_of, projections_of, reason_not_known
+from ..nn.known_experts import (
+    NORM,
+    Projections,
+    dense_weight_of,
+    has_norm,
+    projections_of,
+    reason_not_known,
+)
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, set_submodule
 from ..pattern.block_pattern import BlockPattern
@@ -96,7 +103,7 @@ class LinearExperts(nn.Module):
             y = up.get_submodule(str(number))(hidden_states[self.tokens])
             y = self.dense._apply_gate(y) if self.dense.has_gate else self.dense.act_fn(y)
             y = down.get_submodule(str(number))(y)
-            if self.dense.has_post_expert_norm:
+            if has_norm(self.dense):
                 y = self.get_submodule(NORM)(y)
             y = y * top_k_weights[self.tokens, choice, None]
             result = result.index_add(0, self.tokens, y.to(result.dtype))
