@@ -1,4 +1,4 @@
-"""Block-sparse experts served by vLLM: against Transformers, cut for several processes, and what is refused."""
+"""Block-sparse experts served by vLLM: against Transformers, in several processes, and what is refused."""
 
 from __future__ import annotations
 
@@ -120,7 +120,11 @@ HIDDEN, FEATURES, NUMBER = 128, 256, 3
 def layer_of(rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
     """What vLLM's layer of experts has that the method asks for."""
     parallel = SimpleNamespace(
-        tp_rank=rank, tp_size=ranks, use_ep=changes.pop("use_ep", False), dp_size=1, is_sequence_parallel=False
+        tp_rank=rank,
+        tp_size=ranks,
+        use_ep=changes.pop("use_ep", False),
+        dp_size=1,
+        is_sequence_parallel=False,
     )
     own = {"is_act_and_mul": True, "swiglu_limit": None, "is_lora_enabled": False, "has_bias": False}
     layer: Any = nn.Module()

@@ -115,9 +115,7 @@ class TileSparseConfig(QuantizationConfig):
         from .experts import PROJECTIONS
 
         return WeightsMapper(
-            orig_to_new_substr={
-                f".experts.{own}.": f".experts.routed_experts.{own}." for own in PROJECTIONS
-            }
+            orig_to_new_substr={f".experts.{own}.": f".experts.routed_experts.{own}." for own in PROJECTIONS}
         )
 
     def check_claimed(self) -> None:

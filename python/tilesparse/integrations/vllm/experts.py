@@ -98,7 +98,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
             return "vLLM has LoRA for experts by its own kernels alone, not for block-sparse ones"
         wanted = {"gate_up" if self._gated else "up", "down"}
         if wanted != {*self._specs}:
-            return f"its experts need {' and '.join(sorted(wanted))}, the checkpoint has {sorted(self._specs)}"
+            return f"its experts need {' and '.join(sorted(wanted))}, got {' and '.join(sorted(self._specs))}"
         return None
 
     def create_weights(
@@ -223,6 +223,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
             x: [tokens, hidden].
             topk_weights: [tokens, k], of vLLM's router.
             topk_ids: [tokens, k], the experts that it has chosen.
-            shared_experts, shared_experts_input: which vLLM computes by itself.
+            shared_experts: which vLLM computes by itself.
+            shared_experts_input: of these.
         """
         return layer.experts(x, topk_ids, topk_weights)  # type: ignore[no-any-return]
