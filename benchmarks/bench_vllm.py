@@ -173,6 +173,8 @@ def compare(arguments: argparse.Namespace) -> None:
             document = {
                 "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
                 "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
+                "rounds": len(rounds),
+                "load_average": os.getloadavg(),  # of which this takes its threads
                 "cases": added(cases, rounds),
             }
             if output:

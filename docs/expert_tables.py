@@ -96,6 +96,8 @@ def experts_parts() -> str:
         for name in names
     ]
     return table(["", "µs", "of the forward pass", "its gradients, µs"], lines)
+
+
 def pruned_experts() -> str:
     """Bits per byte of a mixture that loses blocks or experts, before and after recovery."""
     header = ["density", "what is kept", "block", "MB of experts", "pruned", "recovered"]

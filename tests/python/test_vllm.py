@@ -268,6 +268,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "masked": ({"nm": (2, 4), "config": {"tie_word_embeddings": True}}, {}, 1),
     "4 bits": ({"storage": "int4"}, {}, 1),
     "head": ({"pattern": r"lm_head|.*mlp\..*_proj", "storage": "float8_e4m3fn"}, {}, 1),
+    "gate and up on disk": ({"kind": "glm4", "config": {"head_dim": 64}}, {}, 1),
     "8-bit activations": ({"storage": "int8", "activations": "int8"}, {"enforce_eager": False}, 1),
 }
 
@@ -414,7 +415,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
             folder,
             lambda own: own["layers"].update({"model.other": own["layers"]["model.layers.0.mlp.down_proj"]}),
         ),
-        r"model\.other.* not linear layers of vLLM's model",
+        r"model\.other.* not linear layers or experts of vLLM's model",
     ),
     "newer version": (
         lambda folder: change_section(folder, lambda own: own.update(version=4)),

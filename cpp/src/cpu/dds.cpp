@@ -184,7 +184,7 @@ class Dds {
     // What the offset of x adds to the sums of a row tile: the sums of a token of zeros.
     void sum_offsets(const RowTile& t, int32_t* sums) const {
         steps_.multiply_decode({zeros_, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
-                                t.depth * steps_.pair, rows_, 1, sums, 0});
+                                t.depth * steps_.pair, rows_, 1, sums, 0, rows_, 0, t.entries});
     }
 
     // The row tile that begins at a feature, without its tokens. Packed values go to `place`.

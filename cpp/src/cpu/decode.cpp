@@ -100,7 +100,10 @@ class Decode {
                             rows_,
                             tokens_,
                             offset(sums, first * std::max<int64_t>(element_, sizeof(float))),
-                            kTaskFeatures};
+                            kTaskFeatures,
+                            block_rows - within,
+                            within,
+                            adjacency_.ptr[p_.features() / block_rows] - begin};
             if (!is_int4_) {
                 steps_.multiply_decode(tile);
                 continue;

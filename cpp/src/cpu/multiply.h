@@ -23,9 +23,9 @@ template <int Bytes>
 struct PairProducts {
     using Operand = Vector<uint32_t, Bytes>;
     using Sum = Vector<float, Bytes>;
-    static TS_INLINE void add(Sum& sum, const Operand& x, uint32_t w) {
-        const Operand pair = Operand{} + w;
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(pair));
+    static TS_INLINE void add(Sum& sum, const Operand& x, uint32_t w) { add(sum, x, Operand{} + w); }
+    static TS_INLINE void add(Sum& sum, const Operand& x, const Operand& w) {
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     }
 };
 

@@ -56,15 +56,24 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
         TS_UNROLL
         for (int i = 0; i < vectors; ++i) sums[t][i] = first ? to[t * kRowVectors<P> + i] : V{};
     }
-    const auto values_of = [&](int64_t e) {
-        return static_cast<const Value*>(s.values) + (s.slot[e] * s.entry + row * s.depth) / P::kPerValue;
+    const auto values_of = [&](int64_t e, int64_t row_of_tile) {
+        return static_cast<const Value*>(s.values) +
+               (s.slot[e] * s.entry + row_of_tile * s.depth) / P::kPerValue;
     };
     const int64_t row_values = s.depth / P::kPerValue;
-    const int64_t ahead =
-        std::max<int64_t>(1, kAheadRowBytes / (row_values * static_cast<int64_t>(sizeof(Value))));
+    const int64_t ahead = std::max<int64_t>(
+        1, kDecodeAheadBytes / (kMinRows * row_values * static_cast<int64_t>(sizeof(Value))));
+    // What is multiplied so many entries later: of this row, the next rows of these blocks, or the next block
+    // row.
+    const auto fetched_of = [&](int64_t e) {
+        const int64_t next = e + ahead, over = next - s.entries;
+        if (over < 0) return values_of(next, row);
+        if (row + kMinRows < s.block_rows) return values_of(std::min(over, s.entries - 1), row + kMinRows);
+        return values_of(std::min(next, s.entries_left - 1), row % kMinRows - s.within);
+    };
     for (int64_t e = first; e < last; ++e) {
-        const auto* const w = values_of(e);
-        const auto* const fetched = values_of(std::min(e + ahead, s.entries - 1));
+        const auto* const w = values_of(e, row);
+        const auto* const fetched = fetched_of(e);
         const auto* const x = static_cast<const typename P::X*>(s.x) + token * s.x_ld + s.idx[e] * s.depth;
         [[maybe_unused]] typename P::Row of_rows[vectors];
         if constexpr (P::kPerValue > 1) {

@@ -150,7 +150,16 @@ TS_AVX512_BF16 void finish_pairs(const Output& o) {
     finish<NativeBfloat16<64>, NativeBfloat16<kSquareBytes>>(o);
 }
 
-using DecodeBfloat16 = DecodeProducts<Codec<DType::bfloat16, 64>, Codec<DType::bfloat16, 64>>;
+// A vector holds so many rows of a block.
+template <int kRows_ = 1>
+struct DecodeBfloat16 : PairProducts<64>, Unscaled {
+    using Value = uint16_t;
+    using X = uint16_t;
+    using Narrower = DecodeBfloat16<2 * kRows_>;
+    static constexpr int kStep = 32 / kRows_, kRows = kRows_;
+    static TS_INLINE Operand values(const Value* from, Row) { return load<Operand>(from); }
+    static TS_INLINE Operand x(const X* from) { return repeated<kRows_, Operand>(from); }
+};
 
 constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int32_t tile,
                                   void (*multiply)(const RowTile&), void (*multiply_tokens)(const TokenTile&),
@@ -164,7 +173,7 @@ constexpr InstructionSet pair_set(bool (*available)(), const char* missing, int3
                          multiply,
                          finish_pairs,
                          multiply_tokens,
-                         Avx512::multiply_decode_with<DecodeBfloat16>,
+                         Avx512::multiply_decode_with<DecodeBfloat16<>>,
                          decode_tokens,
                          Avx512::scale_with<Codec<DType::bfloat16, 64>>};
     Steps wide{};  // results in float32 alone
@@ -235,7 +244,7 @@ const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr);
 const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA");
 const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL");
 const InstructionSet avx512_bf16 =
-    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr, 4);
+    pair_set(has_avx512_bf16, "the processor lacks AVX-512 BF16", kVectors * 16, multiply_pairs, nullptr, 8);
 const InstructionSet amx_bf16 =
     pair_set(has_amx_bf16, "the processor lacks AMX BF16, or the system does not grant it", 64,
              multiply_amx_bf16, multiply_tokens_amx, 0);

@@ -16,6 +16,7 @@ constexpr int kMinRows = 16, kMaxRows = 32;  // features of a row tile; 16 is al
 constexpr int kTaskFeatures = 64;            // features written at once: whole lines of memory
 constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a row tile reuse
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
+constexpr int64_t kDecodeAheadBytes = 8 << 10;  // of values, between those multiplied and those fetched
 constexpr int kMostDecodeTokens = 12;
 // Where the value at k of a block lies in packed x for int4, of whose bytes the low halves are multiplied,
 // then the high ones: the even k of every so many come first.
@@ -85,6 +86,9 @@ struct DecodeTile {
     int64_t rows, tokens;  // features: 16 or 32; at most decode_tokens
     void* sums;
     int64_t sums_ld;
+    // What is read next: rows of these blocks below the tile's first one, the rows above it, and entries of
+    // this block row and all below.
+    int64_t block_rows, within, entries_left;
     // Of int4, of which a byte holds two: that of row f of the block at a slot lies at
     // scales[slot * scale_entry + f * scale_row].
     const float* scales = nullptr;

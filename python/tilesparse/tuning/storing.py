@@ -23,9 +23,9 @@ def is_converted_in_calls(layer: BlockSparseLinear, tokens: Iterable[int] = ()) 
     return any(choose(product, layer.weight.device).expands for product in products)
 
 
-def stored_for_kernels(layer: BlockSparseLinear) -> BlockSparseLinear:
-    """Return a layer whose values no call has to convert: kernels on its device read them so."""
-    if choose(Product.of(layer, tokens=1), layer.weight.device).expands:
+def stored_for_kernels(layer: BlockSparseLinear, tokens: int = 1) -> BlockSparseLinear:
+    """Return a layer whose values no call of so many tokens has to convert: kernels read them so."""
+    if choose(Product.of(layer, tokens=tokens), layer.weight.device).expands:
         spec = replace(
             layer.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None
         )

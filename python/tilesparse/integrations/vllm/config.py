@@ -17,7 +17,8 @@ from ...errors import CheckpointError
 
 # What models of vLLM merge that do not say so, or say so only when their layers are made.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-EXPERTS = {"RoutedExperts", "FusedMoE"}  # in newer and older releases
+# Modules that Transformers renames while it reads and writes checkpoints, whose names vLLM keeps.
+RENAMED = {"block_sparse_moe": "mlp"}
 logger = init_logger("vllm.tilesparse")  # below "vllm", whose messages are shown
 
 
@@ -73,13 +74,14 @@ class TileSparseConfig(QuantizationConfig):
                 its tensors what they are not.
         """
         # Imported only now, so that others, whose models are dense, do not wait for it.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from .method import TileSparseMethod, check_can_be_served
 
-        if type(layer).__name__ in EXPERTS:
-            logger.info("%s: experts are served dense", prefix)
+        if isinstance(layer, RoutedExperts):
+            return self._method_of_experts(layer, prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
         shards = {name: self.layers.get(name) for name in self._shards(prefix)}
@@ -89,13 +91,40 @@ class TileSparseConfig(QuantizationConfig):
         check_can_be_served(prefix)
         return TileSparseMethod(shards, prefix, self)
 
+    def _method_of_experts(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        from .experts import PROJECTIONS, TileSparseExpertsMethod
+        from .method import check_can_be_served
+
+        parent, _, last = prefix.rpartition(".")
+        before, _, module = parent.rpartition(".")
+        renamed = f"{before}.{RENAMED.get(module, module)}.{last}"
+        names = {own: f"{renamed}.{own}" for own in PROJECTIONS if f"{renamed}.{own}" in self.layers}
+        if not names:
+            logger.info("%s: experts are served dense", prefix)
+            return None
+        self._claimed |= set(names.values())
+        check_can_be_served(prefix)
+        specs = {own: self.layers[name] for own, name in names.items()}
+        return TileSparseExpertsMethod(layer, specs, prefix, self)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Return a mapper from the names of experts' tensors to those of vLLM's parameters."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        from .experts import PROJECTIONS
+
+        return WeightsMapper(
+            orig_to_new_substr={f".experts.{own}.": f".experts.routed_experts.{own}." for own in PROJECTIONS}
+        )
+
     def check_claimed(self) -> None:
         """Raise CheckpointError unless every block-sparse layer of the checkpoint is in vLLM's model."""
         unclaimed = sorted(set(self.layers) - self._claimed)
         if unclaimed:
             raise CheckpointError(
                 f"layers: {few(unclaimed)}: block-sparse in the checkpoint, but not linear "
-                "layers of vLLM's model"
+                "layers or experts of vLLM's model"
             )
 
     def _shards(self, prefix: str) -> list[str]:

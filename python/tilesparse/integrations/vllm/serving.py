@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from ..._runtime.tensor_files import named
 from ...config import LayerSpec
 from ...errors import InvalidArgumentError, UnsupportedError
+from ...nn.experts_linear import ExpertsLinear
 from ...nn.joined import concatenate, reason_not_one
 from ...nn.linear import BlockSparseLinear
 from ...tuning.storing import stored_for_kernels
 
 Span = tuple[int, int]
+MANY = 4096  # tokens of a prompt
 
 
 def sparse_part(
@@ -41,14 +44,41 @@ def sparse_part(
     """
     with named(name):
         layer = BlockSparseLinear.from_state(spec, state, dtype)
+    part = _cut(name, layer, rows, columns)
+    # Where the number of tokens decides, compiled code would keep the decision of one number for all.
+    part.policy = "sparse" if part.policy == "auto" else part.policy
+    return part
+
+
+def experts_part(
+    name: str,
+    spec: LayerSpec,
+    state: Mapping[str, Tensor],
+    rows: Sequence[Span],
+    columns: Span,
+    dtype: torch.dtype,
+) -> ExpertsLinear:
+    """Return rows and columns of a projection of all experts; each expert has as many spans of rows.
+
+    Arguments and errors are those of `sparse_part`; the numbers of rows are of all experts together.
+    """
+    with named(name):
+        layer = BlockSparseLinear.from_state(replace(spec, experts=None), state, dtype)
+    part = _cut(name, layer, rows, columns)
+    made = ExpertsLinear.from_state(replace(part.spec, experts=spec.experts), part.state_dict())
+    assert isinstance(made, ExpertsLinear)
+    return made
+
+
+def _cut(name: str, layer: BlockSparseLinear, rows: Sequence[Span], columns: Span) -> BlockSparseLinear:
+    """Return spans of rows below each other, and columns of them."""
+    if [*rows] == [(0, layer.out_features)] and columns == (0, layer.in_features):
+        return layer
     try:
         parts = [layer.cut(span, columns) for span in rows]
     except InvalidArgumentError as error:
         raise UnsupportedError(f"{name}: it cannot be cut so for tensor parallelism: {error}") from error
-    part = parts[0] if len(parts) == 1 else concatenate(parts)
-    # Where the number of tokens decides, compiled code would keep the decision of one number for all.
-    part.policy = "sparse" if part.policy == "auto" else part.policy
-    return part
+    return parts[0] if len(parts) == 1 else concatenate(parts)
 
 
 def dense_part(weight: Tensor, rows: Sequence[Span], columns: Span, dtype: torch.dtype) -> nn.Linear:
@@ -70,6 +100,13 @@ def merged(parts: list[nn.Module]) -> list[nn.Module]:
 def for_serving(part: nn.Module) -> nn.Module:
     """Return a layer whose values no call has to convert: kernels on its device read them so."""
     return stored_for_kernels(part) if isinstance(part, BlockSparseLinear) else part
+
+
+def experts_for_serving(part: ExpertsLinear) -> ExpertsLinear:
+    """Return a projection of experts that no call has to convert, however many tokens they have."""
+    made = stored_for_kernels(part, tokens=MANY)
+    assert isinstance(made, ExpertsLinear)
+    return made
 
 
 def multiplied(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
