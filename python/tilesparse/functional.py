@@ -134,7 +134,7 @@ def quantized_linear(
 
     Args:
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
-        values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8: in_features below 2¹⁷.
+        values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8 for in_features < 2¹⁷.
         pattern: positions of the blocks.
         scales: float32 [out_features], see `storage.quantize` with ``per="feature"``; or of values in
             float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
