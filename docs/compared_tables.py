@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from table_makers import LARGE
-from table_parts import cases, table
+from table_parts import cases, short, table
 
 DENSITIES = (0.5, 0.25)
 NOT_MEASURED = "-"
@@ -204,10 +204,33 @@ def _minilm(two: str) -> Iterator[list[str]]:
         yield _line(f"{two}, all-MiniLM-L6-v2, 32 × 64 tokens; dense: OpenVINO", name, *over)
 
 
+def advised() -> str:
+    """What `advise` estimated for models, and what models made so took, in ms."""
+    header = ["H100", "dense", "dense float8, estimated"]
+    header += [f"density {short(density)}, estimated / measured" for density in DENSITIES]
+    lines = []
+    for case in cases("h100_advise.json"):
+        float8 = next(one for one in case["results"] if one["contender"].startswith("dense float8"))
+        made = [one for one in case["results"] if "measured_ms" in one]
+        cells = [f"{case['dense_ms']:.2f}", f"{float8['estimated_ms']:.2f}"]
+        for density in DENSITIES:
+            (one,) = [one for one in made if one["contender"].startswith(f"density {density:g},")]
+            how = one["contender"].split(", ", 1)[1].replace("_e4m3fn", "")
+            cells.append(f"{one['estimated_ms']:.2f} / {one['measured_ms']:.2f} ({how})")
+        lines.append([case["name"], *cells])
+    return table(
+        [*header, "recommended"],
+        [
+            [*line, "dense" if case["recommended"] is None else case["recommended"].split(",")[0]]
+            for line, case in zip(lines, cases("h100_advise.json"), strict=True)
+        ],
+    )
+
+
 def _mean(times: Iterable[float]) -> float:
     return statistics.mean(times)
 
 
 COMPARED_TABLES: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (compared, compared_in_short)
+    maker.__name__: maker for maker in (compared, compared_in_short, advised)
 }

@@ -128,15 +128,13 @@ def quantized_linear(
     groups of 128 features, and the sum over each is multiplied by both scales and added in float32.
 
     On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
-    such products take as long as reading the weight, which quantizing x does not shorten. On the CPU all
-    numbers of tokens are quantized.
+    quantizing x does not shorten reading the weight. On the CPU all numbers of tokens are quantized.
 
     The gradient of x is that of x Wᵀ with the dequantized W (straight-through); values and scales have none.
 
     Args:
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
-        values: int8 or float8_e4m3fn [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata``. int8 for
-            in_features below 2¹⁷.
+        values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8 for in_features < 2¹⁷.
         pattern: positions of the blocks.
         scales: float32 [out_features], see `storage.quantize` with ``per="feature"``; or of values in
             float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
@@ -164,8 +162,7 @@ def quantized_linear(
         if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
             check_types(quantized_linear, locals())
         index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
-        how = policy, gate, use_fast_accum, metadata
-        return quantized_linear_on(x, values, scales, index, *of_y, *how)
+        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
     except Exception as error:
         check_types_after(error, quantized_linear, locals())
         raise

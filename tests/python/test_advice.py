@@ -183,9 +183,7 @@ def test_the_highest_density_that_is_worth_it_is_recommended() -> None:
     assert "recommendation: density 0.25, 32x32, int8 W8A8: about 1.50 times as fast" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("faster", "rest"), [(5.5, 0.0), (1.0, 1000.0)]
-)  # too little, or in too small a part
+@pytest.mark.parametrize(("faster", "rest"), [(5.5, 0.0), (1.0, 1000.0)])  # by too little, of too little
 def test_staying_dense_is_recommended_where_nothing_is_worth_it(faster: float, rest: float) -> None:
     found = report(product({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), rest=rest)
     assert found.recommended is None

@@ -256,6 +256,20 @@ def test_there_and_back_and_copies() -> None:
     assert torch.equal(layer.to_storage("plain").weight, blocks)
 
 
+def test_joined_layers_and_parts_of_layers() -> None:
+    one, other, x = layer_of(), layer_of().to_storage("plain").to_storage("int8"), tokens()
+    other.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn")
+    joined = tilesparse.concatenate([one, other])
+    assert joined.spec.scales == "block"
+    assert torch.equal(joined(x), torch.cat((one(x), other(x)), -1))
+    part = one.cut(rows=(SIDE, OUT), columns=(0, 2 * SIDE))
+    assert part.spec.scales == "block"
+    whole = one.to_linear().weight[SIDE:, : 2 * SIDE]
+    assert torch.equal(part.to_linear().weight, whole)
+    with pytest.raises(InvalidArgumentError, match="scales must be one of"):
+        one.cut(rows=(64, OUT))
+
+
 def test_states_of_other_scales_are_refused() -> None:
     layer = layer_of()
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")

@@ -212,8 +212,9 @@ class AdviceReport:
         calls = sum(product.calls for product in self.products)
         busy = "" if self.busy is None else f", of which the GPU works {self.busy:.4g} ms"
         yield (
-            f"a call of the dense model takes {self.call:.4g} ms{busy}; measured apart, {calls} calls of layers "
-            f"that can become block-sparse take {self._in_layers(DENSE):.4g} ms, everything else {self.rest:.4g}"
+            f"a call of the dense model takes {self.call:.4g} ms{busy}; measured apart, {calls} calls of "
+            f"layers that can become block-sparse take {self._in_layers(DENSE):.4g} ms, everything else "
+            f"{self.rest:.4g} ms"
         )
         if self._in_layers(DENSE) > UNSTEADY * (self.busy or self.call):
             yield (
