@@ -4,7 +4,8 @@
 
 η is measured against PyTorch's fastest dense product in 8 bits: `torch._scaled_mm` of float8 with a scale
 for each row and fast accumulation. Products of this library are given x in 8 bits, as that one is; what
-quantizing x takes is a result of its own.
+quantizing x takes is a result of its own. `float8_scaled` has scales inside of the sums, of 128 k of a token
+and of blocks of 128 x 128, and so has the dense product that it is measured against.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ SHAPES = {
         Shape("up-m128", 128, 14336, 4096),
     )
 }
-QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float8_scaled": torch.float8_e4m3fn}
+GROUP = 128  # features of x, and sides of a block, that have one scale inside of the sums
 REPETITIONS = 20
-TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3}  # of results in bfloat16
+TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3, "float8_scaled": 3e-3}  # in bfloat16
 
 
 class Layer:
@@ -70,19 +72,21 @@ class Layer:
             randn(case.shape.tokens, case.shape.in_features),
             randn(self.pattern.nnz, *case.block_shape),
         )
-        self.quantized = functional.quantize(self.x, self.dtype)
+        self.inside = case.precision == "float8_scaled"  # scales of the sums
+        self.quantized = self.quantize()
         self.weight = randn(*self.pattern.shape)  # of the dense layer
-        self.values, self.scales = storage.quantize(
-            self.blocks, self.dtype, per="feature", pattern=self.pattern
-        )
+        per, pattern = ("block", None) if self.inside else ("feature", self.pattern)
+        self.values, scales = storage.quantize(self.blocks, self.dtype, per=per, pattern=pattern)
+        self.scales = scales[:, None] if self.inside else scales
+
+    def quantize(self) -> tuple[Tensor, Tensor]:
+        return functional.quantize(self.x, self.dtype, per="group" if self.inside else "token")
 
     def sparse(self, fast: bool = True) -> Tensor:
         """Multiply x that is there in 8 bits."""
         pattern = prepared(self.pattern.index_on(self.x.device))
-        quantized = *self.quantized, fast
-        return dds_quantized(
-            self.x, self.values, pattern, None, None, 0, False, self.scales, None, *quantized
-        )
+        stored = self.scales, None, None, *self.quantized, fast
+        return dds_quantized(self.x, self.values, pattern, None, None, 0, False, *stored)
 
     def sparse_bf16(self) -> Tensor:
         return functional.linear(self.x, self.blocks, self.pattern)
@@ -97,13 +101,34 @@ class Layer:
         rows, cols = self.pattern.grid
         weight = torch.zeros(rows, cols, bn, bk, device="cuda")
         row, col = (index.cuda() for index in self.pattern.block_indices())
-        weight[row, col] = self.values.float()
-        weight = weight.transpose(1, 2).reshape(self.pattern.shape) * self.scales[:, None]
-        return (values.float() * scales[:, None]) @ weight.t()
+        weight[row, col] = self.values.float() * (self.scales[:, None] if self.inside else 1)
+        weight = weight.transpose(1, 2).reshape(self.pattern.shape)
+        if self.inside:
+            return (values.float() * scales.repeat_interleave(GROUP, 1)) @ weight.t()
+        return (values.float() * scales[:, None]) @ (weight * self.scales[:, None]).t()
 
 
 def dense_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     """PyTorch's products in 8 bits of a dense weight, by what they multiply."""
+    if layer.inside:
+        return {"dense": scaled_call(layer), "dense_by_row": row_calls(layer)["dense"]}
+    return row_calls(layer)
+
+
+def scaled_call(layer: Layer) -> Callable[[], Tensor]:
+    """PyTorch's product with scales inside of the sums."""
+    x, of_x = layer.quantized
+    out_features, in_features = layer.weight.shape
+    tiles = layer.weight.view(out_features // GROUP, GROUP, in_features // GROUP, GROUP).transpose(1, 2)
+    stored, of_w = storage.quantize(tiles.reshape(-1, GROUP, GROUP), layer.dtype, per="block")
+    w = stored.view(tiles.shape).transpose(1, 2).reshape(layer.weight.shape)
+    of_w = of_w.view(tiles.shape[:2])
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return partial(F.scaled_mm, x, w.t(), of_x, recipes[0], of_w.t(), recipes[1])
+
+
+def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
+    """PyTorch's products with a scale for each row of both factors."""
     x, of_x = functional.quantize(layer.x, torch.float8_e4m3fn)
     w, of_w = functional.quantize(layer.weight, torch.float8_e4m3fn)
     factors = x, w.t(), of_x[:, None], of_w[None]
@@ -117,7 +142,9 @@ def dense_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
     parser = budgeted_parser(__doc__, "eight_bits.json", 540.0)
-    parser.add_argument("--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help="(int8,float8)")
+    parser.add_argument(
+        "--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help=f"({','.join(QUANTIZED)})"
+    )
     parser.add_argument("--shapes", type=subset(SHAPES), default=tuple(SHAPES), help=f"of {','.join(SHAPES)}")
     parser.add_argument("--blocks", type=block_list, default=block_list("128,64,32"), help="(128,64,32)")
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
@@ -134,6 +161,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
     cases = [
         Case("dds_nt", *one, "random", "row")
         for one in product(arguments.dtypes, shapes, arguments.blocks, arguments.densities)
+        if one[0] != "float8_scaled" or one[2] == (GROUP, GROUP)
     ]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
@@ -150,18 +178,15 @@ def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
     exact = layer.exact()
     errors = {case.precision: relative_error(poisoned(layer.sparse), exact)}
     calls = dense_calls(layer)
-    others = {
-        "dense_exact": calls["dense_exact"],
-        "dense_bf16": layer.dense_bf16,
-        "sparse_bf16": layer.sparse_bf16,
-    }
-    others["quantize"] = lambda: functional.quantize(layer.x, layer.dtype)[0]
+    dense = calls.pop("dense")
+    others = {**calls, "dense_bf16": layer.dense_bf16, "sparse_bf16": layer.sparse_bf16}
+    others["quantize"] = lambda: layer.quantize()[0]
     if case.precision == "float8":
         promoted = partial(layer.sparse, False)
         errors["float8 promoted"] = relative_error(poisoned(promoted), exact)
         others["promoted"] = promoted
     del exact
-    times = steady_times(layer.sparse, calls["dense"], timer, REPETITIONS)
+    times = steady_times(layer.sparse, dense, timer, REPETITIONS)
     found = {f"{name}_us": round(timer.microseconds(call, REPETITIONS), 2) for name, call in others.items()}
     dense_us = sum(times.dense_us) / 2
     return {

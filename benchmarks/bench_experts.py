@@ -52,6 +52,7 @@ LAYER = {  # Qwen3-30B-A3B
     "norm_topk_prob": True,
 }
 ROUTINGS = ("even", "zipf")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WRONG = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # relative Frobenius norm of the difference
 WARM_UP_CALLS = 3
 
@@ -85,15 +86,17 @@ class Case:
     shape: Shape
     block_shape: tuple[int, int]
     density: float
+    dtype: str
     routing: str
 
     def __str__(self) -> str:
         bn, bk = self.block_shape
-        return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.routing}"
+        return f"{self.shape.name:10} {f'{bn}x{bk}':7} {self.density:<4g} {self.dtype} {self.routing}"
 
     def record(self) -> dict[str, Any]:
         """Return what is written of it, with results to come."""
-        own = {"block_shape": list(self.block_shape), "density": self.density, "routing": self.routing}
+        own = {"block_shape": list(self.block_shape), "density": self.density}
+        own |= {"dtype": self.dtype, "routing": self.routing}
         return {"shape": self.shape.name, **self.shape._asdict(), **own, "results": []}
 
 
@@ -103,8 +106,8 @@ class Operands:
     Tokens are sorted by expert; ``offsets`` [E + 1] and the counts that the host knows say where they change.
     """
 
-    def __init__(self, case: Case, device: str, dtype: torch.dtype, seed: int) -> None:
-        shape = case.shape
+    def __init__(self, case: Case, device: str, seed: int) -> None:
+        shape, dtype = case.shape, DTYPES[case.dtype]
         generator = torch.Generator().manual_seed(seed)
         self.pattern = BlockPattern.random(
             (shape.experts * shape.out_features, shape.in_features),
@@ -161,27 +164,29 @@ class LayerCase:
     tokens: int
     block_shape: tuple[int, int]
     density: float
+    dtype: str
 
     def __str__(self) -> str:
         bn, bk = self.block_shape
-        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g}"
+        return f"layer, {self.tokens} tokens {f'{bn}x{bk}':7} {self.density:<4g} {self.dtype}"
 
     def record(self) -> dict[str, Any]:
         """Return what is written of it, with results to come."""
         own = {"tokens": self.tokens, "block_shape": list(self.block_shape), "density": self.density}
+        own["dtype"] = self.dtype
         return {"shape": "layer", **LAYER, **own, "results": []}
 
-    def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    def make(self, device: str) -> tuple[nn.Module, nn.Module]:
         """Return the dense layer, by grouped products, and the sparse one with its best blocks."""
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
         config = Qwen3MoeConfig(**LAYER)
         config._experts_implementation = "grouped_mm"
-        dense = Qwen3MoeSparseMoeBlock(config)
+        with torch.device(device):
+            dense = Qwen3MoeSparseMoeBlock(config).to(DTYPES[self.dtype])
         for parameter in dense.parameters():
             nn.init.normal_(parameter, std=0.02)
-        dense = dense.to(device, dtype)
         sparse = copy.deepcopy(dense)
         sparse.experts = BlockSparseExperts.from_experts(
             dense.experts, self.density, block_shape=self.block_shape
@@ -201,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = budgeted_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: float32 and the loop (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
+    add("--dtypes", type=subset(DTYPES), default=(), help="of bf16,fp32 (bf16 on a GPU, fp32 on a CPU)")
     add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     add(
         "--shapes",
@@ -238,7 +244,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer: Timer = CudaTimer() if on_gpu else HostTimer()
     if on_gpu:
         warm_up()
-    axes = arguments.blocks, arguments.densities
+    else:
+        document["environment"]["threads"] = torch.get_num_threads()
+    axes = arguments.blocks, arguments.densities, arguments.dtypes or ("bf16" if on_gpu else "fp32",)
     cases: list[Case | LayerCase] = []
     if "products" in arguments.sections:
         cases += [Case(*parts) for parts in product(arguments.shapes, *axes, arguments.routings)]
@@ -256,8 +264,8 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace) -> None:
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    operands = Operands(case, arguments.device, dtype, arguments.seed)
+    dtype = DTYPES[case.dtype]
+    operands = Operands(case, arguments.device, arguments.seed)
     record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
     calls = {op: _sparse(op, operands) for op in arguments.ops}
     errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
@@ -276,9 +284,9 @@ def _measure(
     op: str, sparse: Callable[[], Tensor], operands: Operands, timer: Timer, repetitions: int
 ) -> dict[str, Any]:
     """Microseconds of the sparse product and of the dense ways."""
-    loop = _captured(_loop(op, operands))
-    grouped = loop if not operands.x.is_cuda else _captured(_grouped(op, operands))
-    times = steady_times(_captured(sparse), grouped, timer, repetitions, loop=loop)
+    loop = captured(_loop(op, operands))
+    grouped = loop if not operands.x.is_cuda else captured(_grouped(op, operands))
+    times = steady_times(captured(sparse), grouped, timer, repetitions, loop=loop)
     dense = {name: sum(around) / 2 for name, around in times.beside.items()}
     return {
         "t_us": round(times.sparse_us, 2),
@@ -292,9 +300,9 @@ def _measure(
 def _measure_layer(
     case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
 ) -> None:
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    dtype = DTYPES[case.dtype]
     torch.manual_seed(arguments.seed)
-    dense, sparse = case.make(arguments.device, dtype)
+    dense, sparse = case.make(arguments.device)
     size = 1, case.tokens, LAYER["hidden_size"]
     x, dy = (torch.randn(size, dtype=dtype, device=arguments.device) for _ in range(2))
     error = _error_of_layer(dense, sparse, x)
@@ -302,7 +310,7 @@ def _measure_layer(
         result: dict[str, Any] = {"op": op}
         record["results"].append(result)
         with recording(result, op):
-            sparse_call, dense_call = (_captured(call(layer, x, dy)) for layer in (sparse, dense))
+            sparse_call, dense_call = (captured(call(layer, x, dy)) for layer in (sparse, dense))
             times = steady_times(sparse_call, dense_call, timer, arguments.repetitions)
             result |= {
                 "t_us": round(times.sparse_us, 2),
@@ -355,25 +363,30 @@ def _grouped(op: str, operands: Operands) -> Callable[[], Tensor]:
 
 
 def _loop(op: str, operands: Operands) -> Callable[[], Tensor]:
-    """One dense product for each expert that has tokens; the host knows their numbers."""
-    y, dx, dw = (torch.zeros_like(one) for one in (operands.dy, operands.x, operands.weight))
-    parts = [tensor.split(operands.counts) for tensor in (operands.x, operands.dy, y, dx)]
-    experts = [parts for parts in zip(operands.weight, dw, *parts, strict=True) if len(parts[2])]
+    """One dense product for each expert that has tokens; the host knows their numbers.
 
-    def forward() -> Tensor:
-        for weight, _, x, _, y_part, _ in experts:
-            torch.mm(x, weight.T, out=y_part)
-        return y
+    Results are new in each call, as those of the other ways are: on a CPU memory that is new costs time.
+    """
+    counts, weight = operands.counts, operands.weight
 
-    def gradient_of_x() -> Tensor:
-        for weight, _, _, dy, _, dx_part in experts:
-            torch.mm(dy, weight, out=dx_part)
-        return dx
+    def products(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+        result = torch.empty_like(like)
+        for x, w, out in zip(left.split(counts), right, result.split(counts), strict=True):
+            if len(x):
+                torch.mm(x, w, out=out)
+        return result
 
     def gradient_of_weight() -> Tensor:
-        for _, dw_part, x, dy, _, _ in experts:
-            torch.mm(dy.T, x, out=dw_part)
-        return dw
+        result = torch.empty_like(weight)
+        for dy, x, out in zip(operands.dy.split(counts), operands.x.split(counts), result, strict=True):
+            torch.mm(dy.T, x, out=out)  # zeros without tokens
+        return result
+
+    def forward() -> Tensor:
+        return products(operands.x, weight.mT, operands.dy)
+
+    def gradient_of_x() -> Tensor:
+        return products(operands.dy, weight, operands.x)
 
     return {"forward": forward, "dx": gradient_of_x, "dw": gradient_of_weight}[op]
 
@@ -392,7 +405,7 @@ def _exact(op: str, operands: Operands) -> Tensor:
     return blocks[operands.pattern.block_indices()]
 
 
-def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return the replay of a CUDA graph of a call, so that the host's time does not count."""
     if not call().is_cuda:
         return call

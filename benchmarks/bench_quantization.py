@@ -15,13 +15,14 @@ import copy
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import recording, run_benchmark, write_json
-from torch import nn
+from torch import Tensor, nn
 
 import tilesparse as ts
 from tilesparse._replay.batches import moved
@@ -166,6 +167,9 @@ def measure(
         if activations is not None:  # what of it is due to the weights
             model = converted(model, "plain", None)
             note(storage=storage, activations=None, calibrated=False, **subject.measured(model))
+        if activations == "int8":
+            with static_scales(model, subject.calibration):
+                note(storage=storage, activations="int8, static", calibrated=True, **subject.measured(model))
         model, start = copy.deepcopy(sparse), time.perf_counter()
         report = ts.quantize_(model, subject.calibration, layers=subject.layers, **stored)
         seconds, layers = time.perf_counter() - start, report.layers
@@ -190,6 +194,37 @@ def converted(model: nn.Module, storage: str, activations: str | None) -> nn.Mod
         if isinstance(layer, ts.BlockSparseLinear):
             layer.to_storage(storage, activations=activations)
     return other
+
+
+@contextmanager
+def static_scales(model: nn.Module, batches: Sequence[Any]) -> Iterator[None]:
+    """Round inputs of layers to int8 with one scale for all tokens: the largest of the calibration data's.
+
+    No kernel computes this; it shows what scales by token, found in every call, are worth.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, ts.BlockSparseLinear)]
+    largest = dict.fromkeys(layers, 0.0)
+
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        largest[layer] = max(largest[layer], inputs[0].abs().amax().item())
+
+    def rounded(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        scale = largest[layer] / 127
+        return ((inputs[0] / scale).round().clamp(-127, 127) * scale,)
+
+    device = next(model.parameters()).device
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
+    with torch.no_grad():
+        for batch in moved(list(batches), device):
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
+    for hook in hooks:
+        hook.remove()
+    hooks = [layer.register_forward_pre_hook(rounded) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace) -> nn.Module:

@@ -55,6 +55,24 @@ def eight_bit_products() -> str:
     return table([*header, "sparse bfloat16", "quantizing x", "η"], lines)
 
 
+def eight_bits_8_0() -> str:
+    """The kernels for compute capability 8.0 on a newer GPU: µs in int8 and in bfloat16."""
+    lines = []
+    for case in cases("h100_sm80_int8.json"):
+        (one,) = case["results"]
+        lines.append(
+            [
+                f"{case['tokens']}×{case['out_features']}×{case['in_features']}",
+                f"{case['block_shape'][0]}",
+                short(case["requested_density"]),
+                f"{one['sparse_bf16_us']:.0f}",
+                f"{one['sparse_us']:.0f}",
+                f"{one['sparse_bf16_us'] / one['sparse_us']:.2f}×",
+            ]
+        )
+    return table(["layer", "block", "density", "bfloat16", "int8", "speedup"], lines)
+
+
 def eight_bit_models() -> str:
     """Whole models with weights and activations in int8, beside dense float8."""
     lines = [
@@ -107,6 +125,14 @@ def quantized_minilm() -> str:
     return _quality("cpu_quantization_minilm.json", lambda one, _: f"{one:.4f}".removeprefix("0"))
 
 
+def quantized_smollm2() -> str:
+    """Perplexities of SmolLM2 by text, and what they are over those of dense blocks."""
+    return _quality(
+        "h100_quantization_smollm2.json",
+        lambda one, plain: f"{one:.2f}" if one == plain else f"{one:.2f} ({100 * (one / plain - 1):+.1f} %)",
+    )
+
+
 def _quality(file: str, shown: Callable[[float, float], str]) -> str:
     """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
     lines = []
@@ -114,11 +140,13 @@ def _quality(file: str, shown: Callable[[float, float], str]) -> str:
         plain = case["results"][0]
         for one in case["results"]:
             by = "`quantize_`" if one.get("calibrated") else "`to_storage`"
+            if "static" in (one["activations"] or ""):
+                by = "the largest"
             lines.append(
                 [
                     short(case["density"]),
                     one["storage"].removesuffix("_e4m3fn"),
-                    (one["activations"] or "-").removesuffix("_e4m3fn"),
+                    (one["activations"] or "-").replace("_e4m3fn", ""),
                     "" if one is plain else by,
                     *(shown(one[text], plain[text]) for text in ("reference", "docstrings")),
                 ]
@@ -146,8 +174,10 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
     for maker in (
         eight_bits,
         eight_bit_products,
+        eight_bits_8_0,
         eight_bit_models,
         four_bits,
         quantized_minilm,
+        quantized_smollm2,
     )
 }

@@ -1,6 +1,7 @@
 // Checks of single fields, which descriptors of products and of element-wise functions have in common.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -33,6 +34,12 @@ inline void check_features(int64_t features, int32_t block, const char* name, co
                            DeviceType device) {
     check_extent(features, name, device);
     require(features % block == 0, name, " must be a multiple of ", block_name, ", got ", features);
+}
+
+// Of scales [features / kScaleGroup][ld].
+inline void check_scales_ld(int64_t ld, int64_t tokens, const char* name) {
+    const int64_t least = std::max<int64_t>(tokens, 1);
+    require(ld >= least && ld <= kMaxExtent, name, " must be ", least, " to ", kMaxExtent, ", got ", ld);
 }
 
 // No address space holds more elements, and nothing that is worked out from so many overflows.

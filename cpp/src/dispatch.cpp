@@ -46,9 +46,8 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     }
     if (kernel.device != device.type) return "it is for another kind of device";
     if (!kernel.covers(problem.op)) return "it computes another product";
-    if (!(kernel.grouped >> problem.grouped() & 1))
-        return problem.grouped() ? "it computes no grouped products" : "it computes grouped products";
     if (!kernel.covers(problem.input_dtype)) return "it computes another dtype";
+    if (const char* reason = kernel.refuses_form(problem)) return reason;
     if (!kernel.writes(problem.result_dtype, problem.input_dtype)) return "its results have another dtype";
     if (device.type == DeviceType::cuda) {
         if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision)
@@ -242,6 +241,10 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
 Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
     result.values = {dense, nullptr, nullptr, {}, problem.input_dtype, Storage::dense};
+    if (is_quantized(problem.input_dtype)) {  // scales stay outside of the sums
+        result.values.scales = problem.values.scales;
+        result.values.scales_per = problem.values.scales_per;
+    }
     result.packed = nullptr;
     return result;
 }

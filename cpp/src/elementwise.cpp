@@ -72,6 +72,18 @@ Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized
     return of;
 }
 
+Quantization check_group_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                      int64_t features, const ts_matrix* x, const ts_matrix* quantized,
+                                      int64_t scales_ld) {
+    Quantization of = check_quantization(device, dtype, quantized_dtype, tokens, features, x, quantized);
+    require(of.quantized_dtype == DType::float8_e4m3fn, "quantized_dtype must be ", TS_FLOAT8_E4M3FN,
+            " for scales of groups, got ", quantized_dtype);
+    check_features(features, kScaleGroup, "features", "128", of.device);
+    check_scales_ld(scales_ld, tokens, "scales_ld");
+    of.scales_ld = scales_ld;
+    return of;
+}
+
 GroupSums check_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
                            int64_t features, int64_t groups, const ts_matrix* y) {
     GroupSums of{};

@@ -12,7 +12,7 @@ namespace ts {
 namespace {
 
 // All in which a problem must agree with one that was measured, but for the device's name.
-using Key = std::array<int64_t, 16>;
+using Key = std::array<int64_t, 17>;
 
 Key key_of(const Problem& problem, const Device& device) {
     const Pattern& pattern = problem.pattern;
@@ -32,6 +32,7 @@ Key key_of(const Problem& problem, const Device& device) {
             pattern.block_rows,
             pattern.block_cols,
             problem.grouped() ? pattern.groups : 0,
+            problem.scales_inside() ? 1 : 0,
             number(std::bit_ceil(static_cast<uint64_t>(problem.tokens)))};
 }
 

@@ -82,9 +82,17 @@ Span array_span(const void* data, int64_t bytes, int element_bytes, const char* 
     return span_of(data, bytes, name, device);
 }
 
+// Lines of scales of tokens.
+Span scale_span(const float* scales, int64_t lines, int64_t ld, int64_t tokens, const char* name,
+                DeviceType device) {
+    const int64_t elements = lines == 0 || tokens == 0 ? 0 : (lines - 1) * ld + tokens;
+    return array_span(scales, elements * int64_t{sizeof(float)}, sizeof(float), name, device);
+}
+
 Span x_scale_span(const Problem& problem) {
     if (!is_quantized(problem.input_dtype)) return {};
-    return array_span(problem.x_scales, problem.tokens * int64_t{sizeof(float)}, sizeof(float), "x_scales",
+    const int64_t lines = problem.scales_inside() ? problem.k_size() / kScaleGroup : 1;
+    return scale_span(problem.x_scales, lines, problem.x_scales_ld, problem.tokens, "x_scales",
                       problem.device);
 }
 
@@ -270,8 +278,9 @@ void check_operands(const Quantization& of) {
     };
     const Operand x = span("x", of.x, of.dtype),
                   quantized = span("quantized", of.quantized, of.quantized_dtype);
-    require(of.tokens == 0 || of.scales != nullptr, "scales must not be null");
-    const Operand scales{"scales", vector_span(of.scales, of.tokens, DType::float32, "scales")};
+    const int64_t lines = of.in_groups() ? of.features / kScaleGroup : 1;
+    const Operand scales{"scales", scale_span(of.scales, lines, of.scales_ld, of.tokens, "scales",
+                                              DeviceType::cpu)};  // aligned to one element
     check_apart(x, quantized);
     check_apart(x, scales);
     check_apart(quantized, scales);

@@ -32,12 +32,14 @@ DType check_own_dtype(int32_t value, DType activations, int32_t count, const cha
 // Values that are multiplied with x in 8 bits.
 void check_like_input(Storage storage, DType dtype, ScalesPer scales_per, const Problem& problem) {
     const char* const input = to_string(problem.input_dtype);
+    const auto per = problem.scales_inside() ? ScalesPer::block : ScalesPer::feature;
     require(dtype == problem.input_dtype, "values_dtype must be that of x, ", input, ", got ",
             to_string(dtype));
-    require(storage == Storage::dense, "storage must be 0 for x of ", input, ", got ",
-            static_cast<int32_t>(storage));
-    require(scales_per == ScalesPer::feature, "row_scales must be ", TS_SCALES_PER_FEATURE, " for x of ",
-            input, ", got ", static_cast<int32_t>(scales_per));
+    require(storage == Storage::dense || !problem.scales_inside(), "storage must be 0 for x of ", input,
+            " with scales inside of the sums, got ", static_cast<int32_t>(storage));
+    require(scales_per == per, "row_scales must be ", static_cast<int32_t>(per), " for x of ", input,
+            problem.scales_inside() ? " with scales inside of the sums" : "", ", got ",
+            static_cast<int32_t>(scales_per));
 }
 
 Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
@@ -79,8 +81,22 @@ DType check_input_dtype(const ts_matmul_desc& desc, Op op) {
     return check_enum<DType>(desc.dtype, count, "dtype");
 }
 
-// What holds of the rest where x has 8 bits, and of x_scales where it has not.
+// What holds where scales are inside of the sums.
+void check_inner_scales(const ts_matmul_desc& desc, const Problem& problem) {
+    const Pattern& pattern = problem.pattern;
+    require(problem.input_dtype == DType::float8_e4m3fn, "x_scales_ld must be 0 for x of ",
+            to_string(problem.input_dtype), ", got ", desc.x_scales_ld);
+    require(pattern.block_rows == kScaleGroup && pattern.block_cols == kScaleGroup,
+            "x_scales_ld must be 0 unless blocks are 128 x 128, got ", desc.x_scales_ld, " for blocks of ",
+            pattern.block_rows, " x ", pattern.block_cols);
+    check_scales_ld(desc.x_scales_ld, problem.tokens, "x_scales_ld");
+    require(problem.device == DeviceType::cpu || desc.x_scales_ld % 4 == 0,
+            "x_scales_ld must be a multiple of 16 bytes, got ", desc.x_scales_ld, " elements of 4 bytes");
+}
+
+// What holds of the rest where x has 8 bits, and of its scales where it has not.
 void check_quantized_input(const ts_matmul_desc& desc, const Problem& problem) {
+    if (desc.x_scales_ld != 0) check_inner_scales(desc, problem);
     if (!is_quantized(problem.input_dtype))
         return require(desc.x_scales == nullptr, "x_scales must be null for x of ",
                        to_string(problem.input_dtype));
@@ -204,6 +220,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.y = check_matrix(desc.y, problem.tokens, outs, "y");
     check_quantized_input(desc, problem);
     problem.x_scales = desc.x_scales;
+    problem.x_scales_ld = desc.x_scales_ld;
     problem.values = check_storage(desc, problem);
     problem.offsets = desc.group_offsets;
     problem.packed = desc.packed;

@@ -41,6 +41,11 @@ GroupSums check_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, 
 Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
                                 int64_t features, const ts_matrix* x, const ts_matrix* quantized);
 
+// Likewise of ts_quantize_groups.
+Quantization check_group_quantization(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                      int64_t features, const ts_matrix* x, const ts_matrix* quantized,
+                                      int64_t scales_ld);
+
 // Checks the properties of a device that a caller describes.
 NamedDevice check_device(const ts_device_info& info);
 

@@ -20,15 +20,19 @@ void quantize_on_host(const Quantization& of) {
     const bool to_float8 = of.quantized_dtype == DType::float8_e4m3fn;
     const auto* const x = static_cast<const std::byte*>(of.x.data);
     auto* const quantized = static_cast<uint8_t*>(of.quantized.data);
+    const int64_t width = of.in_groups() ? kScaleGroup : of.features;  // of what has one scale
+    const int64_t groups = of.in_groups() ? of.features / width : 1;
     for_each(of.tokens, [&](int64_t token) {
-        const std::byte* const from = x + token * of.x.ld * element_size(of.dtype);
-        const uint32_t most = steps.largest_magnitude(from, of.features);
-        const bool finite = most < kInfinity;
-        const float scale = std::fmax(std::bit_cast<float>(most) / quantize::largest_of(of.quantized_dtype),
-                                      quantize::kLeastScale);
-        of.scales[token] = finite ? scale : std::nanf("");
-        steps.quantize({from, of.features, to_float8, finite ? 1.0f / scale : 0.0f,
-                        quantized + token * of.quantized.ld});
+        for (int64_t group = 0; group < groups; ++group) {
+            const std::byte* const from = x + (token * of.x.ld + group * width) * element_size(of.dtype);
+            const uint32_t most = steps.largest_magnitude(from, width);
+            const bool finite = most < kInfinity;
+            const float scale = std::fmax(
+                std::bit_cast<float>(most) / quantize::largest_of(of.quantized_dtype), quantize::kLeastScale);
+            of.scales[group * of.scales_ld + token] = finite ? scale : std::nanf("");
+            steps.quantize({from, width, to_float8, finite ? 1.0f / scale : 0.0f,
+                            quantized + token * of.quantized.ld + group * width});
+        }
     });
 }
 

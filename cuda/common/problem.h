@@ -30,13 +30,18 @@ enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
-// and then added to other registers (promoted), which rounds where tensor cores cut off.
-enum class Accumulation : int32_t { kept = 0, promoted = 1 };
+// and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
+// scales of the step (scaled).
+enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2 };
 
 // True if values of it have scales.
 constexpr bool is_quantized(DType dtype) {
     return dtype == DType::int8 || dtype == DType::float8_e4m3fn || dtype == DType::int4;
 }
+
+// Of scales inside of the sums: so many k of a token have one of x, and blocks, which have as many features
+// and k, one of W.
+constexpr int kScaleGroup = 128;
 
 // How many values a stored element holds.
 constexpr int values_of_element(DType dtype) { return dtype == DType::int4 ? 2 : 1; }
@@ -142,7 +147,8 @@ struct Problem {
     Matrix x;
     Matrix y;
     Values values;
-    const float* x_scales;   // of each token, where x has 8 bits
+    const float* x_scales;   // where x has 8 bits: of each token, or of each kScaleGroup of k of a token
+    int64_t x_scales_ld;     // of the latter, [k / kScaleGroup][x_scales_ld]; 0: of each token
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
@@ -165,6 +171,9 @@ struct Problem {
     int32_t row_block() const { return forward() ? pattern.block_rows : pattern.block_cols; }  // features
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
     const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
+
+    // Whether scales are inside of the sums.
+    bool scales_inside() const { return x_scales_ld > 0; }
 
     DType x_dtype() const { return op == Op::dds_nn ? result_dtype : input_dtype; }
     DType y_dtype() const { return op == Op::dds_nt ? result_dtype : input_dtype; }
@@ -248,8 +257,9 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&, const Decision&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
-    bool splits = false;            // the sums of few tiles into parts, see part_count
-    uint32_t grouped = bits_of(0);  // bit 0: products with one weight, bit 1: grouped ones
+    bool splits = false;                  // the sums of few tiles into parts, see part_count
+    uint32_t grouped = bits_of(0);        // bit 0: products with one weight, bit 1: grouped ones
+    uint32_t scales_inside = bits_of(0);  // bit 0: scales of x outside of the sums or none, bit 1: inside
     // What of values and results it computes with; the dtypes are bits, 0 for the input's.
     uint32_t storages = bits_of(Storage::dense);
     uint32_t values_dtypes = 0;
@@ -272,6 +282,15 @@ struct Kernel {
     // Whether it multiplies such values as they are.
     bool covers(const Values& values, DType input) const {
         return is_among(values_dtypes, values.dtype, input) && covers(values.storage);
+    }
+    // Why it is for products of another form, or nullptr: grouped ones, or scales of x elsewhere.
+    const char* refuses_form(const Problem& problem) const {
+        if (!(grouped >> problem.grouped() & 1))
+            return problem.grouped() ? "it computes no grouped products" : "it computes grouped products";
+        if (!(scales_inside >> problem.scales_inside() & 1))
+            return problem.scales_inside() ? "its scales are outside of the sums"
+                                           : "its scales are inside of the sums";
+        return nullptr;
     }
     bool writes(DType result, DType input) const { return is_among(result_dtypes, result, input); }
 

@@ -1,6 +1,7 @@
-// x [tokens, features] -> quantized [tokens, features] in 8 bits, scales [tokens].
-// A CTA quantizes one token. It reads x once: each thread keeps its part in registers while the CTA finds the
-// largest magnitude. Only tokens of more than 64 KiB are read a second time, beyond what registers hold.
+// x [tokens, features] -> quantized [tokens, features] in 8 bits, with scales [tokens] or
+// [groups][scales_ld]. Of tokens: a CTA quantizes one token. It reads x once: each thread keeps its part in
+// registers while the CTA finds the largest magnitude. Only tokens of more than 64 KiB are read a second
+// time, beyond what registers hold.
 #include "elementwise/quantize.h"
 
 #include <cuda_bf16.h>
@@ -86,6 +87,17 @@ __device__ inline void store(const Elements<Element>& x, float inverse, uint32_t
         *to = words[0];
 }
 
+// The scale of what has this largest magnitude, and what it is multiplied by.
+struct Scale {
+    float stored, inverse;
+    __device__ Scale(uint32_t most, float largest) {
+        const bool finite = most < kInfinity;
+        const float scale = fmaxf(__fdiv_rn(__uint_as_float(most), largest), kLeastScale);
+        stored = finite ? scale : __uint_as_float(0x7fc00000);
+        inverse = finite ? __frcp_rn(scale) : 0.0f;
+    }
+};
+
 template <class Element, class Quantized>
 __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const __grid_constant__ Quantization of) {
     const int64_t token = blockIdx.x;
@@ -110,17 +122,59 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const __grid_cons
     for (int i = beyond; i < vectors; i += threads) most = max(most, largest_magnitude(read(i)));
     most = largest_of_all(most);
 
-    constexpr float kLargest = std::is_same_v<Quantized, int8_t> ? 127.0f : 448.0f;
-    const bool finite = most < kInfinity;
-    const float scale = fmaxf(__fdiv_rn(__uint_as_float(most), kLargest), kLeastScale);
-    const float inverse = finite ? __frcp_rn(scale) : 0.0f;
-    if (threadIdx.x == 0) of.scales[token] = finite ? scale : __uint_as_float(0x7fc00000);
+    const Scale scale(most, std::is_same_v<Quantized, int8_t> ? 127.0f : 448.0f);
+    if (threadIdx.x == 0) of.scales[token] = scale.stored;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
         const int at = threadIdx.x + i * threads;
-        if (at < vectors) store<Quantized>(kept[i], inverse, place(at));
+        if (at < vectors) store<Quantized>(kept[i], scale.inverse, place(at));
     }
-    for (int i = beyond; i < vectors; i += threads) store<Quantized>(read(i), inverse, place(i));
+    for (int i = beyond; i < vectors; i += threads) store<Quantized>(read(i), scale.inverse, place(i));
+}
+
+// Of groups: a warp takes so many features of a token, a CTA those of some tokens, whose scales lie side by
+// side. Lanes that share a group find its largest magnitude.
+constexpr int kGroupWarps = 8;
+template <class Element>
+constexpr int kWarpFeatures = kKept * kWarp * kWidth<Element>;
+
+template <class Element>
+__global__ void __launch_bounds__(kGroupWarps* kWarp)
+    quantize_groups_kernel(const __grid_constant__ Quantization of) {
+    constexpr int kSharers = kScaleGroup / kWidth<Element>;
+    const int lane = threadIdx.x % kWarp;
+    const auto chunks = static_cast<int>((of.features - 1) / kWarpFeatures<Element> + 1);
+    const int64_t token = int64_t{blockIdx.x} / chunks * kGroupWarps + threadIdx.x / kWarp;
+    if (token >= of.tokens) return;
+    const int64_t first = int64_t{blockIdx.x % chunks} * kWarpFeatures<Element> + lane * kWidth<Element>;
+    const auto* const x = static_cast<const Element*>(of.x.data) + token * of.x.ld;
+    auto* const to = static_cast<char*>(of.quantized.data) + token * of.quantized.ld;
+    const auto feature = [&](int i) { return first + i * kWarp * kWidth<Element>; };
+
+    Elements<Element> kept[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        kept[i].vector =
+            feature(i) < of.features ? __ldg(reinterpret_cast<const uint4*>(x + feature(i))) : uint4{};
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+        uint32_t most = largest_magnitude(kept[i]);
+#pragma unroll
+        for (int distance = kSharers / 2; distance > 0; distance /= 2)
+            most = max(most, __shfl_xor_sync(~0u, most, distance));
+        const Scale scale(most, 448.0f);
+        if (feature(i) >= of.features) continue;
+        if (lane % kSharers == 0) of.scales[feature(i) / kScaleGroup * of.scales_ld + token] = scale.stored;
+        store<__nv_fp8_e4m3>(kept[i], scale.inverse, reinterpret_cast<uint32_t*>(to + feature(i)));
+    }
+}
+
+template <class Element>
+int32_t run_groups(const Quantization& of, void* stream) {
+    if (of.features == 0) return cudaSuccess;
+    const int64_t chunks = (of.features - 1) / kWarpFeatures<Element> + 1;
+    const int64_t rows = (of.tokens - 1) / kGroupWarps + 1;
+    return launch_kernel(quantize_groups_kernel<Element>, chunks * rows, kGroupWarps * kWarp, stream, of);
 }
 
 using Kernel = void (*)(Quantization);
@@ -135,6 +189,10 @@ Kernel kernel_of(DType quantized) {
 
 int32_t run(const Quantization& of, void* stream) {
     if (of.tokens == 0) return cudaSuccess;
+    if (of.in_groups())
+        return (of.dtype == DType::float32   ? run_groups<float>
+                : of.dtype == DType::float16 ? run_groups<__half>
+                                             : run_groups<__nv_bfloat16>)(of, stream);
     const Kernel kernel = (of.dtype == DType::float32   ? kernel_of<float>
                            : of.dtype == DType::float16 ? kernel_of<__half>
                                                         : kernel_of<__nv_bfloat16>)(of.quantized_dtype);

@@ -1,4 +1,4 @@
-// Activations in 8 bits with a scale for each token; see ts_quantize.
+// Activations in 8 bits with a scale for each token, or for each kScaleGroup features of it; see ts_quantize.
 #pragma once
 
 #include "common/problem.h"
@@ -14,7 +14,10 @@ struct Quantization {
     int64_t features;
     Matrix x;
     Matrix quantized;
-    float* scales;  // [tokens]
+    float* scales;      // [tokens], or [features / kScaleGroup][scales_ld]
+    int64_t scales_ld;  // 0: of each token
+
+    bool in_groups() const { return scales_ld > 0; }
 };
 
 // Of a scale. Below it x may be subnormal, which some processors take for zero: all of those become zero.

@@ -5,7 +5,8 @@
 // products with float32's error); values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4; float32
 // sums. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (multiplied as fp16, float32
 // sums), times a scale for each token and one for each feature; results row-major or column-major, bf16, fp16
-// or float32.
+// or float32. Or float8_e4m3fn with scales inside of the sums, of 128 k of a token and of a block of 128 x
+// 128, which is a step of a tile: its sums are multiplied by both as they are added to the tile's.
 // A CTA computes tiles of kTileTokens x 128 features, one after another, in bands of 1024 tokens whose
 // activations stay in L2. A tile's features belong to several block rows (see common/plan.h).
 // Warps: 8, which all load and multiply: warps that only load would leave the others 168 registers instead of
@@ -70,6 +71,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
             const uint32_t mask = __ldg(plan.masks + step);
             loader.load();
+            const typename Traits::StepScales scales(arguments, plan, step, work.first_token + warp_token,
+                                                     lane);
             if (!ready) ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
             const uint32_t present = mask >> warp_feature / 4 & kAllPresent<Traits::kFeatureTiles>;
@@ -83,10 +86,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
                                          [&] { ready = ring.full(position.stage).test(position.parity); });
                 empty.arrive();
             } else {
-                accumulate<typename Traits::Math>(sums, [&](typename Traits::Sums& to) {
-                    Traits::Weight::multiply(to, read_input, stage, read_weight, stage + Traits::kInputBytes,
-                                             present);
-                });
+                accumulate<typename Traits::Math>(
+                    sums,
+                    [&](typename Traits::Sums& to) {
+                        Traits::Weight::multiply(to, read_input, stage, read_weight,
+                                                 stage + Traits::kInputBytes, present);
+                    },
+                    scales);
                 ring.empty(position.stage).arrive();
                 position.advance(arguments.stages);
             }
@@ -169,6 +175,7 @@ struct Dds {
         arguments.metadata = problem.values.metadata;
         arguments.scales = problem.values.scales;
         arguments.x_scales = problem.x_scales;
+        arguments.x_scales_ld = problem.x_scales_ld;
         arguments.offsets = problem.offsets;
         arguments.groups = problem.pattern.groups;
         arguments.group_features = static_cast<int>(problem.features());
@@ -185,6 +192,7 @@ struct Dds {
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
         if (!Traits::kQuantized) row.grouped = bits_of(0, 1);
+        if (Traits::kScaled) row.scales_inside = bits_of(1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_tokens = kTileTokens;

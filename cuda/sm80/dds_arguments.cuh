@@ -29,7 +29,8 @@ struct DdsArguments {
     int plan_key;   // that the plan must have
     const uint32_t* metadata;
     const float* scales;    // of each feature, and
-    const float* x_scales;  // of each token, of factors in 8 bits
+    const float* x_scales;  // of each token, of factors in 8 bits; or inside of the sums of each block, and
+    int64_t x_scales_ld;    // of each kScaleGroup of k of a token, [k / kScaleGroup][x_scales_ld]
     // Of grouped products:
     const int32_t* offsets;
     int groups;

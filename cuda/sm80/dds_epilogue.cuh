@@ -17,6 +17,7 @@ class DdsEpilogue {
     using Result = typename Traits::Result;
     using Sums = typename Traits::Sums;
     static constexpr bool kByToken = Traits::Weight::kSumsByToken;
+    static constexpr bool kScales = Traits::kQuantized && !Traits::kScaled;  // sums have none yet
     static constexpr int kTokens = 8;      // of a batch, which is staged at a time
     static constexpr int kNeighbours = 8;  // features or tokens that a lane stores
     static constexpr int kBatches = Traits::kWarpTokens / kTokens;
@@ -50,12 +51,11 @@ class DdsEpilogue {
     struct FeatureScales {
         float2 of[2 * Traits::kFeatureTiles];
     };
-    struct NoScales {};
-    using Scales = std::conditional_t<Traits::kQuantized, FeatureScales, NoScales>;
+    using Scales = std::conditional_t<kScales, FeatureScales, NoScales>;
 
     __device__ Scales scales_of(int first_feature) const {
         Scales scales;
-        if constexpr (Traits::kQuantized) {
+        if constexpr (kScales) {
 #pragma unroll
             for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
                 const int64_t at = output_feature(first_feature + 8 * n + lane_ % 4 * 2);
@@ -68,13 +68,13 @@ class DdsEpilogue {
 
     // That of the token of which a lane has sums, of 8 from one on.
     __device__ float token_scale(int first_token) const {
-        if constexpr (!Traits::kQuantized) return 1;
+        if constexpr (!kScales) return 1;
         return __ldg(arguments_.x_scales + min(first_token + lane_ / 4, arguments_.tokens - 1));
     }
 
     // Two sums, of features 8 n + lane % 4 * 2 on if they have scales. Each product is rounded.
     __device__ static float2 scaled(const Accumulator* sums, float of_token, const Scales& scales, int n) {
-        if constexpr (Traits::kQuantized) {
+        if constexpr (kScales) {
             const auto scale = [&](Accumulator sum, float of_feature) {
                 return __fmul_rn(__fmul_rn(static_cast<float>(sum) * Traits::Math::kSumUnit, of_token),
                                  of_feature);

@@ -1,6 +1,9 @@
 // What follows from the tile of a dds kernel.
 #pragma once
 
+#include <type_traits>
+
+#include "common/plan_view.cuh"
 #include "sm80/async.cuh"
 #include "sm80/dds_weight.cuh"
 #include "sm80/math.cuh"
@@ -8,14 +11,37 @@
 
 namespace ts::sm80 {
 
+// Scales inside of the sums: of a step, whose features and k are one block, times the unit of its sums. Read
+// from memory before its products.
+template <int kTokenTiles, class Math>
+struct StepScales {
+    float of[kTokenTiles][2];  // of a thread's tokens
+
+    __device__ StepScales(const DdsArguments& arguments, const PlanView& plan, int step, int first_token,
+                          int lane) {
+        const int slot = __ldg(plan.slots + step), k = __ldg(plan.k + step);
+        const float* const of_tokens = arguments.x_scales + k / kScaleGroup * arguments.x_scales_ld;
+        const float of_block = __ldg(arguments.scales + slot) * Math::kSumUnit;
+#pragma unroll
+        for (int i = 0; i < 2 * kTokenTiles; ++i) {
+            const int token = min(first_token + 8 * i + lane / 4, arguments.tokens - 1);
+            of[i / 2][i % 2] = __ldg(of_tokens + token) * of_block;
+        }
+    }
+};
+struct UnscaledSteps {
+    __device__ UnscaledSteps(const DdsArguments&, const PlanView&, int, int, int) {}
+};
+
 template <class Math_, class Weight_, int kTileTokens_, int kWarpTokens_, int kWarpFeatures_>
 struct DdsTraits {
     using Math = Math_;
     using Input = typename Math::Input;
     using Accumulator = typename Math::Accumulator;
     using Result = typename Math::Result;
-    static constexpr bool kQuantized = is_quantized(Math::kInput);  // x is, and has scales
-    using Weight = Weight_;                                         // its format, see dds_weight.cuh
+    static constexpr bool kQuantized = is_quantized(Math::kInput);                // x is, and has scales:
+    static constexpr bool kScaled = Math::kAccumulation == Accumulation::scaled;  // inside of the sums
+    using Weight = Weight_;  // its format, see dds_weight.cuh
     static constexpr int kTileTokens = kTileTokens_;
     static constexpr int kTileFeatures = Weight::kFeatures;
     static constexpr int kWarpTokens = kWarpTokens_;
@@ -30,7 +56,9 @@ struct DdsTraits {
     static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
     static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
-    static constexpr bool kSmallWarps = sizeof(Input) <= 2 && kWarpTokens * kWarpFeatures <= 64 * 32;
+    // Scaled sums are twice as many.
+    static constexpr bool kSmallWarps =
+        sizeof(Input) <= 2 && kWarpTokens * kWarpFeatures * (1 + kScaled) <= 64 * 32;
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kTokenTiles = kWarpTokens / 16;
     static constexpr int kFeatureTiles = kWarpFeatures / 16;
@@ -45,6 +73,7 @@ struct DdsTraits {
     using InputReader = typename Weight::template InputReader<InputTile<kRowMajorInput>, kTokenTiles>;
     using WeightReader = typename Weight::template Reader<kFeatureTiles>;
     using Sums = typename Weight::template Sums<kTokenTiles, kFeatureTiles>;
+    using StepScales = std::conditional_t<kScaled, sm80::StepScales<kTokenTiles, Math>, UnscaledSteps>;
 
     static constexpr bool kColumnMajorInput = !kQuantized;  // ldmatrix transposes elements of 16 bits
     static constexpr int kInputBytes = kColumnMajorInput && InputTile<false>::kBytes > InputTile<true>::kBytes

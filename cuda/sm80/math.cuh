@@ -59,7 +59,8 @@ using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x
 // Compute capability 8.0 has no instruction for float8, so its values are multiplied as halves, exactly: of
 // four values of a row that a register holds, the two products of 16 of k take two each. Halves are 2^-8
 // times their values, which saves an instruction for each pair.
-struct f8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float> {
+template <Accumulation kAccumulation>
+struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation> {
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr float kSumUnit = 65536;  // what sums are multiplied by
 
@@ -94,6 +95,9 @@ struct f8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float> {
         return *reinterpret_cast<const uint32_t*>(&pair);
     }
 };
+
+using f8 = Float8<Accumulation::kept>;
+using f8_scaled = Float8<Accumulation::scaled>;
 
 struct tf32 : Uniform<float> {
     static constexpr Precision kPrecision = Precision::tf32;

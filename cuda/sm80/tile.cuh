@@ -126,9 +126,13 @@ __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sum
     }
 }
 
-// Runs `multiply(sums)` for one step, as the accumulation policy has it.
-template <class Math, class Sum, int kMTiles, int kNTiles, class Multiply>
-__device__ inline void accumulate(Accumulators<Sum, kMTiles, kNTiles>& sums, Multiply multiply) {
+struct NoScales {};
+
+// Runs `multiply(sums)` for one step, as the accumulation policy has it. `scales`: of scaled sums, for the
+// two rows of each 16 of which a thread has sums.
+template <class Math, class Sum, int kMTiles, int kNTiles, class Multiply, class Scales = NoScales>
+__device__ inline void accumulate(Accumulators<Sum, kMTiles, kNTiles>& sums, Multiply multiply,
+                                  const Scales& scales = {}) {
     if constexpr (Math::kAccumulation == Accumulation::kept) {
         multiply(sums);
     } else {
@@ -137,8 +141,14 @@ __device__ inline void accumulate(Accumulators<Sum, kMTiles, kNTiles>& sums, Mul
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-            for (int i = 0; i < 8 * kNTiles; ++i)
-                sums[m][i / 8][i / 4 % 2][i % 4] += step[m][i / 8][i / 4 % 2][i % 4];
+            for (int i = 0; i < 8 * kNTiles; ++i) {
+                Sum& sum = sums[m][i / 8][i / 4 % 2][i % 4];
+                const Sum of_step = step[m][i / 8][i / 4 % 2][i % 4];
+                if constexpr (Math::kAccumulation == Accumulation::scaled)
+                    sum = fmaf(of_step, scales.of[m][i / 2 % 2], sum);
+                else
+                    sum += of_step;
+            }
     }
 }
 

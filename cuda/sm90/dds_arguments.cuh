@@ -18,7 +18,8 @@ struct DdsArguments {
     CUtensorMap input_tail;  // column-major: the tokens that do not fill 64
     CUtensorMap values;      // [nnz * block_rows][block_cols]
     CUtensorMap output;
-    CUtensorMap residual;  // or gate
+    CUtensorMap residual;    // or gate
+    CUtensorMap scales_map;  // of x inside of the sums, [k / kScaleGroup][tokens]
     const PlanHeader* plan;
     const void* bias;
     const char* packed;  // the weight in the order of its products, for narrow blocks
@@ -43,7 +44,7 @@ struct DdsArguments {
     int plan_key;              // that the plan must have
     const uint32_t* metadata;  // of compressed values
     const float* x_scales;     // of 8 bits, for each token
-    const float* scales;       // likewise, for each feature of the output
+    const float* scales;       // likewise, for each feature of the output, or inside of the sums each block
     GroupArguments groups;     // of a grouped product, instead of `schedule`
     int group_rows;            // likewise, block rows of each weight
 };

@@ -56,7 +56,7 @@ class DdsConsumer {
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
-    static constexpr bool kPromotes = Traits::Math::kAccumulation == Accumulation::promoted;
+    static constexpr bool kPromotes = Traits::Math::kAccumulation != Accumulation::kept;
 
     __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -115,7 +115,13 @@ class DdsConsumer {
         shared_.weight_ring[warpgroup_].wait_full(weight_);
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
-        if constexpr (Traits::Weight::kInRegisters || kPromotes) {
+        if constexpr (Traits::kScaled) {
+            // Before its products: once they have ended, another warp may give the stage back.
+            const float block = shared_.scales.blocks[warpgroup_][weight_.stage];
+            release_multiplied(sums);
+            products_.start(sums, stage, arguments_, tokens, add);
+            products_.scale(shared_.scales.tokens[input_.stage], block);
+        } else if constexpr (Traits::Weight::kInRegisters || kPromotes) {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
         } else {
@@ -137,8 +143,8 @@ class DdsConsumer {
     __device__ void release_multiplied(Sum (&sums)[Traits::kSums]) {
         cute::warpgroup_wait<0>();  // outside of the condition, or the compiler serialises wgmma
         if (!multiplied_) return;
-        if constexpr (kPromotes) products_.add(sums);
         release(multiplied_input_, multiplied_weight_);
+        if constexpr (kPromotes) products_.add(sums);
         multiplied_ = false;
     }
 

@@ -20,7 +20,7 @@ template <class Traits>
 class DdsEpilogue {
     using Result = typename Traits::Result;
     static constexpr bool kFloat = sizeof(Result) == 4;
-    static constexpr bool kScales = is_quantized(Traits::Math::kInput);
+    static constexpr bool kScales = is_quantized(Traits::Math::kInput) && !Traits::kScaled;
     using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Result>>;
     static constexpr int kSums = Traits::kSums;
 

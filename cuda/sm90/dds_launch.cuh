@@ -52,6 +52,7 @@ struct Dds {
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
+        if (Traits::kScaled) row.scales_inside = bits_of(1);
         row.precision = Math::kPrecision;
         row.tile_tokens = kSpanTokens;
         row.tile_features = kClusterFeatures;
@@ -161,6 +162,8 @@ struct Dds {
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
         arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
+        if constexpr (Traits::kScaled)
+            if (const cudaError_t error = map_scales(arguments, problem)) return error;
         if (const cudaError_t error = map_input(arguments, problem)) return error;
         return Weight::map(arguments, problem);
     }
@@ -171,6 +174,12 @@ struct Dds {
         constexpr int64_t kPanelBytes = 16 << 20;
         const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kInputElementBytes;
         return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
+    }
+
+    static cudaError_t map_scales(DdsArguments& arguments, const Problem& problem) {
+        return encode(arguments.scales_map, DType::float32, problem.x_scales,
+                      {{problem.tokens, 1, Traits::kTileTokens},
+                       {problem.k_size() / kScaleGroup, problem.x_scales_ld, 1}});
     }
 
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {

@@ -44,11 +44,14 @@ struct DdsProducer {
                     const Barrier& full = shared.input_ring.full[position.stage];
                     if (elected)
                         full.arrive_and_expect_tx(mask != 0 ? boxes * Traits::kBoxTokens * kStepBytes : 0);
-                    if (mask != 0 && to.mask != 0)
+                    if (mask != 0 && to.mask != 0) {
+                        if constexpr (Traits::kScaled)
+                            load_scales(full, to, position.stage, __shfl_sync(~0u, ks, from), token);
                         for (int piece = 0; piece < pieces; ++piece)
                             load_piece<kRowMajorInput>(
                                 full, to, shared.input[position.stage] + piece * width * Traits::kTokenBytes,
                                 __shfl_sync(~0u, ks, from + piece), width, token, boxes);
+                    }
                     __syncwarp();
                     position.advance();
                 }
@@ -89,12 +92,19 @@ struct DdsProducer {
                 const uint32_t present = __ballot_sync(~0u, (mask >> 16 * warpgroup & 0xffff) != 0);
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
                 const auto [x, y] = Weight::corner(arguments, slot, feature, k);
+                float scale = 0;
+                if constexpr (Traits::kScaled)
+                    if (slot >= 0) scale = __ldg(arguments.scales + slot);
                 for (int i = 0; i < min(steps_read, end - first); ++i) {
                     const int from = i * boxes;
                     if ((present >> from & 1) == 0) continue;
                     shared.weight_ring[warpgroup].wait_empty(position);
                     const Barrier& full = shared.weight_ring[warpgroup].full[position.stage];
                     char* const stage = shared.weight[warpgroup][position.stage];
+                    if constexpr (Traits::kScaled) {
+                        if (lane == from) shared.scales.blocks[warpgroup][position.stage] = scale;
+                        __syncwarp();
+                    }
                     if (elected) full.arrive_and_expect_tx(Weight::kBoxBytes);
                     if (loads)
                         for (int box = 0; box < boxes; ++box)
@@ -110,7 +120,8 @@ struct DdsProducer {
 
   private:
     static constexpr int kWarpSize = 32;
-    static constexpr int kStepBytes = Traits::kStep * Traits::kInputElementBytes;  // of a token
+    static constexpr int kStepBytes =  // of a token
+        Traits::kStep * Traits::kInputElementBytes + Traits::kScaleBytes;
 
     // What the plan says of a step. Lanes read as many steps as there are lanes for, each one piece or box of
     // one step, while those before them are loaded: the plan may be far away.
@@ -141,6 +152,12 @@ struct DdsProducer {
 
     __device__ void load_block(const Barrier& full, Multicast to, char* target, int x, int y) const {
         if (elected) Weight::load(arguments, full, to, target, make_int2(x, y));
+    }
+
+    // Of a step's tokens; zero where there is none.
+    __device__ void load_scales(const Barrier& full, Multicast to, int stage, int k, int token) const {
+        if (elected)
+            load_box(&arguments.scales_map, full, to, shared.scales.tokens[stage], token, k / kScaleGroup);
     }
 
     // All tokens of one piece's k, zero where there is none.

@@ -24,6 +24,14 @@ struct StepCosts {
 
 struct NoBarriers {};
 
+// Scales inside of the sums, of what is in each stage.
+template <int kInputStages, int kTokens, int kWarpgroups, int kWeightStages>
+struct StagedScales {
+    alignas(128) float tokens[kInputStages][kTokens];
+    float blocks[kWarpgroups][kWeightStages];
+};
+struct NoScales {};
+
 // A CTA computes a tile of 256, 128 or 64 tokens x 128 features. `kGrouped_`: of grouped products.
 template <class Math_, class Weight_, int kTokenRanks, int kRowRanks, int kTileTokens, bool kGrouped_ = false>
 struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
@@ -46,6 +54,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     }
 
     static constexpr bool kGrouped = kGrouped_;
+    static constexpr bool kScaled = Math::kAccumulation == Accumulation::scaled;
     // Tiles of which a group has no more than half the tokens load and multiply half as many.
     static constexpr bool kHalves = kGrouped && kTileTokens > 64;
     static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
@@ -60,15 +69,21 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kInputElementBytes = sizeof(Input);
     static constexpr int kTokenBytes = kTileTokens * kInputElementBytes;  // of all tokens at one k
     static constexpr int kInputBytes = kTokenBytes * kStep;
-    static constexpr int kChunkTokens = 128 / sizeof(Result);  // stored at a time
+    static constexpr int kScaleBytes = kScaled ? sizeof(float) : 0;  // of a token in a step
+    static constexpr int kChunkTokens = 128 / sizeof(Result);        // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;  // buffers of a warpgroup
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
 
-    // The weight has what activations and results leave, up to the stages that its format asks for.
-    static constexpr int kInputRingBytes = (kTileTokens == 64 ? 80 : 128) << 10;
-    static constexpr int kInputStages = kInputRingBytes / (Math::kParts * kInputBytes);
+    // The weight has what activations and results leave, up to the stages that its format asks for. Scaled
+    // steps are short: what the CTAs of a cluster do not share has more of them.
+    static constexpr int kInputRingBytes = (kTileTokens == 64          ? 80
+                                            : kScaled && kRowRanks > 1 ? 100
+                                                                       : 128)
+                                           << 10;
+    static constexpr int kInputStages =
+        kInputRingBytes / (Math::kParts * kInputBytes + kTileTokens * kScaleBytes);
     static constexpr int kWeightStages =
         std::min((kStagedBytes - kResultBytes - kInputRingBytes) / (kWarpgroups * Weight::kStageBytes),
                  Weight::most_stages(kTileTokens));
@@ -95,6 +110,9 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
         alignas(1024) char weight[kWarpgroups][kWeightStages][Weight::kStageBytes];
         // See dds_staging.cuh.
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
+        std::conditional_t<kScaled, StagedScales<kInputStages, kTileTokens, kWarpgroups, kWeightStages>,
+                           NoScales>
+            scales;
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kWarpgroups];
         Barrier residual[kWarpgroups][kChunks];

@@ -26,7 +26,7 @@ struct InSharedMemory {
 template <class Math, int kSums>
 class PromotedSums {
     using Sum = typename Math::Accumulator;
-    static constexpr bool kPromotes = Math::kAccumulation == Accumulation::promoted;
+    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
 
   public:
     __device__ void begin(Sum (&sums)[kSums]) {

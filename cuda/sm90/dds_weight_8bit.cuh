@@ -1,4 +1,4 @@
-// The weight format of dds kernels for 8 bits: dense blocks, which wgmma reads along k alone.
+// The weight formats of dds kernels for 8 bits: dense blocks, which wgmma reads along k alone.
 #pragma once
 
 #include "sm90/dds_weight.cuh"
@@ -33,6 +33,7 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
 
     template <int kTokens>
     class Products : public PromotedSums<Math, DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128> {
+      protected:
         using Sum = typename Math::Accumulator;
         static constexpr int kSums = DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128;
         using PromotedSums<Math, kSums>::step_;
@@ -42,6 +43,45 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
                               uint32_t tokens, bool) {
             multiply<true, kTokens>(step_, arguments, stage, tokens, false);
         }
+    };
+};
+
+// The same with scales inside of the sums: a step is one block, with a scale of its own, by as many k of each
+// token as have one scale.
+template <class Math>
+struct ScaledByteWeight : ByteWeight<Math> {
+    static_assert(ByteWeight<Math>::kStep == kScaleGroup);
+
+    static constexpr int most_stages(int) { return 6; }
+
+    template <int kTokens>
+    class Products : public ByteWeight<Math>::template Products<kTokens> {
+        using Base = typename ByteWeight<Math>::template Products<kTokens>;
+        using Base::kSums, Base::step_;
+        using Sum = typename Math::Accumulator;
+
+      public:
+        // While the products are under way: the scales of the step's tokens, of which a thread has two
+        // neighbours of each eight, times that of its block.
+        __device__ void scale(const float (&tokens)[kTokens], float block) {
+            const auto* const pairs = reinterpret_cast<const float2*>(tokens) + threadIdx.x % 4;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                const float2 pair = pairs[4 * i];
+                factors_[i] = {pair.x * block, pair.y * block};
+            }
+        }
+        __device__ void add(Sum (&sums)[kSums]) const {
+#pragma unroll
+            for (int i = 0; i < kSums; i += 2) {
+                sums[i] = fmaf(step_[i], factors_[i / 4].x, sums[i]);
+                sums[i + 1] = fmaf(step_[i + 1], factors_[i / 4].y, sums[i + 1]);
+            }
+        }
+
+      private:
+        static constexpr int kPairs = kTokens / 8;
+        float2 factors_[kPairs];
     };
 };
 

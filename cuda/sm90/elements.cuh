@@ -98,6 +98,10 @@ using Float8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result>, Floa
 template <class Result>
 using PromotedFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::promoted>,
                              Float8Products, Precision::highest>;
+// Sums of 128 of k are multiplied by the scales of their tokens and of their block first.
+template <class Result>
+using ScaledFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::scaled>,
+                           Float8Products, Precision::highest>;
 using int8_bf16 = Int8<__nv_bfloat16>;
 using int8_f16 = Int8<__half>;
 using int8_f32 = Int8<float>;
@@ -107,6 +111,9 @@ using float8_f32 = Float8<float>;
 using float8_promoted_bf16 = PromotedFloat8<__nv_bfloat16>;
 using float8_promoted_f16 = PromotedFloat8<__half>;
 using float8_promoted_f32 = PromotedFloat8<float>;
+using float8_scaled_bf16 = ScaledFloat8<__nv_bfloat16>;
+using float8_scaled_f16 = ScaledFloat8<__half>;
+using float8_scaled_f32 = ScaledFloat8<float>;
 
 // Two sums as results that lie side by side.
 template <class Result>

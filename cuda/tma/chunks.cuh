@@ -20,6 +20,7 @@ inline Problem tokens_of(const Problem& problem, int64_t first, int64_t count) {
     advance(some.x, problem.x_dtype());
     advance(some.y, problem.y_dtype());
     advance(some.residual, problem.result_dtype);
+    if (some.x_scales != nullptr) some.x_scales += first;
     return some;
 }
 

@@ -20,7 +20,7 @@ class Product {
             int32_t x_layout, int64_t ldx, int32_t y_layout, int64_t ldy, bool residual, int64_t ldr,
             int32_t storage, int32_t values_dtype, int32_t row_scales, int32_t result_dtype,
             const std::string& prefer, bool gated, bool bias_gradient, int32_t bias_gradient_dtype,
-            bool accumulate_bias, bool grouped)
+            bool accumulate_bias, bool grouped, int64_t x_scales_ld)
         : pattern_(pattern), desc_(make<ts_matmul_desc>()), gated_(gated) {
         desc_.op = op;
         desc_.dtype = dtype;
@@ -43,6 +43,7 @@ class Product {
         desc_.bias_gradient_dtype = bias_gradient_dtype + 1;
         desc_.accumulate_bias = accumulate_bias;
         if (grouped) desc_.group_offsets = pointer<int32_t>(reinterpret_cast<uintptr_t>(this));  // likewise
+        desc_.x_scales_ld = x_scales_ld;
         copy_text(desc_.prefer, prefer, "prefer");
     }
 

@@ -18,11 +18,15 @@ namespace {
 // The address of a row-major matrix, and the elements from one row to the next.
 using Rows = std::pair<uintptr_t, int64_t>;
 
+// `scales_ld`: of scales of groups; 0: one for each token.
 void quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens, int64_t features,
-              Rows x, Rows quantized, uintptr_t scales, uintptr_t stream) {
+              Rows x, Rows quantized, uintptr_t scales, uintptr_t stream, int64_t scales_ld = 0) {
     const ts_matrix from{pointer<void>(x.first), x.second, TS_ROW_MAJOR, 0};
     const ts_matrix to{pointer<void>(quantized.first), quantized.second, TS_ROW_MAJOR, 0};
     const auto run = [&] {
+        if (scales_ld != 0)
+            return ts_quantize_groups(device, dtype, quantized_dtype, tokens, features, &from, &to,
+                                      pointer<float>(scales), scales_ld, pointer<CUstream_st>(stream));
         return ts_quantize(device, dtype, quantized_dtype, tokens, features, &from, &to,
                            pointer<float>(scales), pointer<CUstream_st>(stream));
     };
@@ -138,7 +142,7 @@ class Quantizer {
 
 void bind_quantization(nb::module_& m) {
     m.def("quantize", &quantize, "device"_a, "dtype"_a, "quantized_dtype"_a, "tokens"_a, "features"_a, "x"_a,
-          "quantized"_a, "scales"_a, "stream"_a);
+          "quantized"_a, "scales"_a, "stream"_a, "scales_ld"_a = 0);
     nb::class_<Quantizer>(m, "Quantizer")
         .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
         .def("run", &Quantizer::run, "x"_a, "number"_a)

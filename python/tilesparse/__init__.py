@@ -44,6 +44,7 @@ from .prune import prune_
 from .quantization import quantize_
 from .recover import distill
 from .tuning import tune
+from .tuning.advice import advise
 from .tuning.selection import choose, kernels, prefer
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
@@ -86,6 +87,7 @@ __all__ = [
     "UnsupportedError",
     "UnsynchronizedPatternError",
     "__version__",
+    "advise",
     "checkpoint",
     "choose",
     "concatenate",

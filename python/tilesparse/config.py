@@ -13,6 +13,7 @@ from ._checks import (
     DTYPES,
     POLICIES,
     QUANTIZED,
+    SCALE_GROUP,
     as_number,
     check_block_shape,
     check_compressible,
@@ -49,11 +50,13 @@ class BlockSparseConfig:
             `BlockSparseLinear.to_storage`.
         transposable: keep two of each four weights in a column as well, so that the gradient of x is a 2:4
             product, too.
-        scales: what has a scale of its own in 8 and 4 bits, a "row" of a block or a "block"; it becomes
-            "feature" with `activations`.
+        scales: what has a scale of its own in 8 and 4 bits, a "row" of a block or a "block". With
+            `activations` "row" becomes "feature", and "block" is for float8_e4m3fn in blocks of 128 x 128:
+            x has a scale for each 128 features of a token then, as in the float8 checkpoints of DeepSeek.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
-            bits as well, see `functional.quantized_linear`. Not with ``nm``.
+            bits as well, see `functional.quantized_linear`; not with ``nm`` where scales are those
+            of blocks.
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
@@ -83,8 +86,9 @@ class BlockSparseConfig:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm)
-        scales = checked_scales("scales", self.scales, self.activations)
+        check_quantized_activations(self.activations, self.storage)
+        scales = checked_scales("scales", self.scales, self.activations, block_shape)
+        check_inside(self.activations, scales, self.nm)
         check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
         own = {"density": density, "block_shape": block_shape, "nm": as_nm(self.nm), "scales": scales}
@@ -106,7 +110,8 @@ class LayerSpec:
         nnz: number of kept blocks.
         dtype: of the dense blocks: float64, float32, float16 or bfloat16.
         storage, nm, transposable, policy, activations: as in `BlockSparseConfig`.
-        scales: "row" or "block" where the storage has 8 or 4 bits, "feature" with activations, else None.
+        scales: "row" or "block" where the storage has 8 or 4 bits, with activations "feature" or
+            "block", else None.
         experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
             `BlockSparseExperts`; None is an ordinary layer.
 
@@ -136,10 +141,12 @@ class LayerSpec:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm, shape[1])
+        check_quantized_activations(self.activations, self.storage, shape[1])
+        check_inside(self.activations, self.scales, self.nm)
         allowed = storage_of(self.storage).scales or (None,)
         if self.activations is not None:
-            allowed = (PER_FEATURE,)
+            inside = _may_be_inside(self.activations, block_shape)
+            allowed = (PER_FEATURE, "block") if inside else (PER_FEATURE,)
         if self.scales not in allowed:
             raise InvalidArgumentError(
                 f"scales must be one of {list(allowed)} with storage {self.storage!r} and activations "
@@ -181,8 +188,9 @@ class LayerSpec:
     def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
-        check_quantized_activations(activations, storage, self.nm, self.shape[1])
-        own = checked_scales("scales", scales, activations) if storage_of(storage).scales else None
+        check_quantized_activations(activations, storage, self.shape[1])
+        has_scales = storage_of(storage).scales
+        own = checked_scales("scales", scales, activations, self.block_shape) if has_scales else None
         return replace(self, storage=storage, scales=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
@@ -236,9 +244,7 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         )
 
 
-def check_quantized_activations(
-    activations: object, storage: str, nm: object, in_features: int | None = None
-) -> None:
+def check_quantized_activations(activations: object, storage: str, in_features: int | None = None) -> None:
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
         return
@@ -247,20 +253,39 @@ def check_quantized_activations(
             f"activations must be None, or the dtype of the storage where that has 8 bits, got "
             f"{shown(activations)} with storage {storage!r}"
         )
-    if nm is not None:
-        raise InvalidArgumentError(f"nm must be None with activations={activations!r}, got {shown(nm)}")
     if in_features is not None:
         check_exact_sums("in_features", in_features, storage_of(storage).dtype)
 
 
-def checked_scales(name: str, scales: object, activations: str | None) -> str:
-    """Return what has a scale of its own: with 8-bit activations a feature, whatever the default is."""
+def checked_scales(
+    name: str, scales: object, activations: str | None, block_shape: tuple[int, int] | None = None
+) -> str:
+    """Return what has a scale of its own: with 8-bit activations a feature in place of a row."""
     if activations is not None and scales in ("row", PER_FEATURE):
         return PER_FEATURE
+    if scales == "block" and (activations is None or _may_be_inside(activations, block_shape)):
+        return "block"
     if activations is not None or scales not in SCALES:
-        allowed = f"{PER_FEATURE!r} with 8-bit activations" if activations else "'row' or 'block'"
+        allowed = (
+            f"{PER_FEATURE!r} with 8-bit activations, or 'block' with float8_e4m3fn in blocks of 128 x 128"
+            if activations
+            else "'row' or 'block'"
+        )
         raise InvalidArgumentError(f"{name} must be {allowed}, got {shown(scales)}")
     return str(scales)
+
+
+def check_inside(activations: str | None, scales: str | None, nm: object) -> None:
+    """Raise InvalidArgumentError where scales inside of the sums meet 2:4: there is no such product."""
+    if activations is not None and scales == "block" and nm is not None:
+        raise InvalidArgumentError(
+            f"nm must be None with activations={activations!r} and scales='block', got {shown(nm)}"
+        )
+
+
+def _may_be_inside(activations: str, block_shape: tuple[int, int] | None) -> bool:
+    """Return True where scales of blocks may be inside of the sums."""
+    return activations == "float8_e4m3fn" and block_shape in (None, (SCALE_GROUP, SCALE_GROUP))
 
 
 def check_flag(name: str, value: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import LARGEST, PACKED, QUANTIZED, Index
+from ._checks import LARGEST, PACKED, QUANTIZED, SCALE_GROUP, Index, is_inside
 from ._ops.activations import activated
 from ._ops.schemas import DdsOptions
 from ._runtime.native import ACTIVATIONS
@@ -40,6 +40,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ops.dds_nt_quantized.default: _dds_nt_quantized,
         ops.row_scales.default: _row_scales,
         ops.quantize.default: partial(_quantize, least_scale()),
+        ops.quantize_groups.default: partial(_quantize_groups, least_scale()),
         ops.expand.default: _expand,
         ops.expand_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
     }
@@ -57,9 +58,15 @@ def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 
 def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    bias, residual, activation, _, scales, gate, x_values, x_scales, _ = rest[_FIELDS:]
-    weight = _expand(values.float(), *rest[:_FIELDS])
-    y: Tensor = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
+    bias, residual, activation, _, scales, gate, metadata, x_values, x_scales, _ = rest[_FIELDS:]
+    y: Tensor
+    if is_inside(scales):
+        weight = _expand(values.float() * scales[..., None], *rest[:_FIELDS])
+        groups = x_values.float().unflatten(-1, (-1, SCALE_GROUP)) * x_scales[..., None]
+        y = torch.nn.functional.linear(groups.flatten(-2), weight)
+    else:
+        weight = _expand(_plain(values, metadata, None).float(), *rest[:_FIELDS])
+        y = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
     y = y if bias is None else y + bias.float()
     name = list(ACTIVATIONS)[activation]
     if gate is not None:
@@ -83,6 +90,12 @@ def _quantize(least: float, x: Tensor, code: int) -> tuple[Tensor, Tensor]:
     scaled = torch.where(is_finite[..., None], x * (1 / scales)[..., None], 0.0).clamp(-largest, largest)
     values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
     return values, torch.where(is_finite, scales, torch.nan)
+
+
+def _quantize_groups(least: float, x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.unflatten(-1, (-1, SCALE_GROUP))
+    values, scales = _quantize(least, groups, QUANTIZED[torch.float8_e4m3fn])
+    return values.flatten(-2), scales
 
 
 def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:

@@ -115,6 +115,7 @@ def quantized_linear(
     residual: Tensor | None = None,
     feature_major_output: bool = False,
     policy: str = "sparse",
+    metadata: Tensor | None = None,
     gate: Tensor | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
@@ -123,7 +124,8 @@ def quantized_linear(
     x is quantized as by `quantize`, in the dtype of ``values``, and the product is
     ``x_scales[:, None] * (x_values valuesᵀ) * scales``: scales stay outside of the sums. Sums of int8 are
     exact, and all of them are rounded once, after bias, activation and residual. A token with an infinity or
-    a NaN has NaN.
+    a NaN has NaN. Scales of blocks are inside of the sums, as in DeepSeek's checkpoints: x is quantized by
+    groups of 128 features, and the sum over each is multiplied by both scales and added in float32.
 
     On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
     such products take as long as reading the weight, which quantizing x does not shorten. On the CPU all
@@ -133,15 +135,18 @@ def quantized_linear(
 
     Args:
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
-        values: int8 or float8_e4m3fn [nnz, bn, bk], contiguous; int8 for in_features below 2¹⁷.
+        values: int8 or float8_e4m3fn [nnz, bn, bk], contiguous; [nnz, bn, bk / 2] with ``metadata``. int8 for
+            in_features below 2¹⁷.
         pattern: positions of the blocks.
-        scales: float32 [out_features], see `storage.quantize` with ``per="feature"``.
+        scales: float32 [out_features], see `storage.quantize` with ``per="feature"``; or of values in
+            float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
         bias: [out_features] or None.
         activation: as in `linear`.
         residual: [..., out_features], or None.
         feature_major_output: make the result column-major.
         policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
             in its own dtype by it.
+        metadata: of 2:4 values, see `linear`.
         gate: [..., out_features], or None; in the place of a residual.
         use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
             where that is faster; False adds their sums in float32 every 128 products.
@@ -159,7 +164,8 @@ def quantized_linear(
         if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
             check_types(quantized_linear, locals())
         index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
-        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)
+        how = policy, gate, use_fast_accum, metadata
+        return quantized_linear_on(x, values, scales, index, *of_y, *how)
     except Exception as error:
         check_types_after(error, quantized_linear, locals())
         raise
@@ -243,27 +249,28 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
         raise
 
 
-def quantize(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits with a scale for each token, in one pass over memory.
 
     ``scales = max(|x|.amax(-1) / m, 2⁻¹¹⁶)`` with m = 127 for int8 and 448 for float8, and ``values`` is
     ``x * (1 / scales)`` rounded to the nearest, ties to even. CPU and CUDA give the same bits. A token of
     zeros has zeros. One with an infinity or a NaN has zeros and the scale NaN, so that whatever is computed
-    of it is NaN. Results have no gradient.
+    of it is NaN. With ``per="group"`` so does each 128 features of a token. Results have no gradient.
 
     Args:
-        x: [..., features] of float32, float16 or bfloat16; features is a multiple of 16.
-        dtype: torch.int8 or torch.float8_e4m3fn.
+        x: [..., features] of float32, float16 or bfloat16; features is a multiple of 16, with "group" of 128.
+        dtype: torch.int8 or torch.float8_e4m3fn, with "group" the latter.
+        per: what has a scale of its own, a "token" or a "group" of 128 features of it.
 
     Returns:
-        (values, scales): [..., features] of that dtype, row-major, and float32 [...].
+        (values, scales): [..., features], row-major, and float32 [...], of groups [..., features / 128].
 
     Raises:
-        InvalidArgumentError: another dtype, or features that are no multiple of 16.
+        InvalidArgumentError: another dtype or `per`, or another number of features.
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
     try:
-        return _quantization.quantize(x, dtype)
+        return _quantization.quantize(x, dtype, per)
     except Exception as error:
         check_types_after(error, quantize, locals())
         raise

@@ -14,6 +14,7 @@ from ._replay.batches import call, device_of, evaluating, tensors_in
 from ._runtime.timing import medians
 from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.joint import JointLinear
+from .nn.known_experts import stacked_in
 from .nn.linear import BlockSparseLinear
 from .patch.joining import SharedProduct, join_layers
 from .patch.patcher import BlockSparseModelPatcher
@@ -105,7 +106,8 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     products = [entry for step in steps for entry in _entries(step, measured)]
     products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
     after = None if batch is None else _seconds(model, batch)
-    return InferenceReport(products, mlps, shared, before, after)
+    stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
+    return InferenceReport(products, mlps, shared, before, after, stacked)
 
 
 class _Step(NamedTuple):

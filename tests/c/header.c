@@ -9,6 +9,6 @@ _Static_assert(offsetof(ts_kernel_info, struct_size) == 0, "struct_size is the f
 /* Sizes are part of the ABI: they only grow, see test_first.c. */
 _Static_assert(sizeof(ts_pattern) == 96, "ts_pattern has changed");
 _Static_assert(sizeof(ts_matrix) == 24, "ts_matrix has changed");
-_Static_assert(sizeof(ts_matmul_desc) == 344, "ts_matmul_desc has changed");
+_Static_assert(sizeof(ts_matmul_desc) == 352, "ts_matmul_desc has changed");
 _Static_assert(sizeof(ts_device_info) == 92, "ts_device_info has changed");
 _Static_assert(sizeof(ts_kernel_info) == 120, "ts_kernel_info has changed");

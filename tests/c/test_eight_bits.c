@@ -1,4 +1,7 @@
 /* Products of x in 8 bits. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "stored.h"
 
 static _Alignas(16) unsigned char x_bytes[TOKENS * (IN + 3)];
@@ -72,7 +75,7 @@ static void test_refusals(void) {
     REFUSES_EIGHT_BITS(o.desc.row_scales = 3, "row_scales must be 0 to 2, got 3");
     REFUSES_EIGHT_BITS(o.desc.values_dtype = TS_FLOAT8_E4M3FN + 1,
                        "values_dtype must be that of x, int8, got float8_e4m3fn");
-    REFUSES_EIGHT_BITS(o.desc.storage = TS_STORAGE_2_4, "storage must be 0 for x of int8, got 1");
+    REFUSES_EIGHT_BITS(o.desc.storage = TS_STORAGE_2_4, "metadata must not be null");
     REFUSES_EIGHT_BITS(o.desc.result_dtype = 0, "result_dtype must be 2 to 4 for x of int8, got 0");
     REFUSES_EIGHT_BITS(o.desc.result_dtype = TS_FLOAT64 + 1,
                        "result_dtype must be 2 to 4 for x of int8, got 1");
@@ -84,11 +87,108 @@ static void test_refusals(void) {
             "x_scales must be null for x of float32");
 }
 
+/* Scales inside of the sums: four blocks of 128 x 128, one of which is not kept. */
+enum { SIDE = 128, GROUPS = 2, KEPT = 3, LINE = TOKENS + 2 };
+
+typedef struct inside {
+    ts_pattern pattern;
+    ts_matmul_desc desc;
+    _Alignas(16) unsigned char x[TOKENS * GROUPS * SIDE], values[KEPT * SIDE * SIDE];
+    _Alignas(16) float of_x[GROUPS * LINE + 1], of_blocks[KEPT], y[TOKENS * GROUPS * SIDE];
+} inside;
+
+static const int32_t block_ptr[] = {0, 2, 3}, block_col[] = {0, 1, 1}, block_slot[] = {2, 0, 1};
+
+static void init_inside(inside* p) {
+    memset(p, 0, sizeof *p);
+    p->pattern = (ts_pattern){.struct_size = sizeof p->pattern,
+                              .block_rows = SIDE,
+                              .block_cols = SIDE,
+                              .out_features = GROUPS * SIDE,
+                              .in_features = GROUPS * SIDE,
+                              .nnz = KEPT,
+                              .row_ptr = block_ptr,
+                              .col_idx = block_col,
+                              .row_slot = block_slot};
+    p->desc = (ts_matmul_desc){.struct_size = sizeof p->desc,
+                               .op = TS_DDS_NT,
+                               .dtype = TS_FLOAT8_E4M3FN,
+                               .result_dtype = TS_FLOAT32 + 1,
+                               .tokens = TOKENS,
+                               .pattern = &p->pattern,
+                               .x = {p->x, GROUPS * SIDE, TS_ROW_MAJOR, 0},
+                               .y = {p->y, GROUPS * SIDE, TS_ROW_MAJOR, 0},
+                               .values = p->values,
+                               .scales = p->of_blocks,
+                               .x_scales = p->of_x,
+                               .x_scales_ld = LINE};
+    for (int i = 0; i < TOKENS * GROUPS * SIDE; ++i) p->x[i] = (unsigned char)(i % 3 << 7 | 7 << 3 | i % 7);
+    for (int i = 0; i < KEPT * SIDE * SIDE; ++i) p->values[i] = (unsigned char)(i % 5 << 7 | 7 << 3 | i % 8);
+    for (int i = 0; i < GROUPS * LINE; ++i) p->of_x[i] = (float)(1 << i % 5) / 8;
+    for (int i = 0; i < KEPT; ++i) p->of_blocks[i] = (float)(1 << i) / 4;
+}
+
+static ts_status_t run_inside(const inside* p) {
+    size_t bytes = 0;
+    const ts_status_t status = ts_matmul_workspace_size(&p->desc, &bytes);
+    if (status != TS_SUCCESS) return status;
+    void* workspace = aligned_alloc(64, (bytes / 64 + 1) * 64);
+    memset(workspace, 0xff, (bytes / 64 + 1) * 64);
+    const ts_status_t result = ts_matmul(&p->desc, workspace, bytes, NULL);
+    free(workspace);
+    return result;
+}
+
+/* What is in memory is exact in float32, and so are all sums. */
+static double inside_at(const inside* p, int t, int n) {
+    double sum = 0;
+    for (int32_t e = block_ptr[n / SIDE]; e < block_ptr[n / SIDE + 1]; ++e) {
+        const int group = block_col[e], slot = block_slot[e];
+        double of_group = 0;
+        for (int k = 0; k < SIDE; ++k)
+            of_group += number_at(p->x, TS_FLOAT8_E4M3FN, (t * GROUPS + group) * SIDE + k) *
+                        number_at(p->values, TS_FLOAT8_E4M3FN, (slot * SIDE + n % SIDE) * SIDE + k);
+        sum += of_group * p->of_x[group * LINE + t] * p->of_blocks[slot];
+    }
+    return sum;
+}
+
+static void test_scales_inside(void) {
+    static inside p;
+    for (int32_t kernel = 0; kernel < 2; ++kernel) {
+        init_inside(&p);
+        p.desc.kernel = kernel * (portable_kernel() + 1);
+        SUCCEEDS(run_inside(&p));
+        int differing = 0;
+        for (int t = 0; t < TOKENS; ++t)
+            for (int n = 0; n < GROUPS * SIDE; ++n)
+                differing += p.y[t * GROUPS * SIDE + n] != inside_at(&p, t, n);
+        CHECK(differing == 0, "%d results differ", differing);
+    }
+#define REFUSES_INSIDE(change, mention) \
+    (init_inside(&p), change);          \
+    FAILS(run_inside(&p), TS_INVALID_ARGUMENT, mention)
+    REFUSES_INSIDE(p.desc.x_scales_ld = TOKENS - 1, "x_scales_ld must be 5 to 2147483647, got 4");
+    REFUSES_INSIDE(p.desc.x_scales_ld = -1, "x_scales_ld must be 5 to 2147483647, got -1");
+    REFUSES_INSIDE(p.desc.x_scales = NULL, "x_scales must not be null");
+    REFUSES_INSIDE(p.desc.x_scales = (float*)p.y, "y and x_scales must not overlap in memory");
+    REFUSES_INSIDE(p.desc.scales = NULL, "scales must not be null for values of float8_e4m3fn");
+    REFUSES_INSIDE(p.desc.row_scales = TS_SCALES_PER_FEATURE,
+                   "row_scales must be 0 for x of float8_e4m3fn with scales inside of the sums, got 2");
+    REFUSES_INSIDE(p.desc.dtype = TS_INT8, "x_scales_ld must be 0 for x of int8, got 7");
+    REFUSES_INSIDE(p.desc.dtype = TS_FLOAT32, "x_scales_ld must be 0 for x of float32, got 7");
+    REFUSES_INSIDE(p.desc.device = TS_CUDA, "x_scales_ld must be a multiple of 16 bytes, got 7 elements");
+    REFUSES_INSIDE(p.pattern.block_rows = SIDE / 2,
+                   "x_scales_ld must be 0 unless blocks are 128 x 128, got 7 for blocks of 64 x 128");
+#undef REFUSES_INSIDE
+}
+
 void test_eight_bits(void) {
     for (int32_t dtype = TS_INT8; dtype <= TS_FLOAT8_E4M3FN; ++dtype)
         for (int32_t layout = TS_ROW_MAJOR; layout <= TS_COLUMN_MAJOR; ++layout) {
             test_forward(dtype, layout, 0);
             test_forward(dtype, layout, portable_kernel() + 1);
         }
+    test_scales_inside();
     test_refusals();
 }

@@ -1,4 +1,6 @@
 /* Gradients of activations, and gates. */
+#include <math.h>
+
 #include "layer.h"
 
 static void test_bad_gradients_of_activations(void) {
@@ -137,8 +139,38 @@ static void test_quantization(void) {
 #undef QUANTIZE
 }
 
+static void test_quantization_of_groups(void) {
+    static float x[2][256], scales[2 * 3 + 1];
+    static unsigned char values[2][256];
+    for (int i = 0; i < 256; ++i) x[0][i] = i < 128 ? 1.75f : 0, x[1][i] = (float)(i - 128) * 7;
+    x[0][100] = 448 * 2; /* the scale is 2 */
+    x[1][5] = -896 - 7;
+    x[1][255] = INFINITY;
+    for (int i = 0; i < 7; ++i) scales[i] = 7;
+    ts_matrix from = {x, 256, TS_ROW_MAJOR, 0}, to = {values, 256, TS_ROW_MAJOR, 0};
+#define QUANTIZE(dtype, tokens, features, ...) \
+    ts_quantize_groups(TS_CPU, TS_FLOAT32, dtype, tokens, features, &from, &to, __VA_ARGS__, NULL)
+    SUCCEEDS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, scales, 3));
+    CHECK(scales[0] == 2 && scales[1] == 903.0f / 448 && scales[2] == 7, "%g %g", scales[0], scales[1]);
+    CHECK(scales[3] == 0x1p-116f && isnan(scales[4]) && scales[5] == 7, "%g %g", scales[3], scales[4]);
+    CHECK(values[0][100] == 0x7e && values[0][0] == 0x36 && values[0][128] == 0, "got %d", values[0][0]);
+    CHECK(values[1][5] == 0xfe && values[1][255] == 0 && values[1][130] == 0, "got %d", values[1][5]);
+    SUCCEEDS(QUANTIZE(TS_FLOAT8_E4M3FN, 0, 256, NULL, 1));
+    FAILS(QUANTIZE(TS_INT8, 2, 256, scales, 3), TS_INVALID_ARGUMENT,
+          "quantized_dtype must be 5 for scales of groups, got 4");
+    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 192, scales, 3), TS_INVALID_ARGUMENT,
+          "features must be a multiple of 128, got 192");
+    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, scales, 1), TS_INVALID_ARGUMENT,
+          "scales_ld must be 2 to 2147483647, got 1");
+    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, NULL, 3), TS_INVALID_ARGUMENT, "scales must not be null");
+    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, x[1], 3), TS_INVALID_ARGUMENT,
+          "x and scales must not overlap in memory");
+#undef QUANTIZE
+}
+
 void test_elementwise(void) {
     test_bad_gradients_of_activations();
     test_bad_gates();
     test_quantization();
+    test_quantization_of_groups();
 }

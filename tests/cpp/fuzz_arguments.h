@@ -69,7 +69,8 @@ constexpr Field kDescFields[] = {NARROW(ts_matmul_desc, op),
                                  WIDE(ts_matmul_desc, packed_bytes),
                                  WIDE(ts_matmul_desc, packed_key),
                                  NARROW(ts_matmul_desc, bias_gradient_dtype),
-                                 NARROW(ts_matmul_desc, accumulate_bias)};
+                                 NARROW(ts_matmul_desc, accumulate_bias),
+                                 WIDE(ts_matmul_desc, x_scales_ld)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),
@@ -163,8 +164,12 @@ inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
         const bool per_feature = desc.row_scales == TS_SCALES_PER_FEATURE;
         desc.scales = reinterpret_cast<float*>(take_some((per_feature ? of_features : of_rows) * 4));
     }
-    if (desc.x_scales != nullptr)
-        desc.x_scales = reinterpret_cast<float*>(take_some(wide(bounded(desc.tokens)) * 4));
+    if (desc.x_scales != nullptr) {
+        const wide groups = bounded(pattern.in_features) / 128, tokens = bounded(desc.tokens);
+        const bool inside = desc.x_scales_ld != 0 && groups > 0;
+        const wide before = inside ? (groups - 1) * bounded(desc.x_scales_ld) : 0;
+        desc.x_scales = reinterpret_cast<float*>(take_some((before + tokens) * 4));
+    }
 }
 
 // Where groups begin: ascending from 0 to the number of tokens, unless spoilt.
@@ -215,6 +220,11 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
         desc.result_dtype = static_cast<int32_t>(draw(TS_FLOAT32, TS_BFLOAT16)) + 1;
         desc.values_dtype = desc.storage = 0;
         desc.row_scales = TS_SCALES_PER_FEATURE;
+        if (chance(pattern.block_rows == 128 && pattern.block_cols == 128 ? 60 : 3)) {
+            desc.dtype = static_cast<int32_t>(chance(95) ? TS_FLOAT8_E4M3FN : TS_INT8);
+            desc.row_scales = TS_SCALES_PER_BLOCK;
+            desc.x_scales_ld = std::max<int64_t>(desc.tokens, 1) + draw(0, 3);
+        }
         if (chance(90)) desc.x.layout = TS_ROW_MAJOR;
         desc.x.ld = line(desc.x.layout, pattern.in_features);
     }

@@ -144,19 +144,26 @@ inline void call_group_sums() {
 inline void call_quantize() {
     const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
     const int32_t dtype = some_dtype(), to = static_cast<int32_t>(chance(90) ? draw(4, 5) : wild_number());
-    const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16);
+    const bool in_groups = chance(40);
+    const int64_t tokens = some_extent(40, 1),
+                  features = some_extent(in_groups ? 4 : 8, in_groups ? 128 : 16);
+    const int64_t ld = chance(90) ? std::max<int64_t>(bounded(tokens), 1) + draw(0, 3) : wild_number();
     const ts_matrix x = some_matrix(dtype, tokens, features);
     ts_matrix quantized = some_matrix(to, tokens, features);
-    unsigned char* scales = take_some(wide(bounded(tokens)) * 4);
+    const wide lines = in_groups ? bounded(features) / 128 : 1;
+    unsigned char* scales = take_some((wide(lines > 0 ? lines - 1 : 0) * bounded(ld) + bounded(tokens)) * 4);
     if (chance(3)) quantized.data = x.data;
     if (features > 0 && chance(3)) scales = static_cast<unsigned char*>(quantized.data);
     const void* const written = quantized.data;
     const bool on_device = device == TS_CUDA;
     if (on_device) quantized.data = for_device(quantized.data);
     float* const to_scales = reinterpret_cast<float*>(on_device ? for_device(scales) : scales);
-    const bool done =
-        check_status("ts_quantize", ts_quantize(device, dtype, to, tokens, features, chance(2) ? nullptr : &x,
-                                                chance(2) ? nullptr : &quantized, to_scales, nullptr));
+    const ts_matrix *const from = chance(2) ? nullptr : &x, *const target = chance(2) ? nullptr : &quantized;
+    const ts_status_t status =
+        in_groups
+            ? ts_quantize_groups(device, dtype, to, tokens, features, from, target, to_scales, ld, nullptr)
+            : ts_quantize(device, dtype, to, tokens, features, from, target, to_scales, nullptr);
+    const bool done = check_status("ts_quantize", status);
     check("ts_quantize", !done || !on_device || has_gpu);
     check("ts_quantize", done || (is_untouched(written) && is_untouched(scales)));
     check("ts_quantize", is_untouched(x.data));

@@ -245,6 +245,23 @@ void test_pairs() {
     });
 }
 
+// A scale for each token and 128 of k, and one for each block, inside of the sums.
+void test_scales_inside() {
+    const std::size_t side = 128;
+    const ts::Pattern pattern =
+        ts::Pattern::from_mask({1, 1}, {side, 2 * side}, {static_cast<int>(side), static_cast<int>(side)});
+    std::vector<ts::Float8E4M3> x(2 * side), values(2 * side * side);
+    for (auto& one : x) one.bits = 0x38;  // 1
+    for (auto& one : values) one.bits = 0x38;
+    const std::vector<float> of_x{0.5F, 9, 2}, scales{4, 0.25F};  // with a gap
+    std::vector<float> y(side);
+    ts::Product product(ts::Op::dds_nt, pattern, 1);
+    product.x(x).x_scales(of_x, 2).values(values).scales(scales).y(y).run();
+    for (const float result : y) expect(result == 128 * (0.5F * 4 + 2 * 0.25F), "scales inside are wrong");
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "x_scales must have at least 4 elements, got 3",
+                                     [&] { product.x_scales(of_x, 3).run(); });
+}
+
 void test_patterns() {
     const ts::Pattern pattern = ts::Pattern::from_mask({1, 1, 0, 0, 0, 7}, {kOut, kIn}, {kRows, kCols});
     const auto is = [](ts::Span<const std::int32_t> array, const std::vector<std::int32_t>& expected) {
@@ -459,6 +476,7 @@ int main() {
     test_groups();
     test_storages();
     test_pairs();
+    test_scales_inside();
     test_patterns();
     test_refusals();
     test_dtypes();

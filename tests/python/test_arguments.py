@@ -43,6 +43,7 @@ from tilesparse import (
 )
 from tilesparse.config import BlockSparseConfig
 from tilesparse.nn import ExpertsLinear
+from tilesparse.tuning.advice import AdviceReport, Contender, MeasuredProduct
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -112,6 +113,10 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
+    "tuning.advice.AdviceReport",
+    "tuning.advice.Contender",
+    "tuning.advice.Estimate",
+    "tuning.advice.MeasuredProduct",
     "inference.InferenceReport",
     "inference.PreparedProduct",
     "inference.SharedProduct",
@@ -285,6 +290,16 @@ def table_file() -> str:
     return "table.json"
 
 
+def advised() -> AdviceReport:
+    measured = MeasuredProduct(("0",), "linear", (64, 64), 80, 1, {Contender(): 1.0})
+    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, 1.0, (measured,), {})
+
+
+def advice_file() -> str:
+    advised().save("tuning.advice.json")
+    return "tuning.advice.json"
+
+
 def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
     return {"0": {BlockSparseConfig(0.5, BLOCK): 0.1}}
 
@@ -418,6 +433,10 @@ CASES: dict[str, Callable[[], Any]] = {
         BlockSparseExperts(projection(64, 64), projection(64, 32)),
         {"hidden_states": tokens(), "top_k_index": choices(), "top_k_weights": torch.rand(choices().shape)},
     ),
+    "nn.from_block_scales": lambda: {
+        "weight": torch.zeros(128, 256).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.ones(1, 2),
+    },
     "nn.ExpertsLinear": lambda: {"in_features": 64, "out_features": 64, "experts": 2, "block_shape": BLOCK},
     "nn.ExpertsLinear.from_layers": lambda: {"layers": [layer(), layer()]},
     "nn.ExpertsLinear.forward": lambda: (
@@ -427,6 +446,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
     "parallel.ColwiseParallel": dict,
+    "parallel.ExpertParallel": dict,
+    "parallel.ExpertTensorParallel": dict,
     "parallel.RowwiseParallel": dict,
     "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
     "BlockSparseConfig": dict,
@@ -549,6 +570,19 @@ CASES: dict[str, Callable[[], Any]] = {
         "config": BlockSparseConfig(0.5, BLOCK),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
+    "advise": lambda: {
+        "model": nn.Sequential(BlockSparseLinear(64, 64, block_shape=32), nn.Linear(64, 64)),
+        "batch": batches()[0],
+        "densities": [0.5],
+        "block_shapes": [32],
+    },
+    "tuning.advice.AdviceReport.load": lambda: {"path": advice_file()},
+    "tuning.advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
+    "tuning.advice.AdviceReport.slower_than_dense": lambda: (
+        advised().slower_than_dense,
+        {"contender": Contender()},
+    ),
+    "tuning.advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,

@@ -20,6 +20,7 @@ import bench_cpu
 import bench_cpu_eight_bits
 import bench_cpu_storages
 import bench_experts
+import bench_experts_parts
 import bench_gradients
 import bench_host
 import bench_kernels
@@ -227,6 +228,12 @@ def test_products_of_experts_are_measured_and_checked(
     assert all(not result["wrong"] for case in cases + layers for result in case["results"])
     most = {case["routing"]: case["most_rows"] for case in cases if case["experts"] == 8}
     assert most["zipf"] > most["even"]
+    options = ["--device", "cpu", "--repetitions", "1", "--tokens", "24", "--blocks", "16"]
+    assert bench_experts_parts.main([*options, "--output", str(path)]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    parts = {result["part"]: result["t_us"] for result in case["results"]}
+    assert {"all", "router", "sort", "gather", "combine", "gradient of down"} <= parts.keys()
+    assert all(time > 0 for time in parts.values())
 
 
 def test_products_of_the_cpu_are_measured_and_checked(

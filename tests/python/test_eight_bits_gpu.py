@@ -6,6 +6,7 @@ no tolerance here.
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -29,11 +30,14 @@ from test_kernels import (
 )
 from torch import Tensor
 
+from tilesparse import BlockSparseLinear, functional
+
 pytestmark = pytest.mark.gpu
 
 TOKENS = [1, 3, 17, 127, 1000]
 ROWS_OF_8_BITS = [row for row in ROWS if row.of_8_bits]
 ROWS_OF_INT8 = [row for row in ROWS_OF_8_BITS if row.dtype == torch.int8]
+ROWS_OF_SCALES_INSIDE = [row for row in ROWS if row.scales_inside]
 ROWS_OF_FLOAT8 = [row for row in ROWS_OF_8_BITS if row.dtype == torch.float8_e4m3fn]
 
 
@@ -131,7 +135,8 @@ def test_every_product_of_two_numbers_of_float8(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS_OF_8_BITS, ids=str, indirect=True)
 def test_a_token_whose_scale_is_nan_spoils_itself_alone(row: Row) -> None:
-    problem = Problem(make_pattern("random 50%", (3, 4), accepted_shapes(row)[-1]), 130, bias=True)
+    name = "full" if row.scales_inside else "random 50%"  # what has no blocks has no scales of x either
+    problem = Problem(make_pattern(name, (3, 4), accepted_shapes(row)[-1]), 130, bias=True)
     operands = Operands(row, problem)
     expected = computed(row, problem, operands).clone()
     operands.x_scales[77] = torch.nan
@@ -168,3 +173,60 @@ def test_captured_products_follow_x_and_scales(row: Row) -> None:
     graph.replay()
     assert torch.equal(operands.y, computed(row, problem, others))
     assert not torch.equal(operands.y, first)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 130, 1000])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("row", ROWS_OF_SCALES_INSIDE, ids=str, indirect=True)
+def test_scales_inside_of_the_sums_are_those_of_their_group_and_block(
+    row: Row, name: str, tokens: int
+) -> None:
+    """Small integers and powers of two, of which all sums are exact: each mistaken scale shows."""
+    problem = Problem(make_pattern(name, (5, 9), (128, 128)), tokens, gap=16)
+    operands = Operands(row, problem)
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+
+    def draw(low: int, high: int, like: Tensor) -> Tensor:
+        return torch.randint(low, high + 1, like.shape, generator=generator, device=DEVICE).float()
+
+    operands.x.copy_(draw(-1, 1, operands.x))
+    operands.values.copy_(draw(-1, 1, operands.values))
+    for scales in (operands.x_scales, operands.scales):
+        scales.copy_(2 ** draw(-2, 2, scales))
+    blocks = operands.values.double() * operands.scales.double()[:, None, None]
+    x = operands.x.double() * operands.x_scales.double().repeat_interleave(128, 1)
+    expected = x @ dense_weight(blocks, problem.pattern).t()
+    assert torch.equal(computed(row, problem, operands), expected.to(row.result)), problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 1024), (9, 1152), (1000, 4096), (2, 5, 4224)])
+def test_groups_are_quantized_as_on_the_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+    x.view(-1, 128)[::5] *= 1e-4
+    x.view(-1)[7] = torch.inf
+    x.view(-1, 128)[-1] = 0
+    values, scales = functional.quantize(x, torch.float8_e4m3fn, per="group")
+    found, of_found = functional.quantize(x.to(DEVICE), torch.float8_e4m3fn, per="group")
+    assert torch.equal(found.cpu().view(torch.uint8), values.view(torch.uint8))
+    torch.testing.assert_close(of_found.cpu(), scales, rtol=0, atol=0, equal_nan=True)
+    assert of_found.stride() == scales.stride()
+
+
+def test_layers_with_scales_inside_agree_with_those_on_the_cpu() -> None:
+    layer = BlockSparseLinear(1024, 640, density=0.5, block_shape=128, dtype=torch.bfloat16)
+    layer.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn")
+    here = copy.deepcopy(layer).to(DEVICE)
+    for tokens in (5, 65, 300):  # few tokens are multiplied in their own dtype
+        x = torch.randn(2, tokens, 1024, dtype=torch.bfloat16)
+        y, found = layer(x), here(x.to(DEVICE))
+        assert (found.cpu().float() - y.float()).norm() <= (0.06 if tokens == 5 else 4e-3) * y.float().norm()
+    graph = torch.cuda.CUDAGraph()
+    x = torch.randn(300, 1024, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        here(x)
+        with torch.cuda.graph(graph):
+            y = here(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, here(x))

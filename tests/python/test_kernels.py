@@ -81,6 +81,11 @@ class Row(NamedTuple):
         return self.dtype in QUANTIZED
 
     @property
+    def scales_inside(self) -> bool:
+        """True if scales are inside of the sums: of 128 k of a token, and of blocks."""
+        return self.of_8_bits and "scaled" in self.name
+
+    @property
     def of_y(self) -> torch.dtype:
         """The dtype of y, bias and residual."""
         return self.result if self.op == DDS_NT else self.dtype
@@ -178,6 +183,8 @@ def accepts(
 ) -> bool:
     if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
         return False
+    if row.scales_inside and block_shape != (128, 128):  # which is refused before kernels are asked
+        return False
     pattern = BlockPattern.full(block_shape, block_shape=block_shape)
     product = _C.Product(
         prepared_on("cpu", pattern).descriptor,
@@ -189,7 +196,7 @@ def accepts(
         kernel=row.number,
         x_layout=x_layout,
         y_layout=y_layout,
-        **form_of(row),
+        **form_of(row, tokens),
     )
     try:
         product.select(_C.device_info(CUDA))
@@ -198,9 +205,12 @@ def accepts(
     return True
 
 
-def form_of(row: Row) -> dict[str, Any]:
-    """How values are stored, and results, as `_C.Product` takes it."""
+def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
+    """How values are stored, and results, as `_C.Product` takes it; ``gap``: bytes between lines."""
     storage = row.storage
+    if row.scales_inside:
+        ld = max(4, (4 * tokens + gap + CHUNK - 1) // CHUNK * CHUNK // 4)
+        return {"result_dtype": DTYPES[row.result], "x_scales_ld": ld}
     if row.of_8_bits:
         return {"row_scales": PER_FEATURE, "result_dtype": DTYPES[row.result]}
     if storage is None:
@@ -271,7 +281,8 @@ class Operands:
 
     def __init__(self, row: Row, problem: Problem) -> None:
         pattern, dtype = problem.pattern, row.dtype
-        stored = random_stored(pattern, row.storage, dtype if row.op != SDD_TN else row.result)
+        of_values = dtype if row.op != SDD_TN else row.result
+        stored = random_stored(pattern, row.storage, of_values, row.scales_inside)
         of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else row.of_y
         self.buffers = {
             "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
@@ -287,7 +298,8 @@ class Operands:
         if stored.scales is not None:
             self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
         if row.of_8_bits:
-            self.buffers["x_scales"] = Guarded(1, problem.tokens, torch.float32)
+            lines, gap = (pattern.in_features // 128, problem.gap) if row.scales_inside else (1, 0)
+            self.buffers["x_scales"] = Guarded(lines, problem.tokens, torch.float32, gap=gap)
         self.output = self.buffers[OUTPUTS[row.op]]
         self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
@@ -304,7 +316,8 @@ class Operands:
             self.buffers[name].lines.t() if transposed[name] else self.buffers[name].lines for name in "xy"
         )
         if row.of_8_bits:
-            self.x_scales, self.scales = (self.buffers[name].lines[0] for name in ("x_scales", "scales"))
+            self.scales, of_x = self.buffers["scales"].lines[0], self.buffers["x_scales"].lines
+            self.x_scales = of_x.t() if row.scales_inside else of_x[0]
         self.values = self.buffers["values"].lines.view(stored.values.shape)
         self.plain = stored.plain
         self.bias = self.buffers["bias"].lines[0] if problem.bias else None
@@ -320,12 +333,15 @@ class Operands:
             self.buffers["bias"].lines.copy_(self.bias_before)
 
 
-def random_stored(pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype) -> Stored:
+def random_stored(
+    pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype, scales_inside: bool = False
+) -> Stored:
     if storage is not None:
         return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
     if dtype in QUANTIZED:
         values = of_8_bits(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
-        return Stored(values, None, scales_of_8_bits(pattern.out_features, 11), values)
+        count = pattern.nnz if scales_inside else pattern.out_features
+        return Stored(values, None, scales_of_8_bits(count, 11), values)
     values = normal(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
     return Stored(values, None, None, values)
 
@@ -346,7 +362,7 @@ def some(name: str, buffer: Guarded, seed: int) -> Tensor:
     """Random contents for an operand."""
     size, dtype = buffer.lines.shape, buffer.lines.dtype
     if name == "x_scales":
-        return scales_of_8_bits(size[1], seed)
+        return scales_of_8_bits(size.numel(), seed)
     return of_8_bits(size, dtype, seed) if dtype in QUANTIZED else normal(size, dtype, seed)
 
 
@@ -385,7 +401,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "bias_gradient": bool(problem.of_bias),
         "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
         "accumulate_bias": operands.bias_before is not None,
-        **form_of(row),
+        **form_of(row, problem.tokens, problem.gap),
     }
     descriptor = prepared_on(DEVICE, problem.pattern).descriptor
     product = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
@@ -447,11 +463,13 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
     if row.op == SDD_TN:
         left, right = operands.y.t(), operands.x
     elif row.op == DDS_NT:
-        left, right = operands.x, dense_weight(operands.plain, pattern).t()
+        left, right = operands.x, dense_weight(scaled_blocks(row, operands), pattern).t()
     else:
         left, right = operands.y, dense_weight(operands.plain, pattern)
     left, right = left.double(), right.double()
-    if row.of_8_bits:
+    if row.scales_inside:
+        left = left * operands.x_scales.double().repeat_interleave(128, 1)
+    elif row.of_8_bits:
         left, right = left * operands.x_scales[:, None].double(), right * operands.scales.double()
     expected, magnitude = left @ right, left.abs() @ right.abs()
     if row.op == SDD_TN:
@@ -472,6 +490,13 @@ def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, T
         expected = expected + operands.residual.double()
         tolerance = tolerance + unit * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.result)
+
+
+def scaled_blocks(row: Row, operands: Operands) -> Tensor:
+    """The blocks of W, times their scales where these are inside of the sums."""
+    if not row.scales_inside:
+        return operands.plain
+    return operands.plain.double() * operands.scales.double()[:, None, None]
 
 
 def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:

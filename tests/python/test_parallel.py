@@ -44,7 +44,7 @@ from tilesparse import (
 )
 from tilesparse.checkpoint import prepare, section
 from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
-from tilesparse.parallel import tensor as _tensor_parallel
+from tilesparse.parallel import shards as _shards
 from tilesparse.pattern.indices import moved_index
 
 WIDTH, HIDDEN = 128, 256
@@ -482,7 +482,7 @@ def in_inference_mode(rank: int) -> None:
     model = parallelize_module(make(), mesh(), PLAN)
     with (
         torch.inference_mode(),
-        mock.patch.object(_tensor_parallel, "moved_index", partial(moved_index, copy=True)),
+        mock.patch.object(_shards, "moved_index", partial(moved_index, copy=True)),
     ):
         model(x)  # its index is a copy, as on a GPU
     torch.compile(model, backend="aot_eager")(x).sum().backward()

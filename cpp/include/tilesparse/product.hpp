@@ -87,17 +87,18 @@ class Product {
         desc_.storage = TS_STORAGE_2_4;
         return *this;
     }
-    // [nnz] or [nnz, rows], of values of 8 or 4 bits; [out_features] where x has 8 bits, too.
+    // [nnz] or [nnz, rows], of values of 8 or 4 bits; [out_features] where x has 8 bits and scales by token.
     Product& scales(Span<const float> scales) {
         forget_packed();
         given_.scales = scales.size();
         desc_.scales = scales.data();
         return *this;
     }
-    // [tokens], of x in 8 bits.
-    Product& x_scales(Span<const float> scales) {
+    // [tokens], of x in 8 bits; with `ld` [in_features / 128][ld], inside of the sums.
+    Product& x_scales(Span<const float> scales, std::int64_t ld = 0) {
         given_.x_scales = scales.size();
         desc_.x_scales = scales.data();
+        desc_.x_scales_ld = ld;
         return *this;
     }
     // [out_features], in the dtype of the activations; of y where x has 8 bits.
@@ -254,7 +255,7 @@ class Product {
         desc.dtype = code(desc.op == TS_DDS_NN ? given_.y : given_.x);
         desc.values_dtype = code(given_.values) + 1;
         desc.result_dtype = code(is_forward ? given_.y : desc.op == TS_DDS_NN ? given_.x : given_.values) + 1;
-        if (desc.scales != nullptr) desc.row_scales = given_.scales_per(pattern_);
+        if (desc.scales != nullptr) desc.row_scales = given_.scales_per(desc, pattern_);
         if (given_.residual.is_given) desc.residual.layout = desc.y.layout;
         if (given_.gate.is_given) desc.gate.layout = desc.y.layout;
         if (given_.bias_gradient.is_given) desc.bias_gradient_dtype = code(given_.bias_gradient) + 1;

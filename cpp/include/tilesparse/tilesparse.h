@@ -86,7 +86,7 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
  * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
  * activations. Where x has 8 bits as well, the scales are [out_features] and stay outside of the sums, see
- * ts_matmul_desc.x_scales.
+ * ts_matmul_desc.x_scales, or [nnz] and inside of the sums, see ts_matmul_desc.x_scales_ld.
  *
  * With values of TS_INT4, of TS_STORAGE_DENSE alone, likewise. A value is -8 to 7 in two's complement, and
  * byte j of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of
@@ -186,7 +186,8 @@ typedef struct ts_matmul_desc {
     size_t packed_bytes;
     int32_t policy;      /* of ts_matmul_select alone */
     int32_t row_scales;  /* TS_SCALES_PER_BLOCK: scales are [nnz]; TS_SCALES_PER_ROW: [nnz, block_rows];
-                            TS_SCALES_PER_FEATURE: [out_features], where x has 8 bits and only there */
+                            TS_SCALES_PER_FEATURE: [out_features], where x has 8 bits and scales outside of
+                            the sums, and only there */
     const float* scales; /* of values of 8 or 4 bits; otherwise NULL */
     char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
                             empty: those that TILESPARSE_KERNEL names */
@@ -200,7 +201,7 @@ typedef struct ts_matmul_desc {
     int32_t bias_gradient_dtype; /* 0: dtype; d + 1: the dtype d, which may be TS_FLOAT32 for 16 bits */
     int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
     const float* x_scales; /* [tokens] where x has 8 bits, otherwise NULL; TS_DDS_NT only. x is row-major,
-                              values have its dtype and TS_STORAGE_DENSE, and
+                              values have its dtype, on TS_CUDA in TS_STORAGE_DENSE, and
                                 y[t, f] = sum over k of x[t, k] W[f, k], times x_scales[t], times scales[f]
                               before bias, activation and the rest. Sums of TS_INT8 are exact: in_features
                               is below 2^17. result_dtype is TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16. */
@@ -212,6 +213,13 @@ typedef struct ts_matmul_desc {
                                      outside of x and y whatever they are. bias is [out_features]; residual
                                      and gate are like y. x has 16 bits or more, packed and bias_gradient are
                                      null (see ts_group_sums), and dense is never chosen */
+    int64_t x_scales_ld;          /* 0: scales of x as above. Otherwise scales inside of the sums, for x of
+                                     TS_FLOAT8_E4M3FN and blocks of 128 x 128: x_scales has one for each token and 128
+                                     of k, those of k from 128 g on at g * x_scales_ld; values have one for each block,
+                                     TS_SCALES_PER_BLOCK; and
+                                       y[t, f] = sum over g of (sum over k from 128 g to 128 g + 127 of x[t, k] W[f,
+                                     k]) times x_scales[g * x_scales_ld + t] times scales[the block's] before bias,
+                                     activation and the rest. At least tokens, and on TS_CUDA a multiple of 4 */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */
@@ -370,6 +378,14 @@ TS_API ts_status_t ts_gate_gradient(int32_t dtype, int32_t activation, int64_t t
 TS_API ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
                                int64_t features, const ts_matrix* x, const ts_matrix* quantized,
                                float* scales, ts_stream_t stream);
+
+/* The same with a scale for each 128 features of a token, for products with scales inside of the sums:
+ *   scales[g * scales_ld + t] = max(the largest |x[t, f]| / 448, 2^-116), f from 128 g to 128 g + 127
+ * Where these 128 have an infinity or a NaN, they become zeros, and NaN is their scale. quantized_dtype is
+ * TS_FLOAT8_E4M3FN, features a multiple of 128, and scales_ld at least tokens. */
+TS_API ts_status_t ts_quantize_groups(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                                      int64_t features, const ts_matrix* x, const ts_matrix* quantized,
+                                      float* scales, int64_t scales_ld, ts_stream_t stream);
 
 /* The sums over tokens of each group of y, TS_ROW_MAJOR [tokens, features]: the gradient of the biases of a
  * grouped product. sums is [groups, features] of result_dtype: that of y, or TS_FLOAT32 for 16 bits. They are

@@ -80,6 +80,18 @@ ts_status_t ts_quantize(int32_t device, int32_t dtype, int32_t quantized_dtype, 
     });
 }
 
+ts_status_t ts_quantize_groups(int32_t device, int32_t dtype, int32_t quantized_dtype, int64_t tokens,
+                               int64_t features, const ts_matrix* x, const ts_matrix* quantized,
+                               float* scales, int64_t scales_ld, ts_stream_t stream) {
+    return guard([&] {
+        Quantization of = check_group_quantization(device, dtype, quantized_dtype, tokens, features, x,
+                                                   quantized, scales_ld);
+        of.scales = scales;
+        check_operands(of);
+        quantize_activations(of, stream);
+    });
+}
+
 ts_status_t ts_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tokens,
                           int64_t features, int64_t groups, const ts_matrix* y, const int32_t* group_offsets,
                           void* sums, ts_stream_t stream) {

@@ -33,7 +33,7 @@ bool is_empty(const Problem& problem) {
 
 template <const InstructionSet& set>
 const Steps& steps_of(const Problem& problem) {
-    return set.steps[static_cast<int>(problem.input_dtype)];
+    return set.steps[static_cast<int>(problem.scales_inside() ? DType::float32 : problem.input_dtype)];
 }
 
 template <const InstructionSet& set>
@@ -41,6 +41,7 @@ size_t workspace_size(const Problem& problem, const Device& device, const Decisi
     const Steps& steps = steps_of<set>(problem);
     if (is_empty(problem)) return 0;
     if (problem.grouped()) return groups_workspace_size(steps, problem, device);
+    if (problem.scales_inside()) return scaled_workspace_size(steps, problem, device);
     if (problem.op == Op::sdd_tn) return sdd_workspace_size(steps, problem, device);
     if (suits_decode(steps, problem)) return decode_workspace_size(steps, problem, device);
     return dds_workspace_size(steps, problem, device);
@@ -55,6 +56,8 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     const Finish finish = set.steps[static_cast<int>(problem.result_dtype)].finish;
     if (problem.grouped())
         groups(steps, finish, problem, device, workspace);
+    else if (problem.scales_inside())
+        scaled(steps, finish, problem, device, workspace);
     else if (problem.op == Op::sdd_tn)
         sdd(steps, finish, problem, device, workspace);
     else if (suits_decode(steps, problem))
@@ -83,7 +86,9 @@ constexpr uint32_t kEveryResult = kEightBitResults | bits_of(DType::float64);
 // Of 8 bits with dds_nt alone.
 template <const InstructionSet& set>
 constexpr Kernel every_dtype(const char* name) {
-    return row<set>(name, kEveryOp, kEveryResult | kEightBits, kEveryResult);
+    Kernel row = ts::cpu::row<set>(name, kEveryOp, kEveryResult | kEightBits, kEveryResult);
+    row.scales_inside = 0b11;
+    return row;
 }
 
 // Few tokens by values of int4.

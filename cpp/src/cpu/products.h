@@ -39,6 +39,10 @@ size_t most_sdd_workspace_size(const Steps& steps, const Problem& problem, const
 void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
          Member* member = nullptr);
 
+// A product of float8_e4m3fn with scales inside of the sums. `steps`: those of float32.
+size_t scaled_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
+void scaled(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);
+
 // A grouped product, in one region.
 size_t groups_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
 void groups(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);

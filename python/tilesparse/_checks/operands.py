@@ -13,7 +13,6 @@ from .arguments import (
     QUANTIZED,
     SCALED,
     check_block_shape,
-    check_exact_sums,
     check_shapes,
 )
 
@@ -69,67 +68,13 @@ def check_dds(
     if scales is None:
         _check_alike(name, matrix, "values", values)
     else:
-        _check_same_device(name, matrix, "values", values)
+        check_same_device(name, matrix, "values", values)
     if bias is not None:
         check_added("bias", bias, (out_features,), name, matrix)
     check_one(residual, gate)
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
             check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
-
-
-def check_quantized_dds(
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scales: Tensor,
-    gate: Tensor | None = None,
-) -> None:
-    """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
-    nnz, (bn, bk), (out_features, in_features) = index.col_indices.shape[0], index.block_shape, index.shape
-    check_activations("x", x, in_features)
-    check_quantizable(x)
-    if values.dtype not in QUANTIZED:
-        raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
-    check_exact_sums("in_features", in_features, values.dtype)
-    _check_array("values", values, "[nnz, bn, bk]", (nnz, bn, bk))
-    _check_same_device("x", x, "values", values)
-    _check_device("values", values, index)
-    check_feature_scales(scales, index)
-    if bias is not None:
-        check_added("bias", bias, (out_features,), "x", x)
-    check_one(residual, gate)
-    for other, tensor in (("residual", residual), ("gate", gate)):
-        if tensor is not None:
-            check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
-
-
-def check_quantizable(x: Tensor) -> None:
-    """Check the dtype of activations that have 8 bits in a product."""
-    if x.dtype not in DTYPES or x.dtype == torch.float64:
-        raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-
-
-def check_quantized_x(x: Tensor, x_values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> None:
-    """Check activations in 8 bits, and their scales, beside those that they were made from."""
-    for name, tensor, shape, wanted in (
-        ("x_values", x_values, x.shape, dtype),
-        ("x_scales", x_scales, x.shape[:-1], torch.float32),
-    ):
-        if tensor.shape != shape or tensor.dtype != wanted:
-            raise InvalidArgumentError(
-                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
-        _check_same_device(name, tensor, "x", x)
-
-
-def check_feature_scales(scales: Tensor, index: Index) -> None:
-    """Check a scale for each output feature."""
-    _check_array("scales", scales, "[out_features]", (index.shape[0],), torch.float32)
-    _check_device("scales", scales, index)
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
@@ -162,11 +107,11 @@ def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> 
             f"y must have the leading dimensions {tuple(x.shape[:-1])} of x, got {tuple(y.shape[:-1])}"
         )
     _check_alike("y", y, "x", x)
-    _check_device("x", x, index)
+    check_device("x", x, index)
     if out is not None:
         check_values("out", out, index)
         if out.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
-            _check_same_device("out", out, "x", x)
+            check_same_device("out", out, "x", x)
         else:
             _check_alike("out", out, "x", x)
 
@@ -197,33 +142,39 @@ def check_values(
 ) -> None:
     """Check the values of kept blocks, with the metadata of 2:4 and the scales of 8 and 4 bits."""
     _check_stored(name, values, index, metadata, scales)
-    _check_device(name, values, index)
+    check_device(name, values, index)
 
 
 def _check_stored(
     name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
 ) -> None:
-    nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
-    if metadata is not None and values.dtype == PACKED:
-        raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
-    if metadata is None and values.dtype == PACKED:
-        _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
-    elif metadata is None:
-        _check_array(name, values, "[nnz, bn, bk]", (nnz, bn, bk))
-    else:
-        check_compressible(f"{name}: 2:4", (bn, bk))
-        _check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
-        _check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
-        _check_same_device("metadata", metadata, name, values)
+    check_blocks(name, values, index, metadata)
     if (scales is None) == (values.dtype in SCALED):
         given = "missing" if scales is None else "given"
         raise InvalidArgumentError(
             f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
         )
     if scales is not None:
+        nnz, bn = index.col_indices.shape[0], index.block_shape[0]
         shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
-        _check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
-        _check_same_device("scales", scales, name, values)
+        check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
+        check_same_device("scales", scales, name, values)
+
+
+def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
+    """Check the shapes of the values of kept blocks, and the metadata of 2:4."""
+    nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
+    if metadata is not None and values.dtype == PACKED:
+        raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
+    if metadata is None and values.dtype == PACKED:
+        check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+    elif metadata is None:
+        check_array(name, values, "[nnz, bn, bk]", (nnz, bn, bk))
+    else:
+        check_compressible(f"{name}: 2:4", (bn, bk))
+        check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+        check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
+        check_same_device("metadata", metadata, name, values)
 
 
 def block_columns(values: Tensor, metadata: Tensor | None) -> int:
@@ -240,7 +191,7 @@ def check_compressible(what: str, block_shape: Sequence[int], transposed: bool =
         )
 
 
-def _check_array(
+def check_array(
     name: str, array: Tensor, form: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
     if array.shape != shape or not array.is_contiguous() or dtype not in (None, array.dtype):
@@ -260,8 +211,8 @@ def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
         )
     check_block_shape(values.shape[1:])
     check_compressible("values: 2:4", values.shape[1:], transposed)
-    _check_array("mask", mask, "like values", tuple(values.shape), torch.bool)
-    _check_same_device("mask", mask, "values", values)
+    check_array("mask", mask, "like values", tuple(values.shape), torch.bool)
+    check_same_device("mask", mask, "values", values)
 
 
 def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> None:
@@ -283,10 +234,10 @@ def check_dense(dense: Tensor, index: Index) -> None:
     """Check the shape and device of a dense matrix whose blocks are taken."""
     if dense.shape != index.shape:
         raise InvalidArgumentError(f"dense must have shape {index.shape}, got {tuple(dense.shape)}")
-    _check_device("dense", dense, index)
+    check_device("dense", dense, index)
 
 
-def _check_device(name: str, tensor: Tensor, index: Index) -> None:
+def check_device(name: str, tensor: Tensor, index: Index) -> None:
     if tensor.device != index.col_indices.device:
         raise InvalidArgumentError(
             f"{name} must be on {index.col_indices.device} like the pattern, got {tensor.device}"
@@ -309,7 +260,7 @@ def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
     if factor.is_complex():
         raise InvalidArgumentError(f"{name} must be real, got {factor.dtype}")
     if factor.dim():
-        _check_same_device(name, factor, "values", values)
+        check_same_device(name, factor, "values", values)
 
 
 def is_misaligned(tensor: Tensor) -> bool:
@@ -329,10 +280,10 @@ def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> Non
         raise InvalidArgumentError(
             f"{name} must have dtype {like.dtype} like {like_name}, got {tensor.dtype}"
         )
-    _check_same_device(name, tensor, like_name, like)
+    check_same_device(name, tensor, like_name, like)
 
 
-def _check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+def check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.device != like.device:
         raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
 

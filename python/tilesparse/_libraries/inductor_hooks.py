@@ -22,12 +22,13 @@ def register() -> None:
 
 def _add_pass(module: Any) -> None:
     matcher: Any = importlib.import_module("torch._inductor.pattern_matcher")
-    operator = torch.ops.tilesparse.quantize.default
-    pattern = matcher.CallFunction(operator, matcher.KeywordArg("x"), matcher.KeywordArg("dtype"))
-    matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(_merge)
+    x, dtype = matcher.KeywordArg("x"), matcher.KeywordArg("dtype")
+    for operator, arguments in (("quantize", (x, dtype)), ("quantize_groups", (x,))):
+        pattern = matcher.CallFunction(getattr(torch.ops.tilesparse, operator).default, *arguments)
+        matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(_merge)
 
 
-def _merge(match: Any, x: torch.fx.Node, dtype: int) -> None:
+def _merge(match: Any, x: torch.fx.Node, dtype: int | None = None) -> None:
     """Replace a quantization by the first one of the same x, if nothing is written to in between."""
     node = match.output_node()
     equal = {user for user in x.users if _is_equal(user, node)}

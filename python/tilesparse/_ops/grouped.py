@@ -53,6 +53,11 @@ def grouped_linear_on(
     return combined(y, activation, residual, gate)
 
 
+def grouped_sdd_on(y: Tensor, x: Tensor, index: Index, offsets: Tensor) -> Tensor:
+    """Return yᵀ x [nnz, bn, bk] on a pattern, each group's blocks from its own rows of y and x."""
+    return call(_SDD_TN, y, x, index, extras=(offsets,))
+
+
 # ---- kernels and fakes ----
 
 

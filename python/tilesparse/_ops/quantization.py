@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import shown
 from .._checks import QUANTIZED
 from .._runtime import quantization as _quantization
 from .._runtime.private import current_stream, version
@@ -16,12 +17,16 @@ from .autograd import is_plain
 from .register import register_plainly
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, per: str = "token") -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits, see `functional.quantize`."""
-    return _quantized(x, dtype, is_plain((x,)))
+    if per != "token" and (per != "group" or dtype != torch.float8_e4m3fn):
+        raise InvalidArgumentError(
+            f"per must be 'token', or 'group' with dtype torch.float8_e4m3fn, got {shown(per)} with {dtype}"
+        )
+    return _quantized(x, dtype if per == "token" else None, is_plain((x,)))
 
 
-def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
+def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:
     """Return x in the dtype of a weight that it is multiplied by, with scales; only to be read.
 
     Layers with one input share the result in eager mode: the last one of each thread is kept while x lives,
@@ -33,8 +38,9 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool) -> tuple[Tensor, Tens
         weight: values in 8 bits.
         x: activations.
         direct: whether `is_plain` holds for x.
+        grouped: whether each 128 features of a token have a scale of their own.
     """
-    dtype = weight.dtype
+    dtype = None if grouped else weight.dtype
     if not (direct or is_plain((x,), profiled=True)) or not (_counts_writes(x) or _last.constant is x):
         return _quantized(x, dtype, direct)
     stream = current_stream(x.get_device()) if x.is_cuda else 0
@@ -102,7 +108,13 @@ def _counts_writes(x: Tensor) -> bool:
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, direct: bool) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tensor, Tensor]:
+    """Quantize x by token, or without a dtype by groups of features."""
+    if dtype is None:
+        if direct:
+            return _quantization.quantize_groups(x)
+        values, scales = _QUANTIZE_GROUPS(x.detach())
+        return values, scales
     if dtype not in QUANTIZED:
         raise InvalidArgumentError(f"dtype must be one of {list(QUANTIZED)}, got {dtype}")
     if direct:
@@ -127,3 +139,6 @@ def _dtype(code: int) -> torch.dtype:
 
 
 _QUANTIZE = register_plainly("quantize", _quantize, _quantize_fake)
+_QUANTIZE_GROUPS = register_plainly(
+    "quantize_groups", _quantization.quantize_groups, _quantization.empty_quantized_groups
+)

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8 bits: x is quantized by token, weights by output feature."""
+"""Linear layers that multiply in 8 bits: x is quantized by token or by group, weights by feature or block."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import Index, check_one, check_quantizable
+from .._checks import Index, check_factor_scales, check_one, check_quantizable, is_inside
 from .._runtime import values as _values
 from .._runtime.choice import multiplies_as_decode
 from .._runtime.lookup import prepared
@@ -35,6 +35,7 @@ def quantized_linear_on(
     policy: str = "sparse",
     gate: Tensor | None = None,
     fast: bool = True,
+    metadata: Tensor | None = None,
 ) -> Tensor:
     """Compute `functional.quantized_linear` with the pattern as an `Index`."""
     code = activation_code(activation)
@@ -43,23 +44,31 @@ def quantized_linear_on(
     if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
         refuse_gradient(records_gradient((values,)), None, scales)
-        stored = None, row_scales_on(scales, index)
+        stored = metadata, stored_scales_on(scales, values, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
     tensors = x, values, bias, residual, gate
-    direct, recorded = is_plain((*tensors, scales)), records_gradient(tensors)
-    of_x = quantized_for(values, x, direct)
+    direct, recorded = is_plain((*tensors, scales, metadata)), records_gradient(tensors)
+    of_x = quantized_for(values, x, direct, is_inside(scales))
     if direct and not recorded:
         pattern = prepared(index, DDS_NT_QUANTIZED.looks)
         return dds_quantized(
-            x, values, pattern, bias, residual, code, feature_major, scales, gate, *of_x, fast
+            x, values, pattern, bias, residual, code, feature_major, scales, gate, metadata, *of_x, fast
         )
     refuse_gradient(recorded and values.requires_grad, None, scales)
     if (code == 0 and gate is None) or not (recorded or transforms_active()):
-        extras = scales, gate, *of_x, fast
+        extras = scales, gate, metadata, *of_x, fast
         return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, feature_major, extras)
     check_one(residual, gate)
-    y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, *of_x, fast))
+    y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, metadata, *of_x, fast))
     return combined(y, activation, residual, gate)
+
+
+def stored_scales_on(scales: Tensor, values: Tensor, index: Index) -> Tensor:
+    """Return the scales as those of values that are dequantized, of rows of blocks or of blocks."""
+    if not is_inside(scales):
+        return row_scales_on(scales, index)
+    check_factor_scales(scales, values, index)
+    return scales.flatten()
 
 
 def row_scales_on(scales: Tensor, index: Index) -> Tensor:
@@ -82,13 +91,15 @@ def _gradients(
     needs: Sequence[bool],
     scales: Tensor,
     gate: Tensor | None,
+    metadata: Tensor | None,
 ) -> Tensors:
     """Return the gradients as if x had not been rounded (straight-through)."""
     refuse_gradient(needs[1], None, scales)
     refuse_fused_gate(gate)
     of_x = None
     if needs[0]:
-        of_x = call(DDS_NN, grad, values, index, extras=(None, row_scales_on(scales, index), False))
+        stored = metadata, stored_scales_on(scales, values, index)
+        of_x = call(DDS_NN, grad, values, index, extras=(*stored, False))
     return of_x, *other_gradients(grad, x, index, needs)
 
 
@@ -100,6 +111,6 @@ DDS_NT_QUANTIZED = differentiable(
     2,
     2,
     looks=True,
-    kept=slice(2),
+    kept=slice(3),
 )
 register_flop_formula(torch.ops.tilesparse.dds_nt_quantized)(flops)

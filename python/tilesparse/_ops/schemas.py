@@ -26,7 +26,8 @@ LIB.define(
 )
 LIB.define(
     f"dds_nt_quantized(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool feature_major, Tensor scales, Tensor? gate, Tensor x_values, Tensor x_scales, bool fast) -> Tensor"
+    "bool feature_major, Tensor scales, Tensor? gate, Tensor? metadata, Tensor x_values, Tensor x_scales, "
+    "bool fast) -> Tensor"
 )
 LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
 LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
@@ -51,6 +52,7 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 # ScalarType.
 LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
+LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
 # Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
 LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")

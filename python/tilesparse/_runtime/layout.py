@@ -1,6 +1,6 @@
 """Layouts of activations: those that the library reads in place, and copies of others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .._checks import ALIGNMENT, INT32_MAX, is_misaligned
 from ..errors import InvalidArgumentError
+
+_VECTOR = 4  # numbers of float32 in 16 bytes
 
 Lines = tuple[int, int, int]  # tokens, leading dimension, layout (0 row-major, 1 column-major)
 Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and strides unless contiguous
@@ -79,6 +81,27 @@ def row_major(matrix: Tensor) -> tuple[Tensor, int]:
     if ld is not None or matrix.numel() == 0:
         return matrix, matrix.shape[-1] if ld is None else ld
     return _dense(matrix), matrix.shape[-1]
+
+
+def empty_group_scales(like: Tensor, leading: Sequence[int], groups: int) -> Tensor:
+    """Allocate float32 scales [..., groups] of tokens that lie side by side, for each group."""
+    strides, tokens = [], 1
+    for size in reversed(leading):
+        strides.insert(0, tokens)
+        tokens = tokens * size
+    own = -(-tokens // _VECTOR) * _VECTOR
+    return like.new_empty_strided((*leading, groups), (*strides, own), dtype=torch.float32)
+
+
+def group_scales(scales: Tensor) -> tuple[Tensor, int]:
+    """Return scales [..., groups] as kernels read them, copied where they lie otherwise, and their stride."""
+    *leading, groups = scales.shape
+    tokens = scales.numel() // groups if groups else 0
+    lines = _lines(scales, tokens, (1,)) if tokens else (0, _VECTOR, 1)
+    if lines is None or is_misaligned(scales):
+        scales = empty_group_scales(scales, leading, groups).copy_(scales)
+        return scales, scales.stride(-1)
+    return scales, lines[1]
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -28,11 +28,13 @@ def medians(calls: Sequence[Call], device: torch.device, repetitions: int) -> li
     longer than the host needs for a call, so the time of the host is not part of it. On the CPU it is the
     wall-clock time of a call, and weights may be in the caches.
     """
-    for call in calls:
-        for _ in range(WARM_UP):
-            call()
-    time_all = _on_cuda if device.type == "cuda" else _on_cpu
-    return [1e3 * statistics.median(seconds) for seconds in time_all(calls, device, repetitions)]
+    return [1e3 * statistics.median(seconds) for seconds in _times(calls, device, repetitions)]
+
+
+def undisturbed(calls: Sequence[Call], device: torch.device, repetitions: int) -> list[float]:
+    """Return milliseconds as `medians` does, but on the CPU the least: other programs may use it, too."""
+    of = statistics.median if device.type == "cuda" else min
+    return [1e3 * of(seconds) for seconds in _times(calls, device, repetitions)]
 
 
 def own_numbers(device: torch.device) -> AbstractContextManager[None]:
@@ -52,6 +54,13 @@ def name_of_cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _times(calls: Sequence[Call], device: torch.device, repetitions: int) -> list[list[float]]:
+    for call in calls:
+        for _ in range(WARM_UP):
+            call()
+    return (_on_cuda if device.type == "cuda" else _on_cpu)(calls, device, repetitions)
 
 
 def _on_cuda(calls: Sequence[Call], device: torch.device, repetitions: int) -> list[list[float]]:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from .._arguments import checked, shown
 from .._checks import as_number
 from ..errors import CheckpointError, InvalidArgumentError, TileSparseError, UnsupportedError
+from ..nn.experts_linear import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters, set_submodule
 from ..storage.registry import storage_of
 from .blocks import adaptable_layer, chosen_slots, matching_layers, slots_of, zero_delta
 from .files import loaded_delta, read_adapter, write_adapter
-from .linear import AdaptedLinear
+from .linear import AdaptedExperts, AdaptedLinear
 
 
 class BlockSparseAdapter:
@@ -91,7 +92,8 @@ class BlockSparseAdapter:
                 layer.freeze()
         for name, delta in deltas.items():
             base: Any = model.get_submodule(name)
-            self.layers[name] = AdaptedLinear(base, delta).train(base.training)
+            adapted = AdaptedExperts if isinstance(base, ExpertsLinear) else AdaptedLinear
+            self.layers[name] = adapted(base, delta).train(base.training)
         _replace(model, {layer.base_layer: layer for layer in self.layers.values()})
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._names import NamePattern
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
+from ..nn.experts_linear import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import owners_of_parameters
 from ..pattern.block_pattern import BlockPattern
@@ -45,8 +47,6 @@ def adaptable_layer(
     if not isinstance(layer, BlockSparseLinear) or not name:
         kind = "nothing" if layer is None else type(layer).__name__
         raise InvalidArgumentError(f"model must have a BlockSparseLinear as {name!r}, got {kind}")
-    if layer.of_experts:
-        raise UnsupportedError(f"model must have one weight for all tokens as {name!r}, got those of experts")
     sharing = [owner for owner in owners.get(layer.weight, ()) if owner is not layer]
     if sharing:
         other = next(other for other, module in modules.items() if module is sharing[0])
@@ -85,18 +85,20 @@ def chosen_slots(
 def zero_delta(base: BlockSparseLinear, slots: Tensor) -> BlockSparseLinear:
     """Return a delta of zeros with these blocks of a layer, and its mask of 2:4."""
     blocks = torch.stack(base.pattern.to("cpu").block_indices(), dim=1)[slots]
-    delta = BlockSparseLinear(
-        base.in_features,
-        base.out_features,
-        bias=False,
-        pattern=BlockPattern.from_blocks(
+    options: Any = {
+        "bias": False,
+        "pattern": BlockPattern.from_blocks(
             blocks, shape=(base.out_features, base.in_features), block_shape=base.block_shape
         ),
-        nm=base.nm,
-        transposable=base.transposable,
-        device=base.weight.device,
-        dtype=torch.promote_types(base.spec.dtype, torch.float32),
-    )
+        "nm": base.nm,
+        "transposable": base.transposable,
+        "device": base.weight.device,
+        "dtype": torch.promote_types(base.spec.dtype, torch.float32),
+    }
+    kind: Any = BlockSparseLinear
+    if isinstance(base, ExpertsLinear):
+        kind, options["experts"] = ExpertsLinear, base.experts
+    delta: BlockSparseLinear = kind(base.in_features, base.out_features, **options)
     mask = base.kept_mask()
     with torch.no_grad():
         delta.weight.zero_()

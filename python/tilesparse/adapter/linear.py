@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._ops.linear import linear_on
+from .._ops.autocast import autocast
+from .._ops.grouped import grouped_linear_on
+from .._ops.linear import combined, linear_on
 from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
 
@@ -60,6 +64,10 @@ class AdaptedLinear(nn.Module):
             y [..., out_features].
         """
         y = self.base_layer(x, residual=residual)
+        return linear_on(x, self._values(x.dtype), self.delta.index(), residual=y)
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        """Return Δ [n, bn, bk] as products take it."""
         delta = self.delta
         if delta.origin.pending:
             delta.validate_pattern()
@@ -69,4 +77,44 @@ class AdaptedLinear(nn.Module):
             values = delta.plain_values()
         else:
             values = delta.weight if delta.mask is None else torch.where(delta.mask, delta.weight, 0)
-        return linear_on(x, values.to(x.dtype), delta.index(), residual=y)
+        return values.to(dtype)
+
+
+class AdaptedExperts(AdaptedLinear):
+    """y[t] = base_layer(x)[t] + x[t] Δ_eᵀ for the tokens t of each expert e of an `ExpertsLinear`."""
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        base: Any = self.base_layer
+        experts: int = base.experts
+        return experts
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        activation: str = "none",
+    ) -> Tensor:
+        """Compute what `ExpertsLinear.forward` does, with Δ added to the weights.
+
+        Args:
+            x: [tokens, in_features], sorted by expert.
+            offsets: int32 [experts + 1]: the tokens of expert e are offsets[e] to offsets[e + 1] - 1.
+            residual: [tokens, out], added to the result, or None.
+            gate: [tokens, out], by which the result is multiplied in the place of a residual, or None.
+            activation: of the result, or of the gate where there is one.
+
+        Returns:
+            y [tokens, out].
+        """
+        base: Any = self.base_layer
+        y = base(x, offsets)
+        assert offsets is not None
+        index, none = self.delta.index(), (None, None)
+        y = grouped_linear_on(x, self._values(x.dtype), index, offsets, None, "none", y, none, None)
+        y, residual, gate = autocast(y, residual, gate)
+        return combined(y, activation, residual, gate)

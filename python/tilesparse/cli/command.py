@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``prune`` and ``plot``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise``, ``prune`` and ``plot``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ COMMANDS = {  # each is a module beside this one, which has `add_arguments` and 
     "bench": "time one layer against torch.nn.functional.linear",
     "tune": "measure kernels for a layer or a checkpoint here, and keep which is the fastest",
     "demo": "train a small GPT on Python's own sources, dense and block-sparse side by side",
+    "advise": "measure whether block sparsity pays for a model of Transformers on this device",
     "prune": "make a model of Transformers block-sparse, calibrated on a text, and save it",
     "plot": "draw kept blocks, how patterns changed in training, or quality against time",
 }

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .._checks import check_writable
 from ..config import STORAGES
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from ..prune.driver import prune_model
 from ..prune.layer import METHODS
+from .models import load_model, load_tokenizer
 from .options import add_device, parse_block, parse_count, parse_density
 
 SAMPLES, LENGTH = 128, 2048
@@ -47,10 +48,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Prune, save, and print a report."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError("tilesparse prune needs Transformers: pip install transformers") from error
     output: Path = arguments.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidArgumentError(f"output must be a folder that is empty or does not exist, got {output}")
@@ -61,15 +58,9 @@ def main(arguments: argparse.Namespace) -> None:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"--text cannot be read: {error}") from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(arguments.model)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
-        architecture = (config.architectures or ["AutoModel"])[0]
-        kind = getattr(transformers, architecture, transformers.AutoModel)
-        model = kind.from_pretrained(arguments.model, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"model cannot be loaded: {error}") from error
-    length = min(arguments.length, getattr(config, "max_position_embeddings", None) or arguments.length)
+    tokenizer = load_tokenizer(arguments.model, "prune")
+    model = load_model(arguments.model, "prune")
+    length = min(arguments.length, getattr(model.config, "max_position_embeddings", None) or arguments.length)
     batches = _samples(tokenizer, text, arguments.samples, length)
     if hasattr(model, "lm_head"):
         batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]

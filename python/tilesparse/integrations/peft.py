@@ -274,6 +274,6 @@ def _blocks(layer: BlockSparseLinear) -> list[Tensor]:
 
 def _loss(a: Tensor, b: Tensor, kept: Tensor) -> float:
     a, b = a.double(), b.double()
-    whole = float(((b.t() @ b) * (a @ a.t())).sum())  # ‖b a‖², as a trace of r x r matrices
+    whole = float(((b.mT @ b) * (a @ a.mT)).sum())  # ‖b a‖², as a trace of r x r matrices, of each expert
     inside = float(torch.linalg.vector_norm(kept, dtype=torch.float64)) ** 2
     return math.sqrt(max(0.0, 1 - inside / whole)) if whole > 0 else 0.0

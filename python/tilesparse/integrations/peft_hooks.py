@@ -10,7 +10,7 @@ from typing import Any
 from .._libraries.hooks import PEFT, adapt, when_imported
 from .._reports import listed, warn_user
 from ..adapter.linear import AdaptedLinear
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 
 
@@ -35,14 +35,13 @@ def _adapt_layers(module: Any) -> None:
         def create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
             base = target.get_base_layer() if isinstance(target, layer_class) else target
             named = tuple(getattr(lora_config, "_custom_modules", None) or ())
-            if isinstance(base, BlockSparseLinear) and base.of_experts:
-                raise UnsupportedError(
-                    f"target_modules must not match experts, which no adapter of PEFT knows, got {base}"
-                )
             if isinstance(base, BlockSparseLinear) and not isinstance(base, named):
-                from .peft import LoraLinear  # where a model has such layers, whatever others ask of PEFT
+                # Imported where a model has such layers, whatever others ask of PEFT.
+                from .peft import LoraLinear
+                from .peft_experts import LoraExperts
 
-                return LoraLinear(target, adapter_name, config=lora_config, **kwargs)
+                adapted = LoraExperts if base.of_experts else LoraLinear
+                return adapted(target, adapter_name, config=lora_config, **kwargs)
             return create(lora_config, adapter_name, target, **kwargs)
 
         return create_new_module
@@ -83,7 +82,10 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
             (experts if layer.of_experts else names).add(name)
     if experts:
-        warn_user(f'target_modules="all-linear" leaves experts without an adapter: {listed(sorted(experts))}')
+        warn_user(
+            'target_modules="all-linear" leaves experts without an adapter, as in dense models; name them in '
+            f"target_modules to adapt them: {listed(sorted(experts))}"
+        )
     return names
 
 

@@ -1,5 +1,6 @@
 """Layers with a block-sparse weight."""
 
+from .block_scales import from_block_scales
 from .experts import BlockSparseExperts
 from .experts_linear import ExpertsLinear
 from .joined import concatenate
@@ -14,4 +15,5 @@ __all__ = [
     "ExpertsLinear",
     "PseudoBlockSparseLinear",
     "concatenate",
+    "from_block_scales",
 ]

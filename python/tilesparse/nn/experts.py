@@ -142,10 +142,23 @@ class BlockSparseExperts(nn.Module):
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:
-        """Return both projections by their names, ``up`` first."""
-        up = self._modules[self.up_name]
-        assert isinstance(up, ExpertsLinear)
-        return {self.up_name: up, "down": self.down}
+        """Return both projections by their names, ``up`` first.
+
+        Raises:
+            UnsupportedError: one has an adapter in its place.
+        """
+        found: dict[str, Any] = {name: self._modules[name] for name in (self.up_name, "down")}
+        for name, layer in found.items():
+            if not isinstance(layer, ExpertsLinear):
+                raise UnsupportedError(
+                    f"{name} must be an ExpertsLinear, got {type(layer).__name__}; merge its adapter"
+                )
+        return found
+
+    @property
+    def halves(self) -> int:
+        """Parts that the features of ``up`` have, one after the other: 2 with a gate, unless interleaved."""
+        return 2 if self._gated and getattr(self, "is_concatenated", True) else 1
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the function above.
@@ -161,15 +174,20 @@ class BlockSparseExperts(nn.Module):
         """
         try:
             _check_routing(hidden_states, top_k_index, top_k_weights)
-            chosen = top_k_index.clamp(0, self.num_experts - 1)
-            top_k_weights = torch.where(chosen == top_k_index, top_k_weights, 0)
-            routing = routing_of(chosen, self.num_experts)
-            x = gathered(hidden_states, routing)
+            shard: Any = getattr(self.down, "shard", None)
+            x, weights, experts = hidden_states, top_k_weights, self.num_experts
+            chosen = top_k_index.clamp(0, experts - 1)
+            weights = torch.where(chosen == top_k_index, weights, 0)
+            if shard is not None:
+                x, chosen, weights, experts = shard.entered(x, chosen, weights)
+            routing = routing_of(chosen, experts)
+            x = gathered(x, routing)
             y = self.down(self._between(x, routing.offsets), routing.offsets)
             norm = self._modules.get(NORM)
             if norm is not None:
                 y = norm(y)
-            return combined(y, top_k_weights, routing).to(hidden_states.dtype)
+            y = combined(y, weights, routing).to(hidden_states.dtype)
+            return y if shard is None else shard.left(y)
         except Exception as error:
             check_types_after(error, BlockSparseExperts.forward, locals())
             raise

@@ -17,6 +17,7 @@ from .._ops.masks import straight_through
 from ..config import check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
+from ..storage.base import STORED_NAMES
 from .joined import concatenate
 from .linear import BlockSparseLinear
 
@@ -123,10 +124,10 @@ class ExpertsLinear(BlockSparseLinear):
         try:
             if offsets is None:
                 raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
-            if offsets.numel() != self.experts + 1:
-                raise InvalidArgumentError(
-                    f"offsets must have {self.experts + 1} entries, got {offsets.numel()}"
-                )
+            shard: Any = self.shard
+            experts = self.experts if shard is None else shard.experts
+            if offsets.numel() != experts + 1:
+                raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
             if self.origin.pending:
                 self.validate_pattern()
             if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
@@ -134,13 +135,20 @@ class ExpertsLinear(BlockSparseLinear):
                     "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
                     "have neither"
                 )
-            stored = self.metadata, self.scales
-            weight: Tensor = self.weight
-            if self.mask is not None:
+            whole = {
+                "weight": self.weight,
+                "bias": self.bias,
+                **{name: self._buffers[name] for name in STORED_NAMES},
+            }
+            tensors: Any = whole if shard is None else shard.tensors(self)
+            index = self.index() if shard is None else shard.index(self)
+            weight: Tensor = tensors["weight"]
+            if tensors["mask"] is not None:
                 (weight,) = autocast(weight)
-                weight = straight_through(weight, self.mask)
+                weight = straight_through(weight, tensors["mask"])
+            stored = tensors["metadata"], tensors["scales"]
             return grouped_linear_on(
-                x, weight, self.index(), offsets, self.bias, activation, residual, stored, gate
+                x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
             )
         except Exception as error:
             check_types_after(error, ExpertsLinear.forward, locals())

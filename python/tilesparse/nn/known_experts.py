@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .stored import StoredWeight
+from .tensors import is_sharded
+
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 NORM = "post_expert_norm"
 
@@ -61,7 +64,8 @@ def reason_not_known(module: nn.Module) -> str | None:
     """Say what keeps experts, which `projections_of` knows, from being replaced; None if nothing does."""
     found = projections_of(module)
     assert found is not None
-    if getattr(module, "_is_expert_parallel", False):
+    parameters = module.parameters(recurse=False)
+    if getattr(module, "_is_expert_parallel", False) or any(map(is_sharded, parameters)):
         return "its experts are spread over processes; convert the model before they are"
     if "forward" in vars(module) or "_apply_gate" in vars(module):
         return "its forward or _apply_gate was replaced by another function, which would be lost"
@@ -101,3 +105,10 @@ def stacked_parameters(module: nn.Module) -> list[str]:
         and torch.is_floating_point(parameter)
         and not isinstance(module, nn.modules.conv._ConvNd)
     ]
+
+
+def stacked_in(model: nn.Module) -> dict[str, list[str]]:
+    """Return `stacked_parameters` of the dense modules of a model by the names of modules."""
+    dense = {name: module for name, module in model.named_modules() if not isinstance(module, StoredWeight)}
+    found = {name: stacked_parameters(module) for name, module in dense.items()}
+    return {name: parameters for name, parameters in found.items() if parameters}

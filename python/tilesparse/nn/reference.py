@@ -44,6 +44,7 @@ class PseudoBlockSparseLinear(nn.Module):
         self.block_shape, self.density = layer.block_shape, layer.density
         self.storage_error, self.activations = layer.storage_error, layer.activations
         self._grid = layer.pattern.grid
+        self._grouped = layer.activations is not None and layer.spec.scales == "block"
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
                 values = layer.plain_values() if name == "weight" else parameter.detach().clone()
@@ -65,7 +66,8 @@ class PseudoBlockSparseLinear(nn.Module):
             y [..., out_features].
         """
         check_activations("x", x, self.in_features)
-        x = x if self.activations is None else _rounded(x, storage_of(self.activations).dtype)
+        if self.activations is not None:
+            x = _rounded(x, storage_of(self.activations).dtype, self._grouped)
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
         blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
         y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
@@ -80,9 +82,10 @@ class PseudoBlockSparseLinear(nn.Module):
         return representation(self)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return x as 8 bits and a scale for each token hold it, with the gradient of x."""
+def _rounded(x: Tensor, dtype: torch.dtype | None, grouped: bool) -> Tensor:
+    """Return x as 8 bits and a scale for each token, or each group of it, hold it, with the gradient of x."""
     assert dtype is not None
-    values, scales = quantize(x, dtype)
-    rounded = (values.float() * scales[..., None]).to(x.dtype)
+    values, scales = quantize(x, dtype, per="group" if grouped else "token")
+    groups = values.float().unflatten(-1, (scales.shape[-1], -1)) if grouped else values.float()
+    rounded = (groups * scales[..., None]).view(x.shape).to(x.dtype)
     return x + (rounded - x).detach()

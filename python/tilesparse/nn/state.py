@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import Index
+from .._checks import Index, is_inside
 from .._runtime.lookup import update_of
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
@@ -153,11 +153,14 @@ def _check_activations(layer: StoredWeight, state: Mapping[str, Any], noted: Map
     if scales is None or layer.scales is None:
         return
     of_features = tuple(scales.shape) == (layer.out_features,)
+    if mine is not None and is_inside(layer.scales):
+        of_features = is_inside(scales) and scales.shape[1] == 1
     if mine is None:  # those of blocks may be as many
         of_features = of_features and len(state.get("col_indices", ())) != layer.out_features
     saved = noted.get("activations") if "version" in noted else mine
     if of_features != (mine is not None) or saved != mine:
         wanted = "[nnz, bn] or [nnz]" if mine is None else "[out_features]"
+        wanted = "[nnz, 1]" if mine is not None and is_inside(layer.scales) else wanted
         raise InvalidArgumentError(
             f"scales must be {wanted} of a layer with activations={mine!r}, got shape "
             f"{tuple(scales.shape)} and activations={saved!r}; call to_storage to have them alike"

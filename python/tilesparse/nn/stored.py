@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._checks import Index, check_policy
+from .._checks import Index, check_policy, is_inside
 from .._runtime.private import constant_when_compiled
 from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -83,11 +83,14 @@ class StoredWeight(nn.Module):
             storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            scales=storage.scales_of(self.scales) if self._activations is None else PER_FEATURE,
+            scales=storage.scales_of(self.scales) if self._activations is None else self._scales_beside_x(),
             policy=self._policy,
             activations=self._activations,
             experts=self._experts,
         )
+
+    def _scales_beside_x(self) -> str:
+        return "block" if self.scales is not None and is_inside(self.scales) else PER_FEATURE
 
     def update_spec(self, **changes: Any) -> None:
         """Change what the layer says of its tensors, which are the caller's to change."""
@@ -259,10 +262,11 @@ class StoredWeight(nn.Module):
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
                 8 bits and scales, of 2:4 the kept half alone; "int4": 4 bits and scales, not of 2:4.
-            per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block"; an output feature
-                with `activations`, whatever it is.
-            activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
-                then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
+            per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With `activations`
+                an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of 128 x 128, and
+                x then has a scale for each 128 features of a token.
+            activations: the name of the storage, where that has 8 bits: products then quantize x as well, see
+                `functional.quantized_linear`. None multiplies x in its dtype.
             limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
                 `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
             values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded
@@ -279,7 +283,7 @@ class StoredWeight(nn.Module):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_scales("per", per, activations)
+        checked_scales("per", per, activations, self._block_shape)
         spec = self.spec
         wanted = spec.with_storage(storage, per, activations)
         if wanted != spec or limits is not None or values is not None:

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 from .patterns import synchronize_patterns
 
 if TYPE_CHECKING:
+    from .experts import ExpertParallel, ExpertTensorParallel
     from .tensor import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "synchronize_patterns"]
+__all__ = [
+    "ColwiseParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "RowwiseParallel",
+    "synchronize_patterns",
+]
 
 
 def __getattr__(name: str) -> Any:
     """The styles, imported once they are asked for: DTensors take long, and not every PyTorch has them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".tensor", __name__), name)
+    return getattr(import_module(".experts" if name.startswith("Expert") else ".tensor", __name__), name)

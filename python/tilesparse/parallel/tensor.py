@@ -7,28 +7,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.placement_types import Placement
 
 from .._arguments import checked
-from .._checks import Index, check_like_product
+from .._checks import check_like_product, is_inside
 from .._ops.autocast import autocast
 from .._ops.linear import linear_on
 from .._ops.masks import straight_through
 from .._ops.scaled import quantized_linear_on
-from .._runtime.lock import exclusive
-from .._runtime.lookup import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..nn.masks import masked_linear
-from ..nn.shard import Shard as LayerShard
-from ..nn.stored import StoredWeight
-from ..pattern.block_pattern import BlockPattern
-from ..pattern.indices import moved_index, overwrite_index
 from ..storage.base import STORED_NAMES
 from .patterns import broadcast_patterns
+from .shards import PatternShard, distributed, local_of, sharded_by_slots
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,93 +92,13 @@ class RowwiseParallel(_Style, _Rowwise):
     dim = 1
 
 
-class TensorShard(LayerShard):
+class TensorShard(PatternShard):
     """The block rows (dim 0) or columns (dim 1) of a layer's weight that this process multiplies by."""
 
     def __init__(self, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
-        self._mesh, self._dim = mesh, style.dim
+        super().__init__(mesh, style.dim)
         self._input_layouts, self._output_layouts = style.input_layouts, style.output_layouts
         self._use_local_output = style.use_local_output
-        self._index: Index | None = None
-        self._seen: tuple[object, int] | None = None  # what the layer's buffers held when it was made
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """(r, c) as `BlockPattern.random` has them."""
-        count = self._mesh.size()
-        return (count, 1) if self._dim == 0 else (1, count)
-
-    def check(self, pattern: BlockPattern) -> None:
-        """Raise InvalidPatternError unless the blocks of each shard have the slots of its process."""
-        shards = self._shard_of(pattern)
-        count = self._mesh.size()
-        if not torch.equal(shards, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
-            raise InvalidPatternError(
-                f"pattern must have its slots in the order of the layer's {count} shards, with "
-                f"{pattern.nnz // count} blocks each; load other patterns before parallelize_module"
-            )
-
-    def arranged(self, pattern: BlockPattern) -> BlockPattern:
-        """Return the same blocks with slots in the order of rows or columns, which is that of the shards.
-
-        The order is the same for every number of processes, so a state dict of a few serves others.
-        """
-        counts = torch.bincount(self._shard_of(pattern), minlength=self._mesh.size()).tolist()
-        if len(set(counts)) > 1:
-            raise InvalidPatternError(
-                f"pattern must have equally many blocks in each of the {len(counts)} shards of its block "
-                f"{('rows', 'columns')[self._dim]}, got {counts}; make it with parts={self.parts}"
-            )
-        blocks = torch.stack(pattern.block_indices(), 1)[self.order(pattern)]
-        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
-
-    def order(self, pattern: BlockPattern) -> Tensor:
-        """Return, for every slot of the arranged pattern, the slot of its block in this one."""
-        rows, cols = pattern.block_indices()
-        first, second = (rows, cols) if self._dim == 0 else (cols, rows)
-        return (first * max(pattern.grid) + second).argsort()
-
-    def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
-        """Return a random pattern of the whole weight, with equally many blocks in each shard."""
-        nnz = like.col_indices.shape[0]
-        return self.arranged(
-            BlockPattern.random(
-                like.shape, block_shape=like.block_shape, nnz=nnz, parts=self.parts, generator=generator
-            )
-        )
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
-    def index(self, layer: StoredWeight) -> Index:
-        """Return the pattern of this process's blocks, kept in sync with the layer's."""
-        whole = layer.index()
-        with exclusive():
-            seen = content_of(whole)
-            if self._index is None or self._seen != seen:
-                self._index, self._seen = self._synced(whole), seen
-            return self._index
-
-    def _synced(self, index: Index) -> Index:
-        pattern, device = BlockPattern.from_index(index).to("cpu"), index.col_indices.device
-        self.check(pattern)
-        cut = self._cut(pattern)
-        mine = cut.index_on(cut.device)
-        if self._index is None or self._index.col_indices.device != device:
-            with torch.inference_mode(False):  # training may go on with it
-                return moved_index(mine, device)
-        overwrite_index(self._index, mine)  # in place, so that prepared plans stay valid
-        return self._index
-
-    def _cut(self, pattern: BlockPattern) -> BlockPattern:
-        count, rank = self._mesh.size(), self._mesh.get_local_rank()
-        each = pattern.nnz // count
-        blocks = torch.stack(pattern.block_indices(), 1)[rank * each : (rank + 1) * each]
-        blocks[:, self._dim] -= rank * (pattern.grid[self._dim] // count)
-        shape = [size // part for size, part in zip(pattern.shape, self.parts, strict=True)]
-        return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
-
-    def _shard_of(self, pattern: BlockPattern) -> Tensor:
-        """Return, for every slot, the shard that its block lies in."""
-        return pattern.block_indices()[self._dim].cpu() // (pattern.grid[self._dim] // self._mesh.size())
 
     def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
         """Compute the forward pass, with x in the style's input layout, and y in its output layout."""
@@ -193,14 +108,15 @@ class TensorShard(LayerShard):
             self._check_residual(residual)
             (residual,) = autocast(residual)
         local = self._input(x)
-        weight, bias = _local(layer.weight), self._bias(layer.bias)
-        mask, metadata, scales = (_local(layer._buffers[name]) for name in STORED_NAMES)
+        weight, bias = local_of(layer.weight), self._bias(layer.bias)
+        mask, metadata, scales = (local_of(layer._buffers[name]) for name in STORED_NAMES)
         index = self.index(layer)
         if mask is not None:
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
         elif layer.activations is not None:
-            y = quantized_linear_on(local, weight, scales, index, bias, policy=layer.policy)
+            how = {"policy": layer.policy, "metadata": metadata}
+            y = quantized_linear_on(local, weight, scales, index, bias, **how)
         else:
             y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
@@ -226,7 +142,7 @@ class TensorShard(LayerShard):
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         if self._dim == 0 or not isinstance(bias, DTensor):
-            return _local(bias)  # type: ignore[no-any-return]
+            return local_of(bias)  # type: ignore[no-any-return]
         # The first process adds it to its share of the sum, and all have the whole gradient.
         whole = bias.to_local(grad_placements=[Replicate()])
         first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
@@ -251,17 +167,17 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
             layer.declare_shared()
 
     def sharded(blocks: Tensor) -> Tensor:
-        return _sharded(blocks if order is None else blocks[order], mesh, source)
+        return sharded_by_slots(blocks if order is None else blocks[order], mesh, source)
 
     layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
     placement: Placement = Shard(0) if style.dim == 0 else Replicate()  # of what output features have
     for name in STORED_NAMES:
-        if name == "scales" and layer.activations is not None:
-            layer.scales = _distributed(layer.get_buffer(name), mesh, placement, source)
+        if name == "scales" and layer.activations is not None and not is_inside(layer.get_buffer(name)):
+            layer.scales = distributed(layer.get_buffer(name), mesh, placement, source)
         elif layer._buffers[name] is not None:
             layer._buffers[name] = sharded(layer.get_buffer(name))
     if layer.bias is not None:
-        bias = _distributed(layer.bias.detach(), mesh, placement, source)
+        bias = distributed(layer.bias.detach(), mesh, placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
     layer.shard = shard
     return layer
@@ -272,7 +188,8 @@ def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> N
         raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
     if layer.of_experts:
         raise UnsupportedError(
-            "parallelize_module cannot shard weights of experts; leave them out of the plan"
+            "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
+            "the experts themselves ExpertParallel or ExpertTensorParallel"
         )
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
@@ -292,19 +209,3 @@ def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> N
             f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
             f"got {len(layer.col_indices)}"
         )
-
-
-def _sharded(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
-    """Shard blocks by slots; they are sent as bytes, since not every backend knows every dtype."""
-    as_bytes = _distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
-    return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
-
-
-def _distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
-    options = {} if source == 0 else {"src_data_rank": source}
-    return distribute_tensor(tensor, mesh, [placement], **options)
-
-
-def _local(tensor: Any) -> Any:
-    """Return this process's shard of a tensor, or the tensor if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

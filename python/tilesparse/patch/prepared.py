@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._reports import aligned, without_numbers
+from .._reports import aligned, listed, without_numbers
 from .joining import SharedProduct
 from .reports import FuseReport
 
@@ -50,6 +50,8 @@ class InferenceReport:
         shared: layers that are called with one x: whether they share a product, or why not.
         seconds_before: time of a call of the model with the batch before, in evaluation mode; None without.
         seconds_after: the same afterwards.
+        stacked: names of floating parameters of three dimensions, such as those of dense experts, which stay
+            as they are.
     """
 
     products: list[PreparedProduct]
@@ -57,6 +59,7 @@ class InferenceReport:
     shared: list[SharedProduct]
     seconds_before: float | None
     seconds_after: float | None
+    stacked: Sequence[str] = ()
 
     def __str__(self) -> str:
         columns = "shape", "storage", "policy", "tokens", "kernel", "us", "dense us", "done"
@@ -78,6 +81,8 @@ class InferenceReport:
         lines = [*aligned(rows), f"{len(self.mlps.mlps)} MLPs fused"]
         lines += [f"not fused: {line}" for line in str(self.mlps).splitlines()[1 + len(self.mlps.mlps) :]]
         lines += [f"not merged: {', '.join(one.names)}: {one.reason}" for one in self.shared if one.reason]
+        if self.stacked:
+            lines.append(f"3-D parameters that stay dense: {listed(self.stacked)}")
         if self.seconds_before is not None and self.seconds_after is not None:
             before, after = 1e3 * self.seconds_before, 1e3 * self.seconds_after
             lines.append(f"a call took {before:.2f} ms before, {after:.2f} ms after")

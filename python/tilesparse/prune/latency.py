@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _C
 from .._arguments import checked, shown
-from .._checks import DTYPES, as_integer, as_number, checked_count, checked_device, is_sequence
+from .._checks import DTYPES, as_integer, checked_count, checked_device, is_sequence
 from .._progress import Progress
 from .._runtime.timing import medians, name_of, own_numbers
 from ..config import BlockSparseConfig
@@ -32,6 +30,7 @@ from ._layers import (
     described,
     shape_of,
 )
+from .measured import config_of_json, random_layer, time_of_json, versions_of
 
 VERSION = 1  # of the file
 
@@ -120,7 +119,7 @@ class LatencyTable:
         here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
         if self.device not in here:
             text += f", which this machine does not have ({', '.join(sorted(here))})"
-        versions = _versions(torch.device("cpu"))
+        versions = versions_of(torch.device("cpu"))
         for name, value in self.versions.items():
             if versions.get(name, value) != value:
                 text += f"; with {name} {value}, where {versions[name]} is here"
@@ -174,7 +173,9 @@ class LatencyTable:
             times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
             for entry in document["times"]:
                 rows, columns = map(as_integer, entry["shape"])
-                times.setdefault((rows, columns), {})[_config_of(entry["choice"])] = _time_of(entry["ms"])
+                times.setdefault((rows, columns), {})[config_of_json(entry["choice"])] = time_of_json(
+                    entry["ms"]
+                )
             about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
             return cls(*about, dict(document["versions"]), times)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -233,7 +234,7 @@ def measure_latency(
         found = medians([partial(module, x) for module in modules], on, repetitions)
         times[shape] = dict(zip(options, found, strict=True))
         progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
-    return LatencyTable(name_of(on), tokens, str(dtype).removeprefix("torch."), _versions(on), times)
+    return LatencyTable(name_of(on), tokens, str(dtype).removeprefix("torch."), versions_of(on), times)
 
 
 @checked
@@ -288,35 +289,14 @@ def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
 def _module(
     shape: tuple[int, int], config: BlockSparseConfig | None, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """Return a layer with random values, and the same random blocks in every run."""
+    """Return a layer with random values, packed for inference."""
     out_features, in_features = shape
     if config is None:
         return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype).eval()
     try:
-        return (
-            BlockSparseLinear(
-                in_features,
-                out_features,
-                bias=False,
-                density=config.density,
-                block_shape=config.block_shape,
-                nm=config.nm,
-                policy=config.policy,
-                device=device,
-                dtype=dtype,
-                generator=torch.Generator().manual_seed(0),
-            )
-            .to_storage(config.storage, per=config.scales, activations=config.activations)
-            .pack()
-            .eval()
-        )
+        return random_layer(shape, config, device, dtype).pack()
     except TileSparseError as error:
         raise type(error)(f"configs: {config}: {error}") from error
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"tilesparse": _C.version(), "torch": torch.__version__}
-    return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
 
 
 def _checked_device(device: object) -> torch.device:
@@ -324,20 +304,3 @@ def _checked_device(device: object) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device must be cpu or cuda, got {device!r}")
     return found
-
-
-def _config_of(entry: Mapping[str, Any] | None) -> BlockSparseConfig | None:
-    if entry is None:
-        return None
-    bn, bk = map(as_integer, entry["block_shape"])
-    nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    others = {name: entry[name] for name in ("scales", "policy", "activations") if name in entry}
-    config = BlockSparseConfig(entry["density"], (bn, bk), nm, entry["storage"], **others)
-    return checked_config("config", config)
-
-
-def _time_of(number: object) -> float:
-    milliseconds = as_number(number)
-    if not 0 <= milliseconds < math.inf:
-        raise ValueError(f"ms must be milliseconds, got {number!r}")
-    return milliseconds

@@ -16,6 +16,7 @@ from .._replay.batches import chosen_device, evaluating
 from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
+from ..nn.known_experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
@@ -27,7 +28,7 @@ from ..storage.registry import storage_of
 from .parameters import is_linear
 from .plan import Plan
 from .report import QuantizeReport
-from .weights import WeightPlan
+from .weights import WeightPlan, rounded_experts
 
 
 @checked
@@ -59,6 +60,9 @@ def quantize_(
     - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
 
     Scales of activations stay those of each token, found in every call: kernels take no others.
+
+    With weights alone, those of experts are stored as `to_storage` does: which tokens an expert meets is not
+    looked at. Beside 8-bit activations they stay as they are.
 
     With weights alone it rounds them one column after the other, and those behind make up for the error, as
     in GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
@@ -101,7 +105,7 @@ def quantize_(
     stored = _storage(storage)
     if activations == "auto":
         activations = storage if stored.dtype in LARGEST else None
-    check_quantized_activations(activations, storage, None)
+    check_quantized_activations(activations, storage)
     for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
         check_flag(name, flag)
     check_model(model)
@@ -110,15 +114,23 @@ def quantize_(
     if not targets:
         return QuantizeReport([], skipped, None, storage, activations)
     check_can_change(model)
-    with evaluating(model):
-        given = model, targets, data, forward or call_model, chosen_device(model, device), stored
-        plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
-        plan.make()
-        plan.apply()
+    experts = [name for name in targets if getattr(model.get_submodule(name), "of_experts", False)]
+    targets = [name for name in targets if name not in experts]
+    made, described = rounded_experts(model, experts, storage)
+    found, stack = [], None
+    if targets:
+        with evaluating(model):
+            given = model, targets, data, forward or call_model, chosen_device(model, device), stored
+            plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
+            plan.make()
+            plan.apply()
+        found, stack = plan.layers, plan.stack
+    for layer, rounded in made:
+        layer.take_over(rounded)
     layers_changed(model)
     if activations is None:
-        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in plan.layers})
-    return QuantizeReport(plan.layers, skipped, plan.stack, storage, activations)
+        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found})
+    return QuantizeReport([*found, *described], skipped, stack, storage, activations)
 
 
 def _storage(name: str) -> QuantizedStorage:
@@ -145,7 +157,8 @@ def _targets(
     owners = owners_of_parameters(model.modules())
     for module, names in names_of_modules(model).items():
         matching = {pattern for pattern in patterns if pattern.matches(names)}
-        if not matching or not is_linear(module):
+        stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
+        if not matching or not (is_linear(module) or stacked):
             continue
         reason = _reason_to_skip(module, owners, storage, activations)
         if reason is None:
@@ -171,10 +184,15 @@ def _reason_to_skip(
     storage: str,
     activations: str | None,
 ) -> str | None:
+    stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
+    if stacked:
+        return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if module.of_experts:
-        return "weights of experts, for whose inputs nothing is found; to_storage stores them in 8 or 4 bits"
+    if module.of_experts and activations is not None:
+        return (
+            "weights of experts, which have no products with 8-bit activations; activations=None stores them"
+        )
     check_whole(module, "quantize_")
     if not storage_of(module.storage).trainable:
         stored = storage_of(module.storage).describe(module.nm, module.activations)

@@ -24,9 +24,9 @@ class QuantizedLayer:
             that clip the largest weights.
         error_before: ‖Y - Ŷ‖² / ‖Y‖² of the layer's product Y = X Wᵀ on the calibration data, as `to_storage`
             stores the layer. Each row of X is divided by the norm of what all layers with this input give for
-            it, so that a few tokens with large activations do not decide alone.
+            it, so that a few tokens with large activations do not decide alone. Of experts ‖W - Ŵ‖² / ‖W‖².
         error: likewise, as the layer is now.
-        tokens: of the calibration data that the layer has met.
+        tokens: of the calibration data that the layer has met; 0 of experts, whose tokens are not looked at.
         reason: why its input could not be smoothed, or None; None with weights alone.
         nearest: fraction of the output features whose weights are each rounded to the nearest. 1 with 8-bit
             activations; with weights alone those where no other rounding was better.

@@ -152,9 +152,31 @@ class WeightPlan:
 
     def _made(self, name: str) -> BlockSparseLinear:
         """Return a layer as one is to become; the pattern and the bias are the same tensors."""
-        other: BlockSparseLinear = copy(self._module(name))
-        own = other.__dict__
-        own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
-        found = self._rounded[name]
+        other, found = _copied(self._module(name)), self._rounded[name]
         with naming_layer(name):
             return other.to_storage(self._storage.name, limits=found.limits, values=found.values)
+
+
+@torch.no_grad()
+def rounded_experts(
+    model: nn.Module, names: Sequence[str], storage: str
+) -> tuple[list[tuple[BlockSparseLinear, BlockSparseLinear]], list[QuantizedLayer]]:
+    """Return projections of experts, each with what it is to become, and their errors."""
+    made, described = [], []
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        with naming_layer(name):
+            made.append((layer, _copied(layer).to_storage(storage)))
+        error = made[-1][1].storage_error ** 2
+        described.append(
+            QuantizedLayer(name, layer.spec.shape, layer.density, None, None, 0.0, error, error, 0, None)
+        )
+    return made, described
+
+
+def _copied(layer: Any) -> BlockSparseLinear:
+    """Return a layer of the same tensors, which may be stored otherwise."""
+    other: BlockSparseLinear = copy(layer)
+    own = other.__dict__
+    own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
+    return other

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class QuantizedStorage(Storage):
     """Weight [nnz, bn, bk] in 8 bits with float32 scales; 2:4 is compressed as well.
 
-    Scales are [nnz, bn] or [nnz], and [out_features] where x has 8 bits, too.
+    Scales are [nnz, bn] or [nnz]. Where x has 8 bits, too, they are [out_features], or [nnz, 1] of blocks:
+    two dimensions tell them from those of features.
     """
 
     dtype: torch.dtype
@@ -36,7 +37,8 @@ class QuantizedStorage(Storage):
         forms: dict[str, Form] = {"weight": (spec.values_shape, spec.value_dtype)}
         if spec.nm is not None:
             forms = COMPRESSED.forms(spec)
-        shapes = {"block": (nnz,), PER_FEATURE: spec.shape[:1]}
+        of_blocks = (nnz,) if spec.activations is None else (nnz, 1)
+        shapes = {"block": of_blocks, PER_FEATURE: spec.shape[:1]}
         return {**forms, "scales": (shapes.get(spec.scales or "row", (nnz, bn)), torch.float32)}
 
     def store(
@@ -53,15 +55,20 @@ class QuantizedStorage(Storage):
             blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None, limits=limits
         )
         stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec, pattern)
-        return {**stored, "scales": scales}
+        inside = spec.activations is not None and per == "block"
+        return {**stored, "scales": scales[:, None] if inside else scales}
 
     def dense_blocks(
         self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
     ) -> Tensor:
         """Return a copy [nnz, bn, bk] of the weight, dequantized to the spec's dtype."""
         scales = tensors["scales"]
-        if spec.scales == PER_FEATURE and scales is not None and pattern is not None:
-            tensors = {**tensors, "scales": row_scales(scales, pattern)}
+        if spec.activations is not None and scales is not None:
+            if spec.scales == PER_FEATURE and pattern is not None:
+                scales = row_scales(scales, pattern)
+            elif spec.scales == "block":
+                scales = scales.flatten()
+            tensors = {**tensors, "scales": scales}
         return super().dense_blocks(tensors, spec)
 
     def limits_of(self, groups: Tensor) -> Tensor:
@@ -104,7 +111,7 @@ class QuantizedStorage(Storage):
         return None if tensors.get("metadata") is None else COMPRESSED.mask(tensors)
 
     def scales_of(self, scales: Tensor | None) -> str | None:
-        """Return "row" or "block" for what has a scale of its own."""
+        """Return "row" or "block" for what has a scale of its own where x has none."""
         return None if scales is None else "block" if scales.dim() == 1 else "row"
 
     def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:

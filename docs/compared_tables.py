@@ -1,0 +1,213 @@
+"""The tables of what users would pick instead of sparse layers; ``docs/tables.py`` writes them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from table_makers import LARGE
+from table_parts import cases, table
+
+DENSITIES = (0.5, 0.25)
+NOT_MEASURED = "-"
+Speedups = Iterable[float | None]  # one for each density
+
+
+IN_SHORT = (  # of the README: what and how, as rows begin
+    ("H100, layers of 4096 ↔ 14336 features, blocks of 128", "bfloat16"),
+    ("H100, layers of 4096 ↔ 14336 features, blocks of 128", "int8"),
+    ("H100, layers of 4096 ↔ 14336 features, blocks of 32", "int8"),
+    ("H200, 768 → 3072 features, blocks of 64", "int8"),
+    ("H100, a Llama 3 8B block, 8192 tokens, compiled", "int8"),
+    ("H200, a Llama 3 8B block, one token after 8192", "bfloat16"),
+    ("H100, 8192 → 28672 features, one token", "bfloat16"),
+    ("H100, 8192 → 28672 features, one token", "int4"),
+    ("H100, 128 experts", "bfloat16"),
+    ("two CPU cores, 4096 → 4096 features", "int8"),
+    ("two CPU cores, all-MiniLM-L6-v2", "bfloat16"),
+    ("two CPU cores, all-MiniLM-L6-v2", "int8"),
+    ("two CPU cores, vLLM, prefill", "bfloat16"),
+)
+
+
+def compared() -> str:
+    """Sparse against dense in 16 or 32 bits, and in 8 or fewer, at two densities."""
+    return _table(_lines())
+
+
+def compared_in_short() -> str:
+    """Some of these lines."""
+    lines = {(line[0], line[1]): line for line in _lines()}
+    return _table(
+        next(line for (of, how), line in lines.items() if of.startswith(what) and how == sparse)
+        for what, sparse in IN_SHORT
+    )
+
+
+def _table(lines: Iterable[list[str]]) -> str:
+    header = ["density .5 / .25", "sparse", "over dense in 16 or 32 bits", "over dense in 8 or 4 bits"]
+    return table(header, lines)
+
+
+def _lines() -> Iterator[list[str]]:
+    return chain(_products(), _models(), _decode(), _experts(), _on_cpu())
+
+
+def _line(what: str, sparse: str, over_16: Speedups | None, over_8: Speedups | None) -> list[str]:
+    return [what, sparse, *(NOT_MEASURED if of is None else _both(of) for of in (over_16, over_8))]
+
+
+def _both(speedups: Speedups) -> str:
+    return " / ".join(NOT_MEASURED if one is None else _shown(one) for one in speedups)
+
+
+def _shown(speedup: float) -> str:
+    """Return one decimal, and two where one would hide who is faster."""
+    return f"{speedup:.2f}×" if 0.9 <= speedup < 1.1 else f"{speedup:.1f}×"
+
+
+def _products() -> Iterator[list[str]]:
+    """Products on one GPU; in 8 bits, quantizing x counts for both sides."""
+    large, small = "layers of 4096 ↔ 14336 features", "768 → 3072 features"
+    for gpu, label, shapes, block in (
+        ("H100", large, LARGE, 128),
+        ("H100", large, LARGE, 32),
+        ("H200", small, ("bert",), 64),
+    ):
+        measured = [_eight_bits(gpu, shapes, density, block) for density in DENSITIES]
+        for name, of, added in (("bfloat16", "sparse_bf16_us", 0), ("int8", "sparse_us", 1)):
+            ours = [[one[of] + added * one["quantize_us"] for one in own] for own in measured]
+            dense = [[one["dense_bf16_us"] for one in own] for own in measured]
+            dense_8 = [[_mean(one["dense_us"]) + one["quantize_us"] for one in own] for own in measured]
+            what = f"{gpu}, {label}, blocks of {block}, 8192 tokens"
+            yield _line(what, name, _ratios(dense, ours), _ratios(dense_8, ours))
+
+
+def _eight_bits(gpu: str, shapes: tuple[str, ...], density: float, block: int) -> list[dict[str, Any]]:
+    return [
+        case["results"][0]
+        for case in cases(f"{gpu.lower()}_eight_bits.json")
+        if (case["dtype"], case["requested_density"], case["block_shape"]) == ("int8", density, [block] * 2)
+        and case["shape"] in shapes
+    ]
+
+
+def _ratios(dense: list[list[float]], ours: list[list[float]]) -> list[float]:
+    """Return the mean speedup over all shapes, for each density."""
+    return [
+        statistics.mean(slow / fast for slow, fast in zip(*both, strict=True))
+        for both in zip(dense, ours, strict=True)
+    ]
+
+
+def _models() -> Iterator[list[str]]:
+    """Whole models in CUDA graphs."""
+    block, files = "a Llama 3 8B block, 8192 tokens", ("h200_models.json", "h100_models_eight_bits.json")
+    yield _line(f"H200, {block}", "bfloat16", _of_model(files[0], "llama-prefill", "graph"), None)
+    yield _line(
+        f"H100, {block}, compiled", "int8", None, _of_model(files[1], "llama-prefill", "compile-graph")
+    )
+    yield _line("H200, ViT-H/14, 64 images", "bfloat16", _of_model(files[0], "vit", "graph"), None)
+    products = _of_model("h100_llama_products_16.json", "llama-products", "graph")
+    yield _line("H100, products of a Llama 3 8B block, 16 tokens", "bfloat16", products, None)
+    token = _of_model(files[0], "llama-decode1", "graph")
+    yield _line("H200, a Llama 3 8B block, one token after 8192", "bfloat16", token, None)
+
+
+def _of_model(file: str, model: str, mode: str, block: int = 128) -> list[float | None]:
+    found = {
+        one["density"]: one["speedup"]
+        for case in cases(file)
+        if (case["model"], case["task"], case["mode"]) == (model, "inference", mode)
+        for one in case["results"]
+        if one["block_shape"] == [block, block]
+    }
+    return [found.get(density) for density in DENSITIES]
+
+
+def _decode() -> Iterator[list[str]]:
+    """One token through a large layer, beside dense bfloat16 and PyTorch's dense int4."""
+    found: dict[tuple[float, str], dict[str, Any]] = {}
+    peer = 0.0
+    for case in cases("h100_int4.json"):
+        if (case["tokens"], case["block_shape"]) == (1, [128, 128]):
+            density = float(case["requested_density"] if "requested_density" in case else case["density"])
+            found |= {(density, one["contender"]): one for one in case["results"]}
+            named = [one["t_us"] for one in case["results"] if one["contender"].startswith("dense int4")]
+            peer = named[0] if named else peer
+    of_int4 = [found[density, "int4"] for density in DENSITIES]
+    dense = [_mean(one["dense_us"]) for one in of_int4]
+    for name, ours in (
+        ("bfloat16", [_mean(one["plain_us"]) for one in of_int4]),
+        ("int4", [one["t_us"] for one in of_int4]),
+    ):
+        over = [slow / fast for slow, fast in zip(dense, ours, strict=True)]
+        yield _line("H100, 8192 → 28672 features, one token", name, over, [peer / fast for fast in ours])
+
+
+def _experts() -> Iterator[list[str]]:
+    """Products of experts, beside the faster of the two dense ways."""
+    found = {
+        case["density"]: one["speedup"]
+        for case in cases("h100_experts.json")
+        if (case["name"], case["block_shape"], case["routing"]) == ("many-8192", [128, 128], "even")
+        for one in case["results"]
+        if one["op"] == "forward"
+    }
+    yield _line(
+        "H100, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
+    )
+
+
+def _on_cpu() -> Iterator[list[str]]:
+    two = "two CPU cores"
+    products = {
+        case["density"]: case
+        for case in cases("cpu_eight_bits.json")
+        if (case["tokens"], case["in_features"], case["out_features"], case["block"]) == (512, 4096, 4096, 32)
+    }
+    dense = {density: min(case["dense_us"].values()) for density, case in products.items()}
+    what = f"{two}, 4096 → 4096 features, 512 tokens"
+    for name, ours in (
+        ("bfloat16", [products[density]["own_us"]["bfloat16"] for density in DENSITIES]),
+        ("int8", [products[density]["int8_us"] for density in DENSITIES]),
+    ):
+        over = [dense[density] / time for density, time in zip(DENSITIES, ours, strict=True)]
+        yield _line(what, name, None, over)
+    yield from _minilm(two)
+    tokens = {
+        (case["model"], case["measure"]): case["speedup"]
+        for case in cases("cpu_vllm.json")
+        if case["measure"] in ("prefill", "decode 1")
+    }
+    for measure in ("prefill", "decode 1"):
+        for name in ("bfloat16", "int8 W8A8"):
+            over = [tokens.get((f"{name} {short}", measure)) for short in (".5", ".25")]
+            label = measure.replace("decode 1", "decode, one sequence")
+            yield _line(f"{two}, vLLM, {label}", name.removesuffix(" W8A8"), over, None)
+
+
+def _minilm(two: str) -> Iterator[list[str]]:
+    """The sentence encoder, beside the fastest of PyTorch, ONNX Runtime and OpenVINO."""
+    measured = {(case["contender"], case["density"]): case["ms"] for case in cases("cpu_minilm.json")}
+    dense = {name: ms for (name, density), ms in measured.items() if density == 1}
+    in_8 = min(ms for name, ms in dense.items() if name.endswith("int8"))
+    in_16 = min(ms for name, ms in dense.items() if not name.endswith("int8"))
+    for name, contender in (
+        ("bfloat16", "tilesparse bfloat16"),
+        ("int8", "tilesparse int8 bfloat16"),
+    ):
+        ours = [measured[contender, density] for density in DENSITIES]
+        over = [in_16 / ms for ms in ours], [in_8 / ms for ms in ours]
+        yield _line(f"{two}, all-MiniLM-L6-v2, 32 × 64 tokens; dense: OpenVINO", name, *over)
+
+
+def _mean(times: Iterable[float]) -> float:
+    return statistics.mean(times)
+
+
+COMPARED_TABLES: dict[str, Callable[[], str]] = {
+    maker.__name__: maker for maker in (compared, compared_in_short)
+}

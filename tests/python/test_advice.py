@@ -1,0 +1,360 @@
+"""`advise`: what it measures, what it makes of the times, what it refuses; no test depends on a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tilesparse as ts
+from tilesparse import BlockSparseConfig, CheckpointNotFoundError, InvalidArgumentError, InvalidTypeError
+from tilesparse.cli import command as cli
+from tilesparse.tuning.advice import AdviceReport, Contender, Estimate, MeasuredProduct, advise, advising
+from tilesparse.tuning.advice.contenders import call_of, contenders_for
+from tilesparse.tuning.advice.model import left_out
+
+DENSE, INT8 = Contender(), Contender(eight_bits="int8")
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = transformers.LlamaConfig(
+    **SIZES, num_key_value_heads=1, vocab_size=96, architectures=["LlamaForCausalLM"], dtype="bfloat16"
+)
+
+
+def sparse(density: float, **options: Any) -> Contender:
+    return Contender(BlockSparseConfig(density, 32, **options))
+
+
+def w8a8(density: float) -> Contender:
+    return sparse(density, storage="int8", activations="int8")
+
+
+@pytest.fixture
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every contender takes 1 ms more than the one before it, and the call of the model 100 ms."""
+    monkeypatch.setattr(advising, "_milliseconds", lambda calls, *_: [1.0 + i for i in range(len(calls))])
+    of_calls = iter([(100.0, None), (40.0, None)] * 3)  # without the layers, too
+    monkeypatch.setattr(advising, "milliseconds_of_call", lambda *_: next(of_calls))
+
+
+def model() -> nn.Module:
+    layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 128), nn.Linear(128, 10)]
+    return nn.Sequential(*layers)
+
+
+def report(
+    *products: MeasuredProduct, call: float = 10.0, busy: float | None = None, rest: float = 0.0
+) -> AdviceReport:
+    versions = {"torch": "2", "threads": "1"}
+    return AdviceReport("a device", "float32", versions, call, busy, rest, products, {})
+
+
+def product(
+    times: dict[Contender, float], calls: int = 1, names: tuple[str, ...] = ("a",)
+) -> MeasuredProduct:
+    return MeasuredProduct(names, "linear", (64, 64), 16, calls, times)
+
+
+def test_layers_of_one_shape_are_measured_once_and_counted(known_times: None) -> None:
+    found = ts.advise(model(), torch.randn(2, 8, 64), densities=[0.05, 0.25, 0.5])
+    assert [(one.names, one.shape, one.tokens, one.calls) for one in found.products] == [
+        (("0", "3"), (128, 64), 16, 2),
+        (("2",), (64, 128), 16, 1),
+    ]  # the last layer fits no block
+    assert found.contenders[:2] == [DENSE, INT8]
+    assert found.contenders[2:] == [make(d) for d in (0.5, 0.25) for make in (sparse, w8a8)]
+    assert found.densities == [0.5, 0.25]  # .05 of eight blocks rounds to none
+    assert (found.call, found.rest) == (100, 40)
+
+
+def test_layers_that_are_left_out_compute_nothing_and_come_back() -> None:
+    own = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    x, replaced = torch.randn(2, 3, 64), torch.ones(2, 3, 128)
+    expected = own(x)
+    own[0].forward = lambda _: replaced  # as hooks of other libraries do
+    with left_out(own, ["0", "1"]):
+        y = own(x)
+        assert y.shape == (2, 3, 32) and not y.any() and own(x) is y
+    assert own[0](x) is replaced and "forward" not in vars(own[1])
+    del own[0].forward
+    assert torch.equal(own(x), expected)
+
+
+def test_weights_in_four_bits_are_for_few_tokens() -> None:
+    for tokens, has in ((8, True), (9, False)):
+        found = contenders_for(CPU, torch.float32, [0.5], [(32, 32)], tokens)
+        assert (sparse(0.5, storage="int4") in found) == has
+    assert contenders_for(CPU, torch.float64, [0.5], [(32, 32)], 1)[:2] == [
+        DENSE,
+        sparse(0.5),
+    ]  # nothing multiplies float64 in 8 bits
+
+
+@pytest.mark.parametrize("tokens", [4, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_contenders_compute_the_product(tokens: int, dtype: torch.dtype) -> None:
+    x = torch.randn(tokens, 64, dtype=dtype)
+    for contender, tolerance in ((DENSE, 1e-2), (INT8, 3e-2)):
+        torch.manual_seed(1)
+        y = call_of(contender, (96, 64), x)()
+        torch.manual_seed(1)
+        expected = x @ torch.randn(96, 64, dtype=dtype).t()
+        assert y.dtype == dtype and y.shape == expected.shape
+        assert (y - expected).norm() < tolerance * expected.norm()
+
+
+def test_sparse_contenders_are_stored_as_they_say() -> None:
+    x = torch.randn(4, 128)
+    for contender in (sparse(0.5), w8a8(0.25), sparse(0.5, storage="int4")):
+        call: Any = call_of(contender, (64, 128), x)
+        layer, config = call.func, contender.config
+        assert config is not None and layer.density == config.density and layer.bias is None
+        assert (layer.storage, layer.activations) == (config.storage, config.activations)
+        assert call().shape == (4, 64)
+    with pytest.raises(ts.UnsupportedError, match="no kernel reads"):
+        call_of(sparse(0.5, storage="int4"), (64, 128), torch.randn(64, 128))
+
+
+@pytest.mark.gpu
+def test_dense_float8_computes_the_product() -> None:
+    x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    y = call_of(Contender(eight_bits="float8_e4m3fn"), (96, 128), x)()
+    torch.manual_seed(1)
+    expected = x @ torch.randn(96, 128, device="cuda", dtype=torch.bfloat16).t()
+    assert (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_asked_how_long_it_works() -> None:
+    found = ts.advise(model().cuda().bfloat16(), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16))
+    assert found.busy is not None and found.busy > 0
+    assert Contender(eight_bits="float8_e4m3fn") in found.contenders
+
+
+def test_the_model_stays_as_it_was(known_times: None) -> None:
+    own = model().train()
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    state = torch.get_rng_state()
+    ts.advise(own, torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(state, torch.get_rng_state()) and own.training
+    assert not any(module._forward_pre_hooks for module in own.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
+
+
+def test_sums_are_those_of_the_layers_and_grow_with_them() -> None:
+    times = {DENSE: 2.0, INT8: 1.5, sparse(0.5): 1.0}
+    first, second = product(times, calls=3), product({DENSE: 0.5, INT8: 0.25, sparse(0.5): 0.75}, calls=2)
+    found = report(first, second, rest=3.0)
+    assert found.estimates() == [
+        Estimate(DENSE, 7.0, 10.0),
+        Estimate(INT8, 5.0, 8.0),
+        Estimate(sparse(0.5), 4.5, 7.5),
+    ]
+    for contender in (INT8, sparse(0.5)):
+        slower = replace(first, milliseconds={**times, contender: times[contender] + 1})
+        grown = {one.contender: one for one in report(slower, second, rest=3.0).estimates()}
+        for one in found.estimates():
+            more = 3.0 if one.contender == contender else 0.0
+            assert grown[one.contender] == Estimate(one.contender, one.layers + more, one.total + more)
+    assert "measure again" in str(report(first, call=1.0)) and "measure again" not in str(found)
+
+
+def test_layers_that_a_contender_does_not_compute_take_the_next_best_way() -> None:
+    only_plain = product({DENSE: 4.0, INT8: 3.0, sparse(0.5): 2.0})
+    only_dense = product({DENSE: 4.0, INT8: 3.0})
+    assert only_plain.time(w8a8(0.5)) == 2.0 and only_dense.time(w8a8(0.5)) == 4.0
+    both = report(only_plain, product({DENSE: 1.0, w8a8(0.5): 0.5}))
+    assert {one.contender: one.layers for one in both.estimates()}[w8a8(0.5)] == 2.5
+
+
+def test_the_highest_density_that_is_worth_it_is_recommended() -> None:
+    times = {DENSE: 10.0, INT8: 6.0, sparse(0.5): 5.8, sparse(0.25): 5.0, w8a8(0.25): 4.0, sparse(0.1): 1.0}
+    found = report(product(times))
+    assert found.best_dense == Estimate(INT8, 6.0, 6.0)
+    assert found.recommended == Estimate(w8a8(0.25), 4.0, 4.0)
+    assert "recommendation: density 0.25, 32x32, int8 W8A8: about 1.50 times as fast" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("faster", "rest"), [(5.5, 0.0), (1.0, 1000.0)]
+)  # too little, or in too small a part
+def test_staying_dense_is_recommended_where_nothing_is_worth_it(faster: float, rest: float) -> None:
+    found = report(product({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), rest=rest)
+    assert found.recommended is None
+    assert "recommendation: stay dense (dense int8)" in str(found)
+
+
+def test_layers_to_leave_dense_are_named() -> None:
+    slow = product({DENSE: 1.0, w8a8(0.5): 1.5}, names=("h.0.q", "h.1.q"))
+    found = report(slow, product({DENSE: 9.0, w8a8(0.5): 3.0}, names=("h.0.up",)))
+    assert found.recommended is not None
+    assert found.slower_than_dense(found.recommended.contender) == ["h.0.q", "h.1.q"]
+    assert "leave dense, where that is as fast: h.*.q (2)" in str(found)
+
+
+def test_a_gpu_that_waits_for_the_host_is_named() -> None:
+    times = {DENSE: 2.0, sparse(0.5): 1.0}
+    found = report(product(times), call=10.0, busy=4.0)
+    assert "the GPU waits for the host" in str(found)
+    assert "the GPU waits" not in str(report(product(times), call=4.5, busy=4.0))
+
+
+def test_tables_name_layers_contenders_and_what_is_not_known(known_times: None) -> None:
+    text = str(ts.advise(model(), torch.randn(16, 64), densities=[0.5], block_shapes=[(32, 64), 16]))
+    for part in ("128x64", "dense int8", "density 0.5, 32x64", "density 0.5, 16x16, int8 W8A8", "Quality"):
+        assert part in text
+    assert (Path(__file__).parents[2] / "docs/recovery.md").exists() and "docs/recovery.md" in text
+
+
+def test_reports_are_kept_as_json(known_times: None, tmp_path: Path) -> None:
+    found = ts.advise(model(), torch.randn(4, 64))
+    found.save(tmp_path / "a.json")
+    assert AdviceReport.load(tmp_path / "a.json") == found
+    with pytest.raises(CheckpointNotFoundError, match="path"):
+        AdviceReport.load(tmp_path / "none.json")
+    with pytest.raises(InvalidArgumentError, match="path"):
+        found.save(tmp_path)
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda document: document.pop(name)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without("products"),
+        without("device"),
+        without("rest"),
+        lambda document: document.update(version=2),
+        lambda document: document.update(call=-1),
+        lambda document: document["products"][0]["times"].pop(0),  # the dense layer
+        lambda document: document["products"][0]["times"][-1].update(ms="fast"),
+        lambda document: document["products"][0]["times"][-1]["config"].update(density=2),
+    ],
+)
+def test_damaged_reports_are_refused(damage: Callable[[Any], Any], known_times: None, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    ts.advise(model(), torch.randn(4, 64)).save(file)
+    document = json.loads(file.read_text())
+    damage(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(InvalidArgumentError, match="no report of advise"):
+        AdviceReport.load(file)
+
+
+class Idle(nn.Module):
+    """Has a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_models_without_such_layers_are_refused() -> None:
+    x = torch.randn(4, 64)
+    for refused in (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Linear(64, 10)), nn.Linear(64, 64)):
+        with pytest.raises(InvalidArgumentError, match="model must have a linear layer"):
+            advise(refused, x)
+    with pytest.raises(InvalidArgumentError, match="meta"):
+        advise(model().to("meta"), x)
+    unused = nn.Sequential(Idle())
+    with pytest.raises(InvalidArgumentError, match=r"batch must call .* 0.beside"):
+        advise(unused, x)
+
+
+def test_arguments_are_refused_by_name() -> None:
+    x = torch.randn(4, 64)
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("densities", {"densities": []}),
+        ("densities", {"densities": [0.0]}),
+        ("densities", {"densities": [1.5]}),
+        ("block_shapes", {"block_shapes": []}),
+        ("block_shape", {"block_shapes": [7]}),
+        ("layers", {"layers": "("}),
+    )
+    for name, arguments in cases:
+        with pytest.raises(InvalidArgumentError, match=name):
+            advise(model(), x, **arguments)
+    with pytest.raises(InvalidTypeError, match="batch must be a tensor"):
+        advise(model(), "a text")
+
+
+def test_experts_are_one_product_of_all_their_projections(known_times: None) -> None:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=1, vocab_size=96, num_local_experts=4)
+    mixture = transformers.MixtralForCausalLM(config).eval()
+    ids = torch.randint(96, (1, 16))
+    found = ts.advise(mixture, {"input_ids": ids, "use_cache": False}, densities=[0.5], block_shapes=[32])
+    (experts,) = [one for one in found.products if one.kind == "experts"]
+    assert experts.names == tuple(f"model.layers.{number}.mlp.experts" for number in range(2))
+    assert (experts.shape, experts.tokens, experts.calls) == ((4, 256, 64), 16, 2)
+    assert [*experts.milliseconds] == [DENSE, sparse(0.5)]  # there are no activations in 8 bits
+    assert experts.time(w8a8(0.5)) == experts.milliseconds[sparse(0.5)]
+    only = ts.advise(mixture, {"input_ids": ids, "use_cache": False}, layers="experts", block_shapes=[32])
+    assert {one.kind for one in only.products} == {"experts"}
+
+
+def folder_of(config: Any, folder: Path) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_takes_a_config_alone_and_writes_what_it_is_told_to(
+    known_times: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(LLAMA, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    asked = ["advise", folder, "--tokens", "16", "--device", "cpu", "--density", "0.5", "--block", "32"]
+    assert cli.main(asked) == 0
+    out = capsys.readouterr().out
+    assert "random weights, input_ids 1x16, on cpu" in out and "bfloat16" in out
+    assert "model.layers.*.mlp.up_proj (2)" in out and "recommendation" in out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert cli.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0
+    found = AdviceReport.load("a.json")
+    assert found.dtype == "float32" and {one.tokens for one in found.products} == {16}
+    assert all(".mlp." in name for one in found.products for name in one.names)
+
+
+def test_the_command_takes_saved_models_and_images(
+    known_times: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "llama")
+    assert cli.main(["advise", str(tmp_path / "llama"), "--tokens", "8", "--device", "cpu"]) == 0
+    assert "random weights" not in capsys.readouterr().out
+    vit = transformers.ViTConfig(**SIZES, image_size=32, patch_size=16, architectures=["ViTModel"])
+    folder = folder_of(vit, tmp_path / "vit")
+    assert cli.main(["advise", folder, "--batch", "3", "--device", "cpu", "--json", str(tmp_path / "a")]) == 0
+    tokens = {one.tokens for one in AdviceReport.load(tmp_path / "a").products}
+    assert 3 * 5 in tokens  # patches and the class of each image
+
+
+def test_the_command_refuses_what_it_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 96}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperConfig(**sizes, **layers, **ids, decoder_attention_heads=2)
+    whisper.architectures = ["WhisperForConditionalGeneration"]
+    llama, whisper_folder = folder_of(LLAMA, tmp_path / "llama"), folder_of(whisper, tmp_path / "whisper")
+    for arguments, said in (
+        ([str(tmp_path / "none")], "model cannot be loaded"),
+        ([llama, "--tokens", "4096"], "--tokens must be at most 2048"),
+        ([llama, "--json", "/proc/none"], "--json must be a path that can be written"),
+        ([llama, "--layers", "nothing", "--tokens", "8"], "model must have a linear layer"),
+        ([whisper_folder], "model must take tokens or images"),
+    ):
+        assert cli.main(["advise", *arguments, "--device", "cpu"]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"tilesparse advise: {said}")

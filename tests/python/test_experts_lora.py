@@ -1,0 +1,272 @@
+"""Adapters of experts: LoRA of PEFT and adapters of blocks, merged, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import seeded
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_experts import BLOCK, calibration, close, dense_experts, gradients, routed, sparse_experts_of
+from torch import Tensor, nn
+from zoo import ZOO
+
+import tilesparse as ts
+from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.adapter.linear import AdaptedExperts
+from tilesparse.errors import UnsupportedError
+from tilesparse.integrations.peft_experts import LoraExperts
+from tilesparse.peft import MergeLossWarning, merge_loss
+
+TARGETS = ["gate_up", "down"]
+
+
+class Holder(nn.Module):
+    """A model with experts, as PEFT needs one."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.experts(*inputs)
+
+
+def sparse_experts(
+    kind: str, density: float = 0.5, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    options = {"block_shape": BLOCK, **options}
+    return ts.BlockSparseExperts.from_experts(dense_experts(kind, dtype), density, **options)
+
+
+def adapted(experts: nn.Module, r: int = 4, **options: Any) -> Any:
+    """Return a PEFT model with adapters that are not zero."""
+    torch.manual_seed(1)
+    names = [name for name in (*TARGETS, "up") if name in dict(experts.named_children())]
+    model = get_peft_model(Holder(experts), LoraConfig(target_modules=names, r=r, lora_alpha=8, **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def updates(model: Any, name: str = "default") -> dict[str, Tensor]:
+    """Return scaling B_e A_e [experts, out, in] of both projections, by the documented layout."""
+    found = {}
+    for own, layer in model.base_model.model.experts.named_children():
+        if isinstance(layer, LoraExperts):
+            a, b = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
+            experts, r = layer.get_base_layer().experts, layer.r[name]
+            found[own] = layer.scaling[name] * torch.stack(
+                [b[:, expert::experts] @ a[expert * r : (expert + 1) * r] for expert in range(experts)]
+            )
+    return found
+
+
+def with_updates(dense: Any, weights: dict[str, Tensor], deltas: dict[str, Tensor]) -> Any:
+    """Return dense experts with these weights, and updates added."""
+    dense = copy.deepcopy(dense)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            dense.get_parameter(name).copy_(tensor)
+        for own, delta in deltas.items():
+            weight = dense.get_parameter(f"{own}_proj")
+            weight.add_(delta if weight.shape == delta.shape and not dense.is_transposed else delta.mT)
+    return dense
+
+
+@pytest.mark.parametrize("r", [4, 16, 20])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h", "deepseek_v3"])
+def test_lora_adds_each_experts_own_product(kind: str, r: int) -> None:
+    sparse = sparse_experts(kind)
+    model = adapted(sparse.requires_grad_(False), r)
+    inputs = routed(dense_experts(kind), torch.float32)
+    for only in (None, 1):  # the other experts have no tokens
+        inputs = routed(dense_experts(kind), torch.float32, only=only)
+        base = model.base_model.model.experts
+        plain = {
+            own: layer.get_base_layer()
+            for own, layer in base.named_children()
+            if isinstance(layer, LoraExperts)
+        }
+        whole = sparse_experts(kind).to_dense()
+        dense = with_updates(dense_experts(kind), whole, updates(model))
+        close(model(*inputs), dense(*inputs))
+        assert len(plain) == 2
+    with model.disable_adapter():
+        close(model(*inputs), sparse_experts(kind)(*inputs))
+
+
+def test_gradients_of_lora_are_those_of_the_dense_update() -> None:
+    model = adapted(sparse_experts("mixtral").requires_grad_(False))
+    inputs = routed(dense_experts("mixtral"), torch.float32)
+    dense = with_updates(dense_experts("mixtral"), sparse_experts("mixtral").to_dense(), updates(model))
+    _, of_dense = gradients(dense, inputs)
+    x, index, weights = inputs
+    x = x.clone().requires_grad_()
+    y = model(x, index, weights)
+    y.backward(torch.randn(y.shape, generator=seeded(3)))
+    assert x.grad is not None
+    close(x.grad, of_dense["x"])
+    for own in TARGETS:
+        layer = getattr(model.base_model.model.experts, own)
+        assert layer.get_base_layer().weight.grad is None
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        slope, r, experts = of_dense[f"{own}_proj"], 4, 4
+        for expert in range(experts):
+            rows, columns = slice(expert * r, (expert + 1) * r), slice(expert, None, experts)
+            close(a.grad[rows], layer.scaling["default"] * b[:, columns].T @ slope[expert])
+            close(b.grad[:, columns], layer.scaling["default"] * slope[expert] @ a[rows].T)
+
+
+@pytest.mark.parametrize(("nm", "density"), [(None, 1.0), (None, 0.5), ((2, 4), 0.5)])
+def test_merging_keeps_what_the_pattern_keeps_and_unmerging_restores_bits(nm: Any, density: float) -> None:
+    options: Any = {"nm": nm, "block_shape": 32 if nm else BLOCK}
+    sparse = sparse_experts("mixtral", density, **options)
+    before = copy.deepcopy(sparse.state_dict())
+    kept = {name: tensor != 0 for name, tensor in sparse.to_dense().items()}
+    original = sparse.to_dense()
+    model = adapted(sparse)
+    inputs = routed(dense_experts("mixtral"), torch.float32)
+    deltas = updates(model)
+    losses = merge_loss(model)
+    for own, delta in deltas.items():
+        outside = delta[~kept[f"{own}_proj"]].norm() / delta.norm()
+        (loss,) = [loss for name, loss in losses.items() if name.endswith(own)]
+        assert loss == pytest.approx(float(outside), abs=1e-3)
+    if density < 1:
+        with pytest.warns(MergeLossWarning):
+            model.merge_adapter()
+    else:
+        model.merge_adapter()
+    merged = {
+        name: tensor + (deltas[name.removesuffix("_proj")] * kept[name]) for name, tensor in original.items()
+    }
+    dense = with_updates(dense_experts("mixtral"), merged, {})
+    close(model(*inputs), dense(*inputs))
+    model.unmerge_adapter()
+    base = model.base_model.model.experts
+    for name, tensor in before.items():
+        own, _, rest = name.partition(".")
+        assert torch.equal(getattr(base, own).get_base_layer().state_dict()[rest], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore::tilesparse.integrations.peft.MergeLossWarning")
+def test_models_with_adapters_are_trained_saved_loaded_and_merged(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = ZOO["qwen3_moe"].make()
+        ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
+        return model
+
+    (batch,) = calibration("qwen3_moe", 1)
+    torch.manual_seed(0)
+    base = made()
+    expected = base(**batch).logits
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", r"gate_up", "down"], r=4))
+    torch.testing.assert_close(model(**batch).logits, expected)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    model.eval()
+    trained = model(**batch).logits
+    model.save_pretrained(tmp_path)
+    other = PeftModel.from_pretrained(made(), tmp_path).eval()
+    assert torch.equal(other(**batch).logits, trained)
+    whole = other.merge_and_unload()
+    assert len(sparse_experts_of(whole)) == 2
+    for experts in sparse_experts_of(whole).values():
+        assert set(experts.projections()) == {"gate_up", "down"}
+    assert not torch.equal(whole(**batch).logits, expected)
+
+
+def test_several_adapters_and_storages() -> None:
+    sparse = sparse_experts("mixtral", storage="int8", block_shape=32)
+    model = adapted(sparse)
+    model.add_adapter("other", LoraConfig(target_modules=TARGETS, r=2, lora_alpha=2))
+    inputs = routed(dense_experts("mixtral"), torch.float32)
+    first = model(*inputs)
+    model.set_adapter("other")
+    assert not torch.equal(model(*inputs), first)
+    model.set_adapter("default")
+    assert torch.equal(model(*inputs), first)
+    with pytest.raises(UnsupportedError, match="storage 'plain'"):
+        model.merge_adapter()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora_bias": True}, "lora_bias must be False"),
+        ({"init_lora_weights": "eva"}, "'eva'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of"),
+        ({"use_dora": True}, "use_dora must be off"),
+    ],
+)
+def test_what_lora_of_experts_does_not_know_is_refused(options: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        get_peft_model(Holder(sparse_experts("mixtral")), LoraConfig(target_modules=TARGETS, **options))
+
+
+def test_all_linear_leaves_experts_out_and_says_so() -> None:
+    model = ZOO["mixtral"].make()
+    ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
+    with pytest.warns(UserWarning, match="leaves experts without an adapter"):
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert not any(isinstance(module, LoraExperts) for module in model.modules())
+
+
+def test_lora_is_compiled_and_runs_under_autocast() -> None:
+    model = adapted(sparse_experts("mixtral"))
+    inputs = routed(dense_experts("mixtral"), torch.float32)
+    expected = model(*inputs)
+    compiled = torch.compile(model.base_model.model.experts, backend="aot_eager")
+    close(compiled(*inputs), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = model(*inputs)
+    torch.testing.assert_close(under, expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
+
+
+# Adapters of blocks.
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("nm", [None, (2, 4)])
+def test_adapters_of_blocks_add_to_kept_weights_and_merge_without_loss(
+    kind: str, nm: Any, tmp_path: Path
+) -> None:
+    model = Holder(sparse_experts(kind, nm=nm, block_shape=32))
+    other = copy.deepcopy(model)
+    inputs = routed(dense_experts(kind), torch.float32)
+    before = model(*inputs)
+    adapter = BlockSparseAdapter(model, r"experts\.(gate_up|down)", density=0.3, generator=seeded())
+    assert all(isinstance(layer, AdaptedExperts) for layer in adapter.layers.values())
+    close(model(*inputs), before)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.5)
+    goal = torch.randn(before.shape, generator=seeded(5))
+    losses = []
+    for _ in range(10):
+        loss = (model(*inputs) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    trained = model(*inputs)
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = BlockSparseAdapter.load(other, tmp_path / "adapter.safetensors")
+    assert torch.equal(other(*inputs), trained)
+    adapter.merge()
+    assert isinstance(model.experts.projections()["down"], ts.nn.ExpertsLinear)
+    close(model(*inputs), trained)
+    assert loaded.remove() is other
+    close(other(*inputs), before)
