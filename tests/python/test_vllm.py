@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -442,6 +443,11 @@ def test_broken_checkpoints_are_refused(kind: str, tmp_path: Path) -> None:
             {},
             r"c_fc: vLLM's GPT2LMHeadModel rewrites weights",
         ),
+        (
+            {"kind": "bloom", "pattern": r".*dense_h_to_4h", "config": {"n_layer": 1, "n_head": 4}},
+            {},
+            r"dense_h_to_4h: vLLM's BloomForCausalLM rewrites weights",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(
@@ -450,6 +456,21 @@ def test_what_cannot_be_right_is_refused(
     make_model(**model).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=text):
         served(tmp_path, **options)
+
+
+def test_pipeline_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilesparse.integrations.vllm import method
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(architecture="LlamaForCausalLM"),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    )
+    monkeypatch.setattr(method, "get_current_vllm_config", lambda: config)
+    method.check_can_be_served("layer")
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UnsupportedError, match="layer: pipeline parallelism was not tried"):
+        method.check_can_be_served("layer")
 
 
 def test_registration_may_be_repeated() -> None:
