@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Models whose checkpoints have q, k and v, or gate and up, fused in this order. Others have them by heads,
 # and put the rows of dense weights in order while they load them, but not those of block-sparse ones.
-IN_ORDER = {"Phi3ForCausalLM", "Glm4ForCausalLM", "GraniteMoeHybridForCausalLM"}
+IN_ORDER = {"Phi3ForCausalLM", "Glm4ForCausalLM"}
 # Models that rewrite tensors of linear layers by name while they load them, and would those of patterns.
 REWRITING = {"GPT2LMHeadModel", "BloomForCausalLM"}
 TRIED_FORMATS = ("auto", "hf", "safetensors")  # of weights that reach the layers as they are on disk
