@@ -62,7 +62,7 @@ def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     y: Tensor
     if is_inside(scales):
         weight = _expand(values.float() * scales[..., None], *rest[:_FIELDS])
-        groups = x_values.float().unflatten(-1, (-1, SCALE_GROUP)) * x_scales[..., None]
+        groups = _groups(x_values.float()) * x_scales[..., None]
         y = torch.nn.functional.linear(groups.flatten(-2), weight)
     else:
         weight = _expand(_plain(values, metadata, None).float(), *rest[:_FIELDS])
@@ -93,9 +93,12 @@ def _quantize(least: float, x: Tensor, code: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_groups(least: float, x: Tensor) -> tuple[Tensor, Tensor]:
-    groups = x.unflatten(-1, (-1, SCALE_GROUP))
-    values, scales = _quantize(least, groups, QUANTIZED[torch.float8_e4m3fn])
+    values, scales = _quantize(least, _groups(x), QUANTIZED[torch.float8_e4m3fn])
     return values.flatten(-2), scales
+
+
+def _groups(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:-1], x.shape[-1] // SCALE_GROUP, SCALE_GROUP)
 
 
 def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:

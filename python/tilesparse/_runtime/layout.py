@@ -85,7 +85,8 @@ def row_major(matrix: Tensor) -> tuple[Tensor, int]:
 
 def empty_group_scales(like: Tensor, leading: Sequence[int], groups: int) -> Tensor:
     """Allocate float32 scales [..., groups] of tokens that lie side by side, for each group."""
-    strides, tokens = [], 1
+    strides: list[int] = []
+    tokens = 1
     for size in reversed(leading):
         strides.insert(0, tokens)
         tokens = tokens * size

@@ -86,6 +86,6 @@ def _rounded(x: Tensor, dtype: torch.dtype | None, grouped: bool) -> Tensor:
     """Return x as 8 bits and a scale for each token, or each group of it, hold it, with the gradient of x."""
     assert dtype is not None
     values, scales = quantize(x, dtype, per="group" if grouped else "token")
-    groups = values.float().unflatten(-1, (scales.shape[-1], -1)) if grouped else values.float()
+    groups = values.float().view(*scales.shape, -1) if grouped else values.float()
     rounded = (groups * scales[..., None]).view(x.shape).to(x.dtype)
     return x + (rounded - x).detach()
