@@ -85,10 +85,8 @@ class Layer:
     def sparse(self, fast: bool = True) -> Tensor:
         """Multiply x that is there in 8 bits."""
         pattern = prepared(self.pattern.index_on(self.x.device))
-        quantized = *self.quantized, fast
-        return dds_quantized(
-            self.x, self.values, pattern, None, None, 0, False, self.scales, None, *quantized
-        )
+        stored = self.scales, None, None, *self.quantized, fast
+        return dds_quantized(self.x, self.values, pattern, None, None, 0, False, *stored)
 
     def sparse_bf16(self) -> Tensor:
         return functional.linear(self.x, self.blocks, self.pattern)

@@ -240,7 +240,8 @@ Choice with_decision(Choice choice, const Problem& problem, const Device& device
 
 Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
-    result.values = {dense, nullptr, nullptr, {}, problem.input_dtype, Storage::dense};
+    const Values scaled = is_quantized(problem.input_dtype) ? problem.values : Values{};
+    result.values = {dense, nullptr, scaled.scales, scaled.scales_per, problem.input_dtype, Storage::dense};
     result.packed = nullptr;
     return result;
 }

@@ -35,8 +35,8 @@ void check_like_input(Storage storage, DType dtype, ScalesPer scales_per, const 
     const auto per = problem.scales_inside() ? ScalesPer::block : ScalesPer::feature;
     require(dtype == problem.input_dtype, "values_dtype must be that of x, ", input, ", got ",
             to_string(dtype));
-    require(storage == Storage::dense, "storage must be 0 for x of ", input, ", got ",
-            static_cast<int32_t>(storage));
+    require(storage == Storage::dense || !problem.scales_inside(), "storage must be 0 for x of ", input,
+            " with scales inside of the sums, got ", static_cast<int32_t>(storage));
     require(scales_per == per, "row_scales must be ", static_cast<int32_t>(per), " for x of ", input,
             problem.scales_inside() ? " with scales inside of the sums" : "", ", got ",
             static_cast<int32_t>(scales_per));

@@ -5,6 +5,7 @@
 #include "cpu/steps.h"
 #include "device.h"
 #include "error.h"
+#include "problem.h"
 #include "threads.h"
 #include "values/metadata.h"
 
@@ -81,6 +82,7 @@ class Dequantizer {
           columns_(problem.pattern.block_cols),
           element_(element_size(problem.input_dtype)),
           packed_(values_of_element(values_.dtype)),
+          scales_(is_quantized(values_.dtype) && !is_quantized(problem.input_dtype)),
           steps_(cpu::widest().steps[static_cast<int>(problem.input_dtype)]),
           dense_(static_cast<std::byte*>(dense)) {}
 
@@ -95,7 +97,7 @@ class Dequantizer {
         const uint32_t* const metadata = values_.metadata + block * size / 32;
         for (int row = 0; row < rows_; ++row, from += columns_ / 2) {
             std::byte* const row_to = to + row * columns_ * element_;
-            if constexpr (sizeof(Word) == 1) {
+            if (scales_) {
                 alignas(64) Word dense[kMostColumns];
                 scatter_row(from, metadata, rows_, row, columns_, reinterpret_cast<std::byte*>(dense));
                 put(dense, block, row, 1, row_to);
@@ -124,6 +126,7 @@ class Dequantizer {
 
     const Values& values_;
     int rows_, columns_, element_, packed_;
+    bool scales_;  // values in fewer bits than x
     const cpu::Steps& steps_;
     std::byte* dense_;
 };
@@ -179,6 +182,9 @@ namespace {
 // cuda_device() throws where there is no device.
 void dequantize_on_device(const Problem& problem, void* dense, void* stream) {
     cuda_device(-1);
+    if (is_quantized(problem.input_dtype))
+        fail(TS_UNSUPPORTED, "2:4 values are multiplied with x of ", to_string(problem.input_dtype),
+             " on the CPU only");
     launch_checked("dequantizing values", [&] { return values::dequantize(problem, dense, stream); });
 }
 

@@ -179,9 +179,9 @@ Allocation allocation(const std::optional<Recipe>& recipe) {
 // A request for TS_DDS_NT in 8 bits.
 Request quantized(nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
                   nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation,
-                  bool column_major, int32_t kernel, bool gated, bool fast) {
-    return {TS_DDS_NT,  x_values, values, bias,  residual, activation, column_major,
-            nb::none(), scales,   kernel, gated, x_scales, x,          fast};
+                  bool column_major, int32_t kernel, bool gated, bool fast, nb::handle metadata) {
+    return {TS_DDS_NT, x_values, values, bias,  residual, activation, column_major,
+            metadata,  scales,   kernel, gated, x_scales, x,          fast};
 }
 
 }  // namespace
@@ -216,25 +216,25 @@ void bind_calls(nb::module_& m) {
             "run_quantized",
             [](const Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
                nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation, bool column_major,
-               int32_t kernel, bool gated, bool fast) {
+               int32_t kernel, bool gated, bool fast, nb::handle metadata) {
                 return self.run(quantized(x, x_values, x_scales, values, scales, bias, residual, activation,
-                                          column_major, kernel, gated, fast));
+                                          column_major, kernel, gated, fast, metadata));
             },
             "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
-            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a)
+            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none())
         .def(
             "keep_quantized",
             [](Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
                nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation, bool column_major,
-               int32_t kernel, bool gated, bool fast, const Product& product, Recipe result,
-               std::optional<Recipe> workspace) {
+               int32_t kernel, bool gated, bool fast, nb::handle metadata, const Product& product,
+               Recipe result, std::optional<Recipe> workspace) {
                 self.keep(quantized(x, x_values, x_scales, values, scales, bias, residual, activation,
-                                    column_major, kernel, gated, fast),
+                                    column_major, kernel, gated, fast, metadata),
                           product, allocation(result), allocation(workspace));
             },
             "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
-            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "product"_a, "result"_a,
-            "workspace"_a.none())
+            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none(),
+            "product"_a, "result"_a, "workspace"_a.none())
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);
 }

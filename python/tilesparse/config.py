@@ -55,7 +55,8 @@ class BlockSparseConfig:
             x has a scale for each 128 features of a token then, as in the float8 checkpoints of DeepSeek.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
-            bits as well, see `functional.quantized_linear`. Not with ``nm``.
+            bits as well, see `functional.quantized_linear`; not with ``nm`` where scales are those
+            of blocks.
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
@@ -85,8 +86,9 @@ class BlockSparseConfig:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm)
+        check_quantized_activations(self.activations, self.storage)
         scales = checked_scales("scales", self.scales, self.activations, block_shape)
+        check_inside(self.activations, scales, self.nm)
         check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
         own = {"density": density, "block_shape": block_shape, "nm": as_nm(self.nm), "scales": scales}
@@ -139,7 +141,8 @@ class LayerSpec:
         check_nm(self.nm, self.transposable)
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, self.nm, shape[1])
+        check_quantized_activations(self.activations, self.storage, shape[1])
+        check_inside(self.activations, self.scales, self.nm)
         allowed = storage_of(self.storage).scales or (None,)
         if self.activations is not None:
             inside = _may_be_inside(self.activations, block_shape)
@@ -185,7 +188,7 @@ class LayerSpec:
     def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
-        check_quantized_activations(activations, storage, self.nm, self.shape[1])
+        check_quantized_activations(activations, storage, self.shape[1])
         has_scales = storage_of(storage).scales
         own = checked_scales("scales", scales, activations, self.block_shape) if has_scales else None
         return replace(self, storage=storage, scales=own, activations=activations)
@@ -241,9 +244,7 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         )
 
 
-def check_quantized_activations(
-    activations: object, storage: str, nm: object, in_features: int | None = None
-) -> None:
+def check_quantized_activations(activations: object, storage: str, in_features: int | None = None) -> None:
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
         return
@@ -252,8 +253,6 @@ def check_quantized_activations(
             f"activations must be None, or the dtype of the storage where that has 8 bits, got "
             f"{shown(activations)} with storage {storage!r}"
         )
-    if nm is not None:
-        raise InvalidArgumentError(f"nm must be None with activations={activations!r}, got {shown(nm)}")
     if in_features is not None:
         check_exact_sums("in_features", in_features, storage_of(storage).dtype)
 
@@ -274,6 +273,14 @@ def checked_scales(
         )
         raise InvalidArgumentError(f"{name} must be {allowed}, got {shown(scales)}")
     return str(scales)
+
+
+def check_inside(activations: str | None, scales: str | None, nm: object) -> None:
+    """Raise InvalidArgumentError where scales inside of the sums meet 2:4: there is no such product."""
+    if activations is not None and scales == "block" and nm is not None:
+        raise InvalidArgumentError(
+            f"nm must be None with activations={activations!r} and scales='block', got {shown(nm)}"
+        )
 
 
 def _may_be_inside(activations: str, block_shape: tuple[int, int] | None) -> bool:

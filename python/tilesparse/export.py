@@ -58,14 +58,14 @@ def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 
 def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    bias, residual, activation, _, scales, gate, x_values, x_scales, _ = rest[_FIELDS:]
+    bias, residual, activation, _, scales, gate, metadata, x_values, x_scales, _ = rest[_FIELDS:]
     y: Tensor
     if is_inside(scales):
         weight = _expand(values.float() * scales[..., None], *rest[:_FIELDS])
         groups = x_values.float().unflatten(-1, (-1, SCALE_GROUP)) * x_scales[..., None]
         y = torch.nn.functional.linear(groups.flatten(-2), weight)
     else:
-        weight = _expand(values.float(), *rest[:_FIELDS])
+        weight = _expand(_plain(values, metadata, None).float(), *rest[:_FIELDS])
         y = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
     y = y if bias is None else y + bias.float()
     name = list(ACTIVATIONS)[activation]

@@ -115,6 +115,7 @@ def quantized_linear(
     residual: Tensor | None = None,
     feature_major_output: bool = False,
     policy: str = "sparse",
+    metadata: Tensor | None = None,
     gate: Tensor | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
@@ -127,14 +128,13 @@ def quantized_linear(
     groups of 128 features, and the sum over each is multiplied by both scales and added in float32.
 
     On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
-    such products take as long as reading the weight, which quantizing x does not shorten. On the CPU all
-    numbers of tokens are quantized.
+    quantizing x does not shorten reading the weight. On the CPU all numbers of tokens are quantized.
 
     The gradient of x is that of x Wᵀ with the dequantized W (straight-through); values and scales have none.
 
     Args:
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
-        values: int8 or float8_e4m3fn [nnz, bn, bk], contiguous; int8 for in_features below 2¹⁷.
+        values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8 for in_features < 2¹⁷.
         pattern: positions of the blocks.
         scales: float32 [out_features], see `storage.quantize` with ``per="feature"``; or of values in
             float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
@@ -144,6 +144,7 @@ def quantized_linear(
         feature_major_output: make the result column-major.
         policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
             in its own dtype by it.
+        metadata: of 2:4 values, see `linear`.
         gate: [..., out_features], or None; in the place of a residual.
         use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
             where that is faster; False adds their sums in float32 every 128 products.
@@ -161,7 +162,7 @@ def quantized_linear(
         if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
             check_types(quantized_linear, locals())
         index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
-        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum)
+        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
     except Exception as error:
         check_types_after(error, quantized_linear, locals())
         raise

@@ -75,7 +75,7 @@ static void test_refusals(void) {
     REFUSES_EIGHT_BITS(o.desc.row_scales = 3, "row_scales must be 0 to 2, got 3");
     REFUSES_EIGHT_BITS(o.desc.values_dtype = TS_FLOAT8_E4M3FN + 1,
                        "values_dtype must be that of x, int8, got float8_e4m3fn");
-    REFUSES_EIGHT_BITS(o.desc.storage = TS_STORAGE_2_4, "storage must be 0 for x of int8, got 1");
+    REFUSES_EIGHT_BITS(o.desc.storage = TS_STORAGE_2_4, "metadata must not be null");
     REFUSES_EIGHT_BITS(o.desc.result_dtype = 0, "result_dtype must be 2 to 4 for x of int8, got 0");
     REFUSES_EIGHT_BITS(o.desc.result_dtype = TS_FLOAT64 + 1,
                        "result_dtype must be 2 to 4 for x of int8, got 1");

@@ -192,10 +192,14 @@ def stored_values(
             scales = (scales * 1024).round() / 1024
         scales = scales.to(device)
     if form.compressed:
-        scores = torch.rand(size, generator=seeded(seed + 2))
-        mask = storage.two_of_four(scores) & (scores > 0.2)
-        values, metadata = storage.compress(values, mask.to(device))
+        values, metadata = storage.compress(values, random_mask(size, seed + 2).to(device))
     return Stored(values, metadata, scales, expanded_by_definition(values, metadata, scales, dtype))
+
+
+def random_mask(size: tuple[int, ...], seed: int = 9) -> Tensor:
+    """A mask of 2:4, also with groups of fewer than two."""
+    scores = torch.rand(size, generator=seeded(seed))
+    return storage.two_of_four(scores) & (scores > 0.2)
 
 
 def expanded_by_definition(

@@ -125,7 +125,7 @@ def test_sums_of_integers_are_exact(device: str) -> None:
     values, x_values = values.to(device), x_values.to(device)
     x, ones = x_values.float(), torch.ones(max(TOKENS, OUT), device=device)
     index = pattern.index_on(x.device)
-    rest = None, None, 0, False, ones[:OUT], None, x_values, ones[:TOKENS], True
+    rest = None, None, 0, False, ones[:OUT], None, None, x_values, ones[:TOKENS], True
     assert torch.equal(OPS.dds_nt_quantized(x, values, *index, *rest).cpu(), wanted)
 
 
@@ -228,7 +228,7 @@ def test_what_operands_must_be(name: str) -> None:
         ((x_values.view(torch.uint8), x_scales), "x_values must have shape"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            OPS.dds_nt_quantized(x, values, *index, None, None, 0, False, scales, None, *of_x, True)
+            OPS.dds_nt_quantized(x, values, *index, None, None, 0, False, scales, None, None, *of_x, True)
 
 
 def test_sums_of_too_many_integers_are_refused() -> None:
@@ -256,8 +256,21 @@ def test_opcheck(device: str, name: str) -> None:
     # PyTorch looks for writes by a product of each operand, which it has not for float8.
     checks = CHECKS if name == "int8" else CHECKS[1:]
     for arguments in (
-        (x, values, *index, bias, residual, 0, False, scales, None, *of_x, True),
-        (x.detach(), values, *index, bias.detach(), None, 2, True, scales, residual.detach(), *of_x, False),
+        (x, values, *index, bias, residual, 0, False, scales, None, None, *of_x, True),
+        (
+            x.detach(),
+            values,
+            *index,
+            bias.detach(),
+            None,
+            2,
+            True,
+            scales,
+            residual.detach(),
+            None,
+            *of_x,
+            False,
+        ),
     ):
         torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=checks)
     torch.library.opcheck(OPS.row_scales.default, (scales, *index))
@@ -443,7 +456,6 @@ def test_configs_and_specs(name: str) -> None:
         ({"storage": name, "activations": other}, "activations must be None, or the dtype of the storage"),
         ({"activations": name}, "activations must be None.* with storage 'plain'"),
         ({"storage": name, "activations": 8}, "activations must be None"),
-        ({"storage": name, "activations": name, "nm": (2, 4)}, "nm must be None with activations"),
         ({"storage": name, "activations": name, "scales": "block"}, "scales must be 'feature'"),
         ({"storage": name, "scales": "feature"}, "scales must be 'row' or 'block'"),
     ):
@@ -507,9 +519,6 @@ def test_to_storage_there_and_back(name: str) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             exact.to_storage(**options)
-    masked = BlockSparseLinear(IN, OUT, block_shape=32, nm=(2, 4))
-    with pytest.raises(InvalidArgumentError, match="nm must be None"):
-        masked.to_storage(name, activations=name)
     with pytest.raises(InvalidArgumentError, match="finite"):
         nn.init.constant_(layer.weight, math.inf)
         layer.to_storage(name, activations=name)

@@ -403,12 +403,18 @@ def test_errors_midway_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_unchanged(made, before)
 
 
-def test_weights_under_norms_and_2_4_are_refused_or_skipped() -> None:
+def test_2_4_layers_keep_their_masks() -> None:
     made = model()
     made.blocks[0].mlp.up = linear(WIDTH, HIDDEN, block_shape=32, nm=(2, 4))
+    mask = made.blocks[0].mlp.up.kept_mask()
     report = quantize_(made, batches(1))
-    assert [layer.name for layer in report.skipped] == ["blocks.0.mlp.up"]
-    assert "nm must be None" in report.skipped[0].reason
+    assert not report.skipped
+    layer = made.blocks[0].mlp.up
+    assert (layer.nm, layer.activations) == ((2, 4), layer.storage)
+    assert torch.equal(layer.kept_mask(), mask)
+
+
+def test_weights_under_norms_are_refused() -> None:
     made = model()
     nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
     with pytest.raises(UnsupportedError, match=r"weight_norm|WeightNorm"):

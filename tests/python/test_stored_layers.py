@@ -41,9 +41,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "2:4 float8": {"nm": NM, "transposable": True, "storage": "float8_e4m3fn"},
     "int8 W8A8": {"storage": "int8", "activations": "int8"},
     "float8 W8A8": {"storage": "float8_e4m3fn", "activations": "float8_e4m3fn"},
+    "2:4 int8 W8A8": {"nm": NM, "storage": "int8", "activations": "int8"},
+    "2:4 float8 W8A8": {"nm": NM, "storage": "float8_e4m3fn", "activations": "float8_e4m3fn"},
 }
 MASKED = ["masked", "transposable"]
-STORED = ["compressed", "int8", "float8", "int4", "2:4 int8", "2:4 float8", "int8 W8A8", "float8 W8A8"]
+STORED = [name for name in LAYERS if name != "plain" and name not in MASKED]
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 

@@ -148,6 +148,21 @@ def check_values(
 def _check_stored(
     name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
 ) -> None:
+    check_blocks(name, values, index, metadata)
+    if (scales is None) == (values.dtype in SCALED):
+        given = "missing" if scales is None else "given"
+        raise InvalidArgumentError(
+            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
+        )
+    if scales is not None:
+        nnz, bn = index.col_indices.shape[0], index.block_shape[0]
+        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
+        check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
+        check_same_device("scales", scales, name, values)
+
+
+def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
+    """Check the shapes of the values of kept blocks, and the metadata of 2:4."""
     nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
     if metadata is not None and values.dtype == PACKED:
         raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
@@ -160,15 +175,6 @@ def _check_stored(
         check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
         check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
         check_same_device("metadata", metadata, name, values)
-    if (scales is None) == (values.dtype in SCALED):
-        given = "missing" if scales is None else "given"
-        raise InvalidArgumentError(
-            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
-        )
-    if scales is not None:
-        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
-        check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
-        check_same_device("scales", scales, name, values)
 
 
 def block_columns(values: Tensor, metadata: Tensor | None) -> int:

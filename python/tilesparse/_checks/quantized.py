@@ -10,6 +10,7 @@ from .operands import (
     check_activations,
     check_added,
     check_array,
+    check_blocks,
     check_device,
     check_one,
     check_same_device,
@@ -24,18 +25,23 @@ def check_quantized_dds(
     residual: Tensor | None,
     scales: Tensor,
     gate: Tensor | None = None,
+    metadata: Tensor | None = None,
 ) -> None:
     """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
-    nnz, (bn, bk), (out_features, in_features) = index.col_indices.shape[0], index.block_shape, index.shape
+    out_features, in_features = index.shape
     check_activations("x", x, in_features)
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
     check_exact_sums("in_features", in_features, values.dtype)
-    check_array("values", values, "[nnz, bn, bk]", (nnz, bn, bk))
+    check_blocks("values", values, index, metadata)
     check_same_device("x", x, "values", values)
     check_device("values", values, index)
     check_factor_scales(scales, values, index)
+    if metadata is not None and is_inside(scales):
+        raise InvalidArgumentError(
+            "metadata must be None with scales of blocks, which are inside of the sums"
+        )
     if bias is not None:
         check_added("bias", bias, (out_features,), "x", x)
     check_one(residual, gate)

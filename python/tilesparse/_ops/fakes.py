@@ -43,8 +43,8 @@ def dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> 
 
 
 def dds_nt_quantized_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
-    bias, residual, _, feature_major, scales, gate, x_values, x_scales, _ = rest
-    check_quantized_dds(x, values, index, bias, residual, scales, gate)
+    bias, residual, _, feature_major, scales, gate, metadata, x_values, x_scales, _ = rest
+    check_quantized_dds(x, values, index, bias, residual, scales, gate, metadata)
     check_quantized_x(x, x_values, x_scales, values.dtype, scales)
     return empty(x, result_form(x, index.shape[0], feature_major))
 

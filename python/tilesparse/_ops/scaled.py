@@ -35,6 +35,7 @@ def quantized_linear_on(
     policy: str = "sparse",
     gate: Tensor | None = None,
     fast: bool = True,
+    metadata: Tensor | None = None,
 ) -> Tensor:
     """Compute `functional.quantized_linear` with the pattern as an `Index`."""
     code = activation_code(activation)
@@ -43,22 +44,22 @@ def quantized_linear_on(
     if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
         refuse_gradient(records_gradient((values,)), None, scales)
-        stored = None, stored_scales_on(scales, values, index)
+        stored = metadata, stored_scales_on(scales, values, index)
         return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
     tensors = x, values, bias, residual, gate
-    direct, recorded = is_plain((*tensors, scales)), records_gradient(tensors)
+    direct, recorded = is_plain((*tensors, scales, metadata)), records_gradient(tensors)
     of_x = quantized_for(values, x, direct, is_inside(scales))
     if direct and not recorded:
         pattern = prepared(index, DDS_NT_QUANTIZED.looks)
         return dds_quantized(
-            x, values, pattern, bias, residual, code, feature_major, scales, gate, *of_x, fast
+            x, values, pattern, bias, residual, code, feature_major, scales, gate, metadata, *of_x, fast
         )
     refuse_gradient(recorded and values.requires_grad, None, scales)
     if (code == 0 and gate is None) or not (recorded or transforms_active()):
-        extras = scales, gate, *of_x, fast
+        extras = scales, gate, metadata, *of_x, fast
         return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, feature_major, extras)
     check_one(residual, gate)
-    y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, *of_x, fast))
+    y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, metadata, *of_x, fast))
     return combined(y, activation, residual, gate)
 
 
@@ -90,15 +91,15 @@ def _gradients(
     needs: Sequence[bool],
     scales: Tensor,
     gate: Tensor | None,
+    metadata: Tensor | None,
 ) -> Tensors:
     """Return the gradients as if x had not been rounded (straight-through)."""
     refuse_gradient(needs[1], None, scales)
     refuse_fused_gate(gate)
     of_x = None
     if needs[0]:
-        of_x = call(
-            DDS_NN, grad, values, index, extras=(None, stored_scales_on(scales, values, index), False)
-        )
+        stored = metadata, stored_scales_on(scales, values, index)
+        of_x = call(DDS_NN, grad, values, index, extras=(*stored, False))
     return of_x, *other_gradients(grad, x, index, needs)
 
 
@@ -110,6 +111,6 @@ DDS_NT_QUANTIZED = differentiable(
     2,
     2,
     looks=True,
-    kept=slice(2),
+    kept=slice(3),
 )
 register_flop_formula(torch.ops.tilesparse.dds_nt_quantized)(flops)

@@ -26,7 +26,8 @@ LIB.define(
 )
 LIB.define(
     f"dds_nt_quantized(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool feature_major, Tensor scales, Tensor? gate, Tensor x_values, Tensor x_scales, bool fast) -> Tensor"
+    "bool feature_major, Tensor scales, Tensor? gate, Tensor? metadata, Tensor x_values, Tensor x_scales, "
+    "bool fast) -> Tensor"
 )
 LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
 LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")

@@ -14,10 +14,22 @@ Request = tuple[
     int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
 ]
 # x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation,
-# whether the result is column-major, the kernel asked for, whether the residual is a gate, and whether sums
-# may be fast.
+# whether the result is column-major, the kernel asked for, whether the residual is a gate, whether sums may
+# be fast, and metadata of values.
 QuantizedRequest = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, int, bool, bool
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    int,
+    bool,
+    int,
+    bool,
+    bool,
+    Tensor | None,
 ]
 
 

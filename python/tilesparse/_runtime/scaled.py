@@ -13,6 +13,7 @@ from .._checks import (
     is_inside,
 )
 from . import kernels as _kernels
+from . import values as _values
 from .layout import aligned, empty, group_scales, like_result, result_form, row_major
 from .native import DDS_NT, SCALES_PER_FEATURE
 from .prepared import Prepared
@@ -30,11 +31,18 @@ def dds_quantized(
     feature_major: bool,
     scales: Tensor,
     gate: Tensor | None,
+    metadata: Tensor | None,
     x_values: Tensor,
     x_scales: Tensor,
     fast: bool,
 ) -> Tensor:
     """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
+    if metadata is not None and x.is_cuda:  # where no kernel reads 2:4 in 8 bits
+        with pattern.launching():
+            values, metadata = _values.decompressed(values, metadata), None
+    elif metadata is not None and pattern.packs:
+        values = pattern.plain.follow(_values.decompressed, values, metadata)
+        metadata = None
     request = (
         x,
         x_values,
@@ -48,6 +56,7 @@ def dds_quantized(
         _kernels.asked_kernel,
         gate is not None,
         fast,
+        metadata,
     )
     result = pattern.run_quantized(*request)
     if result is not None:
@@ -58,11 +67,10 @@ def dds_quantized(
 
 def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     """Run a product that `Prepared.run_quantized` does not know."""
-    x, x_values, x_scales, values, scales, bias, other, activation, feature_major, kernel, gated, fast = (
-        request
-    )
+    x, x_values, x_scales, values, scales, bias, other = request[:7]
+    activation, feature_major, kernel, gated, fast, metadata = request[7:]
     context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
-    forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other)]
+    forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other, metadata)]
     forms += map(form_of, (x_values, x_scales, values, scales))
     key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, feature_major, context
     if pattern.packs and x.is_cuda:
@@ -70,7 +78,7 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     call = pattern.find(key)
     if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other)):
         residual, gate = (None, other) if gated else (other, None)
-        check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate)
+        check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate, metadata)
         check_quantized_x(x, x_values, x_scales, values.dtype, scales)
         operand, ld = row_major(x_values)
         inside, weight = is_inside(scales), aligned(values)
@@ -78,13 +86,13 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
         near, lines = (None, None) if other is None else like_result(other, feature_major)
         changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
         if any(one is not given for one, given in changed):
-            options = activation, feature_major, kernel, gated, fast
+            options = activation, feature_major, kernel, gated, fast, metadata
             return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
         form = result_form(x, pattern.shape[0], feature_major)
-        number = QUANTIZED[values.dtype]
         added = {"residual": lines, "gated": gated, "activation": activation}
         stored = {
-            "values_dtype": number,
+            "storage": int(metadata is not None),
+            "values_dtype": QUANTIZED[values.dtype],
             "row_scales": 0 if inside else SCALES_PER_FEATURE,
             "result_dtype": DTYPES[x.dtype],
             "x_scales_ld": scales_ld,
@@ -98,9 +106,9 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     if call.packed is not None:
         call.packed.follow(values, pattern.generation, context[1])
-    tensors = x_values, result, values, bias, other, workspace
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    call.run(*addresses, context[1], 0, scales.data_ptr(), x_scales.data_ptr())
+    tensors = x_values, result, values, bias, other, workspace, metadata
+    *addresses, metadata_at = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    call.run(*addresses, context[1], metadata_at, scales.data_ptr(), x_scales.data_ptr())
     return result
 
 

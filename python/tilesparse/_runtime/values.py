@@ -78,6 +78,12 @@ def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dty
     return expand_values(values, metadata, scales, dtype)
 
 
+def decompressed(values: Tensor, metadata: Tensor) -> Tensor:
+    """Return dense blocks of 2:4 values in 8 bits, as they are."""
+    check_stored(values, metadata, values.new_ones(values.shape[:1], dtype=torch.float32))
+    return expand_values(values.float(), metadata, None, torch.float32).to(values.dtype)
+
+
 def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     """Return float32 [nnz, bn]: for each row of a block the scale of its output feature."""
     check_feature_scales(scales, pattern.index())

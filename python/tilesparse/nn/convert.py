@@ -76,7 +76,7 @@ def from_linear(
         _warn_of_empty(pattern)
     check_nm(nm, options["transposable"])
     check_storage(storage, nm)
-    check_quantized_activations(activations, storage, nm)
+    check_quantized_activations(activations, storage)
     (out_features, in_features), has_bias = weight.shape, bias is not None
     options |= {"pattern": pattern, "device": "meta", "dtype": weight.dtype}
     layer = cls(in_features, out_features, has_bias, **options).to_empty(device=weight.device)

@@ -334,7 +334,7 @@ class BlockSparseLinear(StoredWeight):
             how: Any = {"policy": self._policy, "transposable": self._transposable}
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
         elif self._activations is not None:
-            of_y = bias, activation, residual, column_major, self._policy, gate
+            of_y = bias, activation, residual, column_major, self._policy, gate, True, buffers["metadata"]
             y = quantized_linear_on(x, weight, buffers["scales"], index, *of_y)
         else:
             stored = buffers["metadata"], buffers["scales"]

@@ -265,8 +265,8 @@ class StoredWeight(nn.Module):
             per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With `activations`
                 an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of 128 x 128, and
                 x then has a scale for each 128 features of a token.
-            activations: the name of the storage, where that has 8 bits and the layer is not 2:4: products
-                then quantize x as well, see `functional.quantized_linear`. None multiplies x in its dtype.
+            activations: the name of the storage, where that has 8 bits: products then quantize x as well, see
+                `functional.quantized_linear`. None multiplies x in its dtype.
             limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
                 `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
             values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded

@@ -115,7 +115,8 @@ class TensorShard(PatternShard):
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
         elif layer.activations is not None:
-            y = quantized_linear_on(local, weight, scales, index, bias, policy=layer.policy)
+            how = {"policy": layer.policy, "metadata": metadata}
+            y = quantized_linear_on(local, weight, scales, index, bias, **how)
         else:
             y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()

@@ -105,7 +105,7 @@ def quantize_(
     stored = _storage(storage)
     if activations == "auto":
         activations = storage if stored.dtype in LARGEST else None
-    check_quantized_activations(activations, storage, None)
+    check_quantized_activations(activations, storage)
     for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
         check_flag(name, flag)
     check_model(model)

@@ -167,7 +167,7 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
 
     def sparse() -> Tensor:
         if product.activations is not None and scales is not None:
-            return functional.quantized_linear(source, values, pattern, scales)
+            return functional.quantized_linear(source, values, pattern, scales, metadata=metadata)
         if product.feature_major:
             return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)

@@ -91,7 +91,7 @@ class Product:
     def _check_activations(self) -> None:
         if self.activations is None:
             return
-        check_quantized_activations(self.activations, self.storage, self.nm, self.in_features)
+        check_quantized_activations(self.activations, self.storage, self.in_features)
         for name, wanted in (("op", "forward"), ("feature_major", False)):
             if getattr(self, name) != wanted:
                 raise InvalidArgumentError(
