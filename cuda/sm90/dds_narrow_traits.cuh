@@ -62,6 +62,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kThreads = 128 * (1 + kWarpgroups);
 
     static constexpr bool kGrouped = false;  // see DdsTraits
+    static constexpr bool kScaled = false;
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
     static constexpr int kLines = kStep / kLine;
