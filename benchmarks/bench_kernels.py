@@ -31,6 +31,7 @@ from harness import (
     within_budget,
 )
 from kernel_cases import KINDS, Calls, Drawn, draw, product_of
+from problems import OPS
 
 from tilesparse import _C, UnsupportedError, prefer
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kinds", type=subset(KINDS), default=tuple(KINDS), help=f"of {','.join(KINDS)} (all)"
     )
+    parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     parser.add_argument("--layers", type=_layers, default=(), help="out x in, as 768x3072,4096x4096 (many)")
     parser.add_argument("--seed", type=int, default=0, help="of cases, patterns and data (%(default)s)")
     return parser
@@ -73,7 +75,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer = CudaTimer(launch_seconds=LAUNCH_SECONDS)
     warm_up()
     chance = random.Random(arguments.seed)
-    cases = [draw(chance, arguments.kinds, arguments.layers) for _ in range(arguments.cases)]
+    cases = [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
     for case in within_budget(cases, arguments, document, start):
         record, result = case.record(), {"contender": "tilesparse"}
         record["results"].append(result)

@@ -18,6 +18,7 @@ from tilesparse._checks import DTYPES, QUANTIZED
 from tilesparse._runtime import values as _values
 from tilesparse._runtime.grouped import grouped_dds, grouped_sdd
 from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.products import dds, sdd
 from tilesparse._runtime.scaled import dds_quantized
 from tilesparse.config import LayerSpec
 from tilesparse.storage.registry import storage_of
@@ -116,8 +117,13 @@ class Drawn:
         return {"shape": shape, **own, **fields, "x_layout": kind.x_layout, "results": []}
 
 
-def draw(chance: random.Random, kinds: Sequence[str], layers: Sequence[tuple[int, int]] = ()) -> Drawn:
-    """Draw a product of one of the kinds, of one of the layers or else of many."""
+def draw(
+    chance: random.Random,
+    kinds: Sequence[str],
+    ops: Sequence[str] = OPS,
+    layers: Sequence[tuple[int, int]] = (),
+) -> Drawn:
+    """Draw a product of one of the kinds and operations, of one of the layers or else of many."""
     while True:
         (name,) = chance.choices(kinds, [KINDS[kind].share for kind in kinds])
         kind = KINDS[name]
@@ -140,7 +146,7 @@ def draw(chance: random.Random, kinds: Sequence[str], layers: Sequence[tuple[int
             size % block == 0
             for size, block in zip((shape[0] // groups, shape[1]), case.block_shape, strict=True)
         )
-        if fits and divides:
+        if fits and divides and case.op in ops:
             return case
 
 
@@ -173,7 +179,9 @@ def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
 
 
 class Calls:
-    """Operands of a case on the GPU, of normal numbers, and calls that take nothing but the products' time.
+    """Operands of a case on the GPU, of normal numbers, and calls of the products alone.
+
+    They pass over what looks for writes to patterns.
 
     ``sparse`` runs the kernel that is preferred; ``dense`` multiplies by a dense weight and ``expanded``
     writes that weight first, as the policy "dense" does; None where there is no such product.
@@ -216,7 +224,7 @@ class Calls:
         if op == "sdd_tn":
             self.dense = lambda: y.t() @ x
             self.expanded = lambda: _values.gather(y.t() @ x, self._kept)
-            return lambda: functional.sdd(y, x, self.pattern)
+            return lambda: sdd(y, x, self._kept)
         forward, source = op == "dds_nt", x if op == "dds_nt" else y
 
         def multiply(weight: Tensor) -> Tensor:
@@ -228,8 +236,8 @@ class Calls:
         )
         self.dense = partial(multiply, weight)
         self.expanded = lambda: multiply(_values.expand(blocks(), self._kept))
-        options = {"transpose": forward, "metadata": stored[1], "scales": stored[2]}
-        return lambda: functional.dds(source, stored[0], self.pattern, **options)
+        number = OPS.index(op)
+        return lambda: dds(number, source, stored[0], self._kept, metadata=stored[1], scales=stored[2])
 
     def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
