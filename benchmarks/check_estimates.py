@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from problems import LAYOUTS, OPS, PRECISIONS
+from kernel_cases import product_of
 from report import rows_of
 
 from tilesparse import _C
-from tilesparse._checks import DTYPES
 
-DEVICES = {"NVIDIA H200": _C.DeviceInfo(1, 90, 132, 232448)}
+DEVICES = {name: _C.DeviceInfo(1, 90, 132, 232448, name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")}
 KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 
 
@@ -130,20 +129,8 @@ def choices_of(pairs: Sequence[Pair]) -> list[Choice]:
 
 def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, packed: bool = False) -> float:
     """What the library says of a kernel for a case."""
-    (bn, bk), op = case["block_shape"], OPS.index(case["op"])
-    rows, cols = case["out_features"] // bn, case["in_features"] // bk
-    precision = PRECISIONS[case["dtype"]]
-    layout = LAYOUTS.index(case["x_layout"])
-    product = _C.Product(
-        _C.Pattern(bn, bk, rows * bn, cols * bk, round(case["density"] * rows * cols), 0, 0, 0),
-        op,
-        DTYPES[precision.dtype],
-        device.device,
-        case["tokens"],
-        precision=int(precision.float32 == "high"),
-        x_layout=layout if op != 1 else 0,
-        y_layout=layout if op != 0 else 0,
-    )
+    (bn, bk), density = case["block_shape"], case["density"]
+    product = product_of(case, round(density * (case["out_features"] // bn) * (case["in_features"] // bk)))
     if packed:
         product.use_packed(256, 1 << 40, 0)  # an address that nothing reads
     microseconds = product.estimate(device, kernel)
@@ -154,9 +141,10 @@ def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, pac
 def describe(case: Mapping[str, Any]) -> str:
     """In one line."""
     bn, bk = case["block_shape"]
+    kind = f"{case['kind']} " if "kind" in case else ""
     return (
-        f"{case['op']} {case['dtype']} {case['tokens']} x {case['out_features']} x {case['in_features']}, "
-        f"{bn}x{bk}, {case['pattern']} {case['density']:.2f}, {case['x_layout']}"
+        f"{kind}{case['op']} {case['dtype']} {case['tokens']} x {case['out_features']} x "
+        f"{case['in_features']}, {bn}x{bk}, {case['pattern']} {case['density']:.2f}, {case['x_layout']}"
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import random
 import re
 import subprocess
 import sys
@@ -31,15 +32,14 @@ import bench_storages
 import bench_training
 import bench_vllm
 import break_even
-import contenders
 import harness
+import kernel_cases
 import models
-import problems
 import pytest
 import report
 import torch
 from models import MODELS, Architecture, Size
-from problems import Case, Shape
+from problems import Shape
 from torch import nn
 
 from tilesparse import _C, BlockSparseLinear
@@ -456,18 +456,23 @@ def test_parallel_training_is_measured(tmp_path: Path) -> None:
 
 
 def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: products and times are made up, one product is wrong, one layer has no such blocks."""
+    """Without a GPU: products run on the CPU, times are made up, and one kernel is wrong."""
+    wrong = ""
 
-    class Made:
-        def __init__(self, case: Case, seed: int) -> None:
-            self.pattern = problems.make_pattern(case, torch.Generator().manual_seed(seed))
-            self.exact = torch.ones(2, 2)
+    class Made(kernel_cases.Calls):
+        def __init__(self, case: kernel_cases.Drawn, seed: int) -> None:
+            small = dataclasses.replace(case, tokens=4, out_features=256, in_features=128, density=0.5)
+            super().__init__(small, seed, "cpu")
+            right = self.sparse
+            self.sparse = lambda: right() * (2 if asked[-1] == wrong else 1)
 
     class Timer:
+        def __init__(self, launch_seconds: float) -> None:
+            self.launch_seconds = launch_seconds
+
         def microseconds(self, call: Callable[[], torch.Tensor], repetitions: int) -> float:
             return 12.5
 
-    results = {"one": torch.ones(2, 2), "other": torch.full((2, 2), 2.0)}
     asked: list[str] = []
 
     @contextmanager
@@ -475,28 +480,40 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(name)
         yield
 
-    monkeypatch.setattr(bench_kernels, "Problem", Made)
+    monkeypatch.setattr(bench_kernels, "Calls", Made)
     monkeypatch.setattr(bench_kernels, "CudaTimer", Timer)
     monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
     monkeypatch.setattr(bench_kernels, "prefer", prefer)
-    monkeypatch.setattr(bench_kernels, "_kernels", lambda problem: ["one", "other"])
-    monkeypatch.setattr(contenders, "tilesparse_call", lambda problem: lambda: results[asked[-1]])
-    monkeypatch.setattr(contenders, "dense", lambda problem: None)
-    arguments = bench_kernels._parser().parse_args(
-        ["--tokens", "64", "--layers", "128x256,100x256", "--blocks", "32", "--densities", ".25"]
-    )
-    document: dict[str, Any] = {"cases": []}
-    bench_kernels._run(arguments, document)
-    fits, does_not = document["cases"]
-    assert (fits["tokens"], fits["out_features"], fits["in_features"]) == (64, 128, 256)
-    assert fits["density"] == 0.25
-    (result,) = fits["results"]
-    assert result["kernels_us"] == {"one": 12.5, "other": 12.5} and result["dense_us"] == 12.5
-    assert result["error"] == 1 and result["wrong"]
-    assert "multiple" in does_not["results"][0]["unavailable"]
-    for wrong in ("128", "128x", "0x64"):
+    monkeypatch.setattr(bench_kernels, "_kernels", lambda case, calls: ["one", "other"])
+    kinds = [kind for kind in kernel_cases.KINDS if kind != "grouped"]
+    for wrong in ("", "other"):
+        arguments = bench_kernels._parser().parse_args(["--cases", "30", "--kinds", ",".join(kinds)])
+        document: dict[str, Any] = {"cases": []}
+        bench_kernels._run(arguments, document)
+        assert len({case["kind"] for case in document["cases"]}) > 4
+        for case in document["cases"]:
+            (result,) = case["results"]
+            assert result["kernels_us"] == {"one": 12.5, "other": 12.5}, result
+            assert result["wrong"] == (wrong == "other")
+            assert ("expanded_us" in result) == (case["activations"] is None)
+    for text in ("128", "128x", "0x64"):
         with pytest.raises(SystemExit):
-            bench_kernels._parser().parse_args(["--layers", wrong])
+            bench_kernels._parser().parse_args(["--layers", text])
+
+
+def test_products_of_all_kinds_are_drawn() -> None:
+    """As many as asked for, the same ones each time, and of those layers and operations alone."""
+    kinds = tuple(kernel_cases.KINDS)
+    first, second = (
+        [kernel_cases.draw(chance, kinds) for _ in range(400)] for chance in map(random.Random, (1, 1))
+    )
+    assert first == second and {case.kind for case in first} == set(kinds)
+    for case in first:
+        assert case.tokens * case.out_features * case.in_features <= kernel_cases.MOST * case.groups
+        nnz = case.out_features // case.block_shape[0]
+        assert kernel_cases.product_of(case.record(), nnz) is not None
+    few = [kernel_cases.draw(random.Random(2), ("bf16",), ("sdd_tn",), ((128, 256),)) for _ in range(5)]
+    assert {(case.op, case.out_features, case.in_features) for case in few} == {("sdd_tn", 128, 256)}
 
 
 def test_servers_take_turns_and_the_best_counts() -> None:

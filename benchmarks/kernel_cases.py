@@ -1,0 +1,275 @@
+"""The products that all kernels are timed for, drawn at random, and the calls that compute them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from problems import LAYOUTS, OPS, PRECISIONS, Case, Shape, make_pattern
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilesparse import _C, BlockPattern, functional, storage
+from tilesparse._checks import DTYPES, QUANTIZED
+from tilesparse._runtime import values as _values
+from tilesparse._runtime.grouped import grouped_dds, grouped_sdd
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.products import dds, sdd
+from tilesparse._runtime.scaled import dds_quantized
+from tilesparse.config import LayerSpec
+from tilesparse.storage.registry import storage_of
+
+LAYERS = (
+    (768, 768),
+    (3072, 768),
+    (768, 3072),
+    (896, 4864),
+    (5120, 1280),
+    (1280, 5120),
+    (4096, 4096),
+    (2048, 8192),
+    (11008, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (28672, 8192),
+)
+EXPERTS = ((8, 14336, 4096), (64, 1408, 2048), (128, 1536, 2048), (32, 2880, 2880))
+MOST = 8192 * 14336 * 4096  # tokens x out_features x in_features
+FEW = (1, 2, 4, 8, 16, 32, 48, 64)
+MANY = (96, 128, 192, 256, 384, 512, 768, 1024, 1500, 2048, 3000, 4096, 6144, 8192, 12288, 16384)
+SQUARE = ((16, 16), (32, 32), (64, 64), (128, 128))
+OTHER = ((128, 32), (32, 128), (128, 64), (64, 128), (16, 64), (64, 16), (128, 16), (16, 128))
+DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75)
+PATTERNS = ("random",) * 7 + ("banded", "power", "power-columns")
+
+
+class Kind(NamedTuple):
+    """Products that have kernels in common, and how often they are drawn."""
+
+    share: int
+    ops: tuple[str, ...] = OPS
+    dtype: str = "bf16"
+    storage: str = "plain"
+    blocks: tuple[tuple[int, int], ...] = SQUARE
+    tokens: tuple[int, ...] = FEW + MANY
+    nm: bool = False
+    activations: str | None = None  # in 8 bits
+    x_layout: str = "row"
+    grouped: bool = False
+
+
+FORWARD, WIDE = OPS[:1], SQUARE[1:]
+KINDS = {
+    "decode": Kind(12, OPS[:2], tokens=FEW),
+    "bf16": Kind(60, tokens=MANY),
+    "rectangles": Kind(10, blocks=OTHER),
+    "column-major": Kind(6, x_layout="feature", tokens=MANY),
+    "tf32": Kind(6, dtype="tf32"),
+    "fp32": Kind(5, dtype="fp32"),
+    "2:4": Kind(9, FORWARD, storage="compressed", nm=True, blocks=WIDE),
+    "int8": Kind(4, FORWARD, storage="int8"),
+    "float8": Kind(2, FORWARD, storage="float8_e4m3fn"),
+    "int4": Kind(4, FORWARD, storage="int4", blocks=WIDE),
+    "2:4 int8": Kind(2, FORWARD, storage="int8", nm=True, blocks=WIDE),
+    "int8 x int8": Kind(8, FORWARD, storage="int8", activations="int8", tokens=MANY),
+    "float8 x float8": Kind(8, FORWARD, storage="float8_e4m3fn", activations="float8", tokens=MANY),
+    "promoted": Kind(5, FORWARD, storage="float8_e4m3fn", activations="promoted", tokens=MANY),
+    "grouped": Kind(10, grouped=True, blocks=WIDE),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """One product; of groups, out_features are those of all of them."""
+
+    kind: str
+    op: str
+    tokens: int
+    out_features: int
+    in_features: int
+    block_shape: tuple[int, int]
+    density: float
+    pattern: str
+    groups: int = 1
+
+    def __str__(self) -> str:
+        bn, bk = self.block_shape
+        return (
+            f"{self.kind} {self.op} {self.tokens}x{self.out_features}x{self.in_features} {bn}x{bk} "
+            f"{self.pattern} {self.density:g}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return what is written of it, with results to come."""
+        kind = KINDS[self.kind]
+        shape = f"{self.tokens}x{self.out_features}x{self.in_features}"
+        fields = {
+            "dtype": kind.dtype,
+            "storage": kind.storage,
+            "nm": kind.nm,
+            "activations": kind.activations,
+        }
+        own = dataclasses.asdict(self) | {"block_shape": list(self.block_shape)}
+        return {"shape": shape, **own, **fields, "x_layout": kind.x_layout, "results": []}
+
+
+def draw(
+    chance: random.Random,
+    kinds: Sequence[str],
+    ops: Sequence[str] = OPS,
+    layers: Sequence[tuple[int, int]] = (),
+) -> Drawn:
+    """Draw a product of one of the kinds and operations, of one of the layers or else of many."""
+    while True:
+        (name,) = chance.choices(kinds, [KINDS[kind].share for kind in kinds])
+        kind = KINDS[name]
+        groups, shape = 1, chance.choice(layers or LAYERS)
+        if kind.grouped:
+            groups, *sizes = chance.choice(EXPERTS)
+            shape = groups * sizes[0], sizes[1]
+        case = Drawn(
+            name,
+            chance.choice(kind.ops),
+            chance.choice(kind.tokens),
+            *shape,
+            chance.choice(kind.blocks),
+            chance.choice(DENSITIES),
+            chance.choice(PATTERNS),
+            groups,
+        )
+        fits = case.tokens * case.out_features * case.in_features <= MOST * groups
+        divides = all(
+            size % block == 0
+            for size, block in zip((shape[0] // groups, shape[1]), case.block_shape, strict=True)
+        )
+        if fits and divides and case.op in ops:
+            return case
+
+
+def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
+    """Describe a case of any benchmark to the library."""
+    op, layout = OPS.index(case["op"]), LAYOUTS.index(case["x_layout"])
+    dtype = DTYPES[PRECISIONS[case["dtype"]].dtype] if case["dtype"] in PRECISIONS else 0
+    precision, groups = int(case["dtype"] == "tf32"), case.get("groups", 1)
+    shape = case["out_features"], case["in_features"]
+    options: dict[str, Any] = {}
+    activations = case.get("activations")
+    if activations is not None:
+        eight = QUANTIZED[torch.int8 if activations == "int8" else torch.float8_e4m3fn]
+        options = {"values_dtype": eight, "row_scales": 2, "result_dtype": dtype}
+        dtype, precision = eight, int(activations == "float8")
+    elif case.get("storage", "plain") != "plain":
+        options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)
+    return _C.Product(
+        _C.Pattern(*case["block_shape"], *shape, nnz, 0, 0, 0, groups=groups),
+        op,
+        dtype,
+        1,
+        case["tokens"],
+        precision=precision,
+        x_layout=layout if op != 1 else 0,
+        y_layout=layout if op != 0 else 0,
+        grouped=groups > 1,
+        **options,
+    )
+
+
+class Calls:
+    """Operands of a case on the GPU, of normal numbers, and calls of the products alone.
+
+    They pass over what looks for writes to patterns.
+
+    ``sparse`` runs the kernel that is preferred; ``dense`` multiplies by a dense weight and ``expanded``
+    writes that weight first, as the policy "dense" does; None where there is no such product.
+    """
+
+    dense: Callable[[], Tensor] | None = None
+    expanded: Callable[[], Tensor] | None = None
+
+    def __init__(self, case: Drawn, seed: int, device: str = "cuda") -> None:
+        kind = KINDS[case.kind]
+        precision = PRECISIONS[kind.dtype]
+        torch.set_float32_matmul_precision(precision.float32)
+        shape = Shape("", case.tokens, case.out_features, case.in_features)
+        like = Case(case.op, kind.dtype, shape, case.block_shape, case.density, case.pattern, kind.x_layout)
+        self.pattern = make_pattern(like, torch.Generator().manual_seed(seed))
+        self._device = torch.device(device)
+        self._kept = prepared(self.pattern.index_on(self._device))
+        self._dtype = precision.dtype
+
+        def activations(features: int) -> Tensor:
+            if kind.x_layout == "row":
+                return self._randn(case.tokens, features)
+            return self._randn(features, case.tokens).t()
+
+        x = activations(case.in_features)
+        y = activations(case.out_features // case.groups)
+        values = self._randn(self.pattern.nnz, *case.block_shape)
+        if case.groups > 1:
+            self.sparse = self._grouped(case, x, y, values)
+        elif kind.activations is not None:
+            self.sparse = self._eight_bits(kind.activations, x, values)
+        else:
+            self.sparse = self._product(case.op, x, y, values, kind)
+
+    def _randn(self, *size: int) -> Tensor:
+        return torch.randn(size, dtype=self._dtype, device=self._device)
+
+    def _product(self, op: str, x: Tensor, y: Tensor, values: Tensor, kind: Kind) -> Callable[[], Tensor]:
+        weight = self._randn(*self.pattern.shape)
+        if op == "sdd_tn":
+            self.dense = lambda: y.t() @ x
+            self.expanded = lambda: _values.gather(y.t() @ x, self._kept)
+            return lambda: sdd(y, x, self._kept)
+        forward, source = op == "dds_nt", x if op == "dds_nt" else y
+
+        def multiply(weight: Tensor) -> Tensor:
+            return F.linear(source, weight) if forward else source @ weight
+
+        stored = _stored(values, self.pattern, kind)
+        blocks = (
+            (lambda: values) if kind.storage == "plain" else partial(storage.expand, *stored, values.dtype)
+        )
+        self.dense = partial(multiply, weight)
+        self.expanded = lambda: multiply(_values.expand(blocks(), self._kept))
+        number = OPS.index(op)
+        return lambda: dds(number, source, stored[0], self._kept, metadata=stored[1], scales=stored[2])
+
+    def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
+        dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
+        blocks, scales = storage.quantize(values, dtype, per="feature", pattern=self.pattern)
+        rest = (None, None, 0, False, scales, None, *functional.quantize(x, dtype), name == "float8")
+        return lambda: dds_quantized(x, blocks, self._kept, *rest)
+
+    def _grouped(self, case: Drawn, x: Tensor, y: Tensor, values: Tensor) -> Callable[[], Tensor]:
+        experts = torch.randint(case.groups, (case.tokens,), generator=torch.Generator().manual_seed(0))
+        ends = torch.bincount(experts, minlength=case.groups).cumsum(0)
+        offsets = F.pad(ends, (1, 0)).to(self._device, torch.int32)
+        if case.op == "sdd_tn":
+            return lambda: grouped_sdd(y, x, self._kept, offsets)
+        op, source = OPS.index(case.op), x if case.op == "dds_nt" else y
+        return lambda: grouped_dds(op, source, values, self._kept, offsets)
+
+
+def _stored(values: Tensor, pattern: BlockPattern, kind: Kind) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, metadata and scales; of 2:4 two neighbours of four are kept, along rows and columns."""
+    if kind.storage == "plain":
+        return values, None, None
+    mask = None
+    if kind.nm:
+        row, column = (torch.arange(size, device=values.device) for size in values.shape[1:])
+        mask = ((row[:, None] + column) % 4 < 2).expand_as(values).contiguous()
+        values = values * mask
+    spec = LayerSpec(
+        shape=pattern.shape,
+        block_shape=pattern.block_shape,
+        nnz=pattern.nnz,
+        dtype=values.dtype,
+        nm=(2, 4) if kind.nm else None,
+    )
+    tensors = storage_of(kind.storage).store(values, mask, spec.with_storage(kind.storage))
+    return tensors["weight"], tensors.get("metadata"), tensors.get("scales")
