@@ -203,7 +203,7 @@ def static_scales(model: nn.Module, batches: Sequence[Any]) -> Iterator[None]:
     No kernel computes this; it shows what scales by token, found in every call, are worth.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, ts.BlockSparseLinear)]
-    largest = dict.fromkeys(layers, 0.0)
+    largest: dict[nn.Module, float] = dict.fromkeys(layers, 0.0)
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         largest[layer] = max(largest[layer], inputs[0].abs().amax().item())
