@@ -164,8 +164,9 @@ def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
         dtype, precision = eight, int(activations == "float8")
     elif case.get("storage", "plain") != "plain":
         options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)
+    bn, bk = case["block_shape"]
     return _C.Product(
-        _C.Pattern(*case["block_shape"], *shape, nnz, 0, 0, 0, groups=groups),
+        _C.Pattern(bn, bk, *shape, nnz, 0, 0, 0, groups=groups),
         op,
         dtype,
         1,
@@ -231,7 +232,7 @@ class Calls:
             return F.linear(source, weight) if forward else source @ weight
 
         stored = _stored(values, self.pattern, kind)
-        blocks = (
+        blocks: Callable[[], Tensor] = (
             (lambda: values) if kind.storage == "plain" else partial(storage.expand, *stored, values.dtype)
         )
         self.dense = partial(multiply, weight)
@@ -242,8 +243,10 @@ class Calls:
     def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
         blocks, scales = storage.quantize(values, dtype, per="feature", pattern=self.pattern)
-        rest = (None, None, 0, False, scales, None, *functional.quantize(x, dtype), name == "float8")
-        return lambda: dds_quantized(x, blocks, self._kept, *rest)
+        quantized, of_tokens = functional.quantize(x, dtype)
+        options = (None, None, 0, False, scales, None, None)
+        fast = name == "float8"
+        return lambda: dds_quantized(x, blocks, self._kept, *options, quantized, of_tokens, fast)
 
     def _grouped(self, case: Drawn, x: Tensor, y: Tensor, values: Tensor) -> Callable[[], Tensor]:
         experts = torch.randint(case.groups, (case.tokens,), generator=torch.Generator().manual_seed(0))
