@@ -43,7 +43,6 @@ function(add_architecture architecture)
                         "compute capability ${architecture}.")
   endif()
   target_sources(tilesparse PRIVATE ${select})
-  string(APPEND registry "TS_ARCHITECTURE(${folder})\n")
   read_rows(${folder} rows)
   set(unit "") # the name of the current translation unit
   foreach(row IN LISTS rows)

@@ -180,6 +180,7 @@ struct Device {
     int32_t multiprocessors;     // cores on the CPU
     int32_t shared_memory;       // bytes a thread block may use
     int32_t max_cluster = 0;     // see ts_device_info
+    int32_t gpu = 0;             // in kGpus, the one whose limits it has
 };
 
 constexpr int kMaxDevices = 64;  // CUDA devices of a process

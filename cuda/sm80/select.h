@@ -1,8 +1,6 @@
 // What the kernels of this folder take, which is what kernels are chosen by: microseconds, host code.
 #pragma once
 
-#include <optional>
-
 #include "common/problem.h"
 
 namespace ts::sm80 {
@@ -10,8 +8,5 @@ namespace ts::sm80 {
 double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_decode(const Kernel& kernel, const Problem& problem, const Device& device);
-
-// Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
-std::optional<double> estimate_dense(const Problem& problem, const Device& device);
 
 }  // namespace ts::sm80

@@ -2,8 +2,6 @@
 // for the one that is chosen. Host code.
 #pragma once
 
-#include <optional>
-
 #include "common/problem.h"
 
 namespace ts::sm90 {
@@ -17,9 +15,6 @@ double estimate_narrow(const Kernel& kernel, const Problem& problem, const Devic
 double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
-
-// Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
-std::optional<double> estimate_dense(const Problem& problem, const Device& device);
 
 // See Kernel::decide.
 Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& device);
