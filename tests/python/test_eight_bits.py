@@ -476,7 +476,7 @@ def test_configs_and_specs(name: str) -> None:
         {"activations": "int4"},
         {"activations": [name]},
         {"scales": "row"},
-        {"nm": [2, 4]},
+        {"nm": [1, 4]},
         {"storage": "plain"},
         {"extra": 1},
     ):
