@@ -110,9 +110,8 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
         alignas(1024) char weight[kWarpgroups][kWeightStages][Weight::kStageBytes];
         // See dds_staging.cuh.
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
-        std::conditional_t<kScaled, StagedScales<kInputStages, kTileTokens, kWarpgroups, kWeightStages>,
-                           NoScales>
-            scales;
+        [[no_unique_address]] std::conditional_t<
+            kScaled, StagedScales<kInputStages, kTileTokens, kWarpgroups, kWeightStages>, NoScales> scales;
         Ring<kInputStages> input_ring;
         Ring<kWeightStages> weight_ring[kWarpgroups];
         Barrier residual[kWarpgroups][kChunks];
