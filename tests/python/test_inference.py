@@ -443,16 +443,20 @@ def test_without_a_batch_nothing_is_measured(own_file: Path) -> None:
     assert {(one.tokens, one.kernel, one.microseconds) for one in report.products} == {(None, None, None)}
 
 
-def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls of a measurement end with the dense product."""
-    x = randn(7, 64, dtype=torch.float32)
+def time_dense_as(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure this of dense products, with which the calls of a measurement end; kernels take 2 s or more."""
 
     def timer(calls: Sequence[Any], *_: Any) -> list[float]:
-        return [*range(2, len(calls) + 1), dense]
+        return [*range(2, len(calls) + 1), seconds]
 
     monkeypatch.setattr("tilesparse.inference.tune", partial(tilesparse.tune, timer=timer))
+
+
+def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = randn(7, 64, dtype=torch.float32)
     for dense, policy, kernel in ((1.0, "auto", {"dense"}), (9.0, "sparse", {"cpu_portable"})):
         model = sparse()
+        time_dense_as(dense, monkeypatch)
         report = prepare_for_inference(model, x)
         assert {layer.policy for layer in layers(model)} == {policy}
         names = {product.kernel for product in report.products}
@@ -469,7 +473,8 @@ def test_a_policy_that_was_chosen_stays() -> None:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_weights_that_no_kernel_reads_are_expanded_once(name: str) -> None:
+def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    time_dense_as(99.0, monkeypatch)
     model = Attention(**STORED[name]).eval()
     state = copy.deepcopy(model.state_dict())
     x = randn(40, 64, dtype=torch.float32)
