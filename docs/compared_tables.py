@@ -205,7 +205,7 @@ def _minilm(two: str) -> Iterator[list[str]]:
 
 
 def advised() -> str:
-    """What `advise` estimated for models, and what models made so took, in ms."""
+    """Times that `advise` estimated for models, and what models made so took, in ms."""
     header = ["H100", "dense", "dense float8, estimated"]
     header += [f"density {short(density)}, estimated / measured" for density in DENSITIES]
     lines = []

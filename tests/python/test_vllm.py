@@ -348,11 +348,23 @@ if __name__ == "__main__":
 """
 
 
+def served_by_two(folder: Path) -> Any:
+    """Return what two processes generate with the model in ``folder / "model"``."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("vLLM binds each process to a core of its own")
+    script, result = folder / "serve.py", folder / "outputs.json"
+    script.write_text(PARALLEL.format(tests=str(Path(__file__).parent)))
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
+    command = [sys.executable, str(script), str(folder / "model"), str(result)]
+    ran = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(result.read_text())
+
+
 @pytest.mark.parametrize("case", ["merged", "fused on disk"])
 def test_tensor_parallelism(case: str, tmp_path: Path) -> None:
     """With patterns that differ in the processes' parts, and cuts within blocks of 128."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("vLLM binds each process to a core of its own")
     model = make_model(**{**CASES[case][0], "block_shape": (128, 64)})
     for layer in (each for each in model.modules() if isinstance(each, BlockSparseLinear)):
         blocks = torch.ones(layer.pattern.grid, dtype=torch.bool)
@@ -362,14 +374,7 @@ def test_tensor_parallelism(case: str, tmp_path: Path) -> None:
         shape = layer.pattern.shape
         layer.pattern = BlockPattern.from_blocks(places, shape=shape, block_shape=layer.block_shape)
     model.save_pretrained(tmp_path / "model")
-    script, result = tmp_path / "serve.py", tmp_path / "outputs.json"
-    script.write_text(PARALLEL.format(tests=str(Path(__file__).parent)))
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
-    command = [sys.executable, str(script), str(tmp_path / "model"), str(result)]
-    ran = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert_same(json.loads(result.read_text()), greedy(model), 1e-4)
+    assert_same(served_by_two(tmp_path), greedy(model), 1e-4)
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +14,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from test_vllm import assert_same, change_tensors, generated, greedy, make_model, served
+from test_vllm import assert_same, change_tensors, generated, greedy, make_model, served, served_by_two
 from test_vllm_method import STORED
 from torch import nn
 
@@ -87,31 +83,11 @@ def test_experts_may_stay_dense(tmp_path: Path) -> None:
     assert_same(served(tmp_path, look), greedy(model), 1e-5)
 
 
-PARALLEL = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import test_vllm
-if __name__ == "__main__":
-    llm = test_vllm.serve(Path(sys.argv[1]), tensor_parallel_size=2, distributed_executor_backend="mp")
-    Path(sys.argv[2]).write_text(json.dumps(test_vllm.generated(llm)))
-"""
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_tensor_parallelism_of_experts(kind: str, tmp_path: Path) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("vLLM binds each process to a core of its own")
     model = mixture(kind, block_shape=(64, 128))
     model.save_pretrained(tmp_path / "model")
-    script, result = tmp_path / "serve.py", tmp_path / "outputs.json"
-    script.write_text(PARALLEL.format(tests=str(Path(__file__).parent)))
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
-    command = [sys.executable, str(script), str(tmp_path / "model"), str(result)]
-    ran = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert_same(json.loads(result.read_text()), greedy(model), 1e-4)
+    assert_same(served_by_two(tmp_path), greedy(model), 1e-4)
 
 
 HIDDEN, FEATURES, NUMBER = 128, 256, 3

@@ -1,4 +1,4 @@
-"""What the operands of products in 8 bits must be; fake tensors are checked as well."""
+"""Operands of products in 8 bits, and what they must be; fake tensors are checked as well."""
 
 import torch
 from torch import Tensor

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _ExpertsStyle(ParallelStyle):
-    """What both styles do with `BlockSparseExperts`: give each process its shard of both projections."""
+    """Both styles of `BlockSparseExperts`: give each process its shard of both projections."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, BlockSparseExperts):

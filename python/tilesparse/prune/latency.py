@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from .._checks import DTYPES, as_integer, checked_count, checked_device, is_sequ
 from .._progress import Progress
 from .._runtime.timing import medians, name_of, own_numbers
 from ..config import BlockSparseConfig
-from ..errors import CheckpointNotFoundError, InvalidArgumentError, TileSparseError
+from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from ._checks import checked_config, renamed
@@ -30,7 +29,14 @@ from ._layers import (
     described,
     shape_of,
 )
-from .measured import config_of_json, random_layer, time_of_json, versions_of
+from .measured import (
+    config_of_json,
+    random_layer,
+    read_document,
+    time_of_json,
+    versions_of,
+    write_document,
+)
 
 VERSION = 1  # of the file
 
@@ -148,10 +154,7 @@ class LatencyTable:
         ]
         about = {"device": self.device, "tokens": self.tokens, "dtype": self.dtype}
         document = {"version": VERSION, **about, "versions": dict(self.versions), "times": times}
-        try:
-            Path(path).write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
+        write_document(path, document)
 
     @classmethod
     @checked
@@ -162,24 +165,16 @@ class LatencyTable:
             CheckpointNotFoundError: the file cannot be read.
             InvalidArgumentError: it is no such table, or a newer one.
         """
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise CheckpointNotFoundError(f"path must be a file that can be read: {error}") from error
-        try:
-            document = json.loads(text)
-            if document["version"] != VERSION:
-                raise ValueError(f"version must be {VERSION}, got {document['version']!r}")
-            times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
-            for entry in document["times"]:
-                rows, columns = map(as_integer, entry["shape"])
-                times.setdefault((rows, columns), {})[config_of_json(entry["choice"])] = time_of_json(
-                    entry["ms"]
-                )
-            about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
-            return cls(*about, dict(document["versions"]), times)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidArgumentError(f"path: {path} is no table of latencies: {error!r}") from error
+        return read_document(path, VERSION, "table of latencies", cls._of_document)
+
+    @classmethod
+    def _of_document(cls, document: Any) -> LatencyTable:
+        times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
+        for entry in document["times"]:
+            rows, columns = map(as_integer, entry["shape"])
+            times.setdefault((rows, columns), {})[config_of_json(entry["choice"])] = time_of_json(entry["ms"])
+        about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
+        return cls(*about, dict(document["versions"]), times)
 
 
 @renamed(configs="choices")

@@ -1,18 +1,23 @@
-"""What measurements of layers share: layers with random blocks, versions, and their entries in JSON."""
+"""Layers with random blocks, versions, and JSON files, which all measurements of layers share."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from .. import _C
 from .._checks import as_integer, as_number
 from ..config import BlockSparseConfig
+from ..errors import CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ._checks import checked_config
+
+Result = TypeVar("Result")
 
 
 def random_layer(
@@ -60,3 +65,31 @@ def time_of_json(number: object) -> float:
     if not 0 <= milliseconds < math.inf:
         raise ValueError(f"ms must be milliseconds, got {number!r}")
     return milliseconds
+
+
+def write_document(path: str | Path, document: Mapping[str, Any]) -> None:
+    """Write measurements as JSON; raises InvalidArgumentError if the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
+
+
+def read_document(path: str | Path, version: int, name: str, parse: Callable[[Any], Result]) -> Result:
+    """Return what ``parse`` makes of a file that `write_document` wrote, whose version has to be this.
+
+    Raises:
+        CheckpointNotFoundError: the file cannot be read.
+        InvalidArgumentError: it is not what ``name`` says, or a newer one.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise CheckpointNotFoundError(f"path must be a file that can be read: {error}") from error
+    try:
+        document = json.loads(text)
+        if document["version"] != version:
+            raise ValueError(f"version must be {version}, got {document['version']!r}")
+        return parse(document)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidArgumentError(f"path: {path} is no {name}: {error!r}") from error

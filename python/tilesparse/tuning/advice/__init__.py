@@ -1,4 +1,4 @@
-"""Whether block sparsity pays for a model here: measured times of its layers, dense, in 8 bits and sparse."""
+"""Advice on whether block sparsity pays for a model: times of its layers, dense, in 8 bits and sparse."""
 
 from .advising import DENSITIES as DENSITIES
 from .advising import advise

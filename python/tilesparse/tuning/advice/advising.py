@@ -45,7 +45,7 @@ def advise(
 
     Each product that a call of the model computes is measured once and counted as often as it is called:
     dense, dense in 8 bits, and sparse at each density, in the dtype of the model, in 8 bits with activations
-    in 8 bits, and for few tokens with weights in int4. Dense 8 bits are what PyTorch has: on CUDA devices
+    in 8 bits, and for decode with weights in int4. Dense 8 bits are what PyTorch has: on CUDA devices
     `torch._scaled_mm` of float8 with scales of rows, on the CPU its dynamically quantized int8 layer; the
     time to quantize x counts. Sparse layers have random blocks and values, as their time depends on neither.
     A call of the whole model is measured as well, and one in which these layers return zeros: what that

@@ -1,4 +1,4 @@
-"""What a call of a model multiplies: its linear layers and experts, with as many tokens as they get."""
+"""The products of a call of a model: its linear layers and experts, with as many tokens as they get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CALLS = 7  # of the whole model
 
 @dataclass
 class Product:
-    """What layers of one shape compute with one number of tokens.
+    """The product that layers of one shape compute with one number of tokens.
 
     Attributes:
         shape: (out_features, in_features), of experts (experts, out_features, in_features) of the first

@@ -1,8 +1,7 @@
-"""What `advise` measured, what it estimates for whole models, and what it recommends."""
+"""The report of `advise`: what was measured, estimates for whole models, and the recommendation."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 from ..._arguments import checked
 from ..._checks import as_integer
 from ..._reports import aligned, listed, without_numbers
-from ...errors import CheckpointNotFoundError, InvalidArgumentError
-from ...prune.measured import config_of_json, time_of_json
+from ...prune.measured import config_of_json, read_document, time_of_json, write_document
 from .contenders import DENSE, Contender, in_own_dtype
 
 VERSION = 1  # of the file
@@ -76,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class AdviceReport:
-    """What `advise` measured; ``str()`` makes tables of it, with the recommendation.
+    """The measurements of `advise`; ``str()`` makes tables of it, with the recommendation.
 
     Attributes:
         device: its name, also of a CPU.
@@ -158,10 +156,7 @@ class AdviceReport:
         ]
         names = "device", "dtype", "versions", "call", "busy", "rest", "refused"
         document = {"version": VERSION, **{name: getattr(self, name) for name in names}, "products": products}
-        try:
-            Path(path).write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
+        write_document(path, document)
 
     @classmethod
     @checked
@@ -172,27 +167,21 @@ class AdviceReport:
             CheckpointNotFoundError: the file cannot be read.
             InvalidArgumentError: it is no such report, or a newer one.
         """
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise CheckpointNotFoundError(f"path must be a file that can be read: {error}") from error
-        try:
-            document = json.loads(text)
-            if document["version"] != VERSION:
-                raise ValueError(f"version must be {VERSION}, got {document['version']!r}")
-            busy = document["busy"]
-            return cls(
-                str(document["device"]),
-                str(document["dtype"]),
-                dict(document["versions"]),
-                time_of_json(document["call"]),
-                None if busy is None else time_of_json(busy),
-                time_of_json(document["rest"]),
-                tuple(map(_product_of_json, document["products"])),
-                dict(document["refused"]),
-            )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidArgumentError(f"path: {path} is no report of advise: {error!r}") from error
+        return read_document(path, VERSION, "report of advise", cls._of_document)
+
+    @classmethod
+    def _of_document(cls, document: Any) -> AdviceReport:
+        busy = document["busy"]
+        return cls(
+            str(document["device"]),
+            str(document["dtype"]),
+            dict(document["versions"]),
+            time_of_json(document["call"]),
+            None if busy is None else time_of_json(busy),
+            time_of_json(document["rest"]),
+            tuple(map(_product_of_json, document["products"])),
+            dict(document["refused"]),
+        )
 
     def __str__(self) -> str:
         return "\n".join(
