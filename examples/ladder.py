@@ -8,8 +8,8 @@ To try it: ``--device cpu --seconds 5 --layers 1 --context 64 --batch 4 --width 
 with every command. Models learn the Python sources of this installation, and are judged by files that none of
 them has seen. ``prune`` removes blocks of a trained model by what their removal costs ("obs"), and trains on,
 also towards the dense model. ``measure`` gives for every model the loss in nats per byte and the time of a
-forward pass of a batch and of one more byte, in bfloat16 and with linear layers in float8; on GPUs compiled and
-in CUDA graphs.
+forward pass of a batch and of one more byte, in bfloat16 and with linear layers in float8; on GPUs compiled
+and in CUDA graphs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, scales = rounded(x.flatten(0, -2))
-        y = torch._scaled_mm(
+        y: Tensor = torch._scaled_mm(
             rows,
             self.weight.t(),
             scales,
@@ -51,7 +51,7 @@ class Float8Linear(nn.Module):
             out_dtype=x.dtype,
             use_fast_accum=True,
         )
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], -1)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,8 @@ class Step(nn.Module):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if x.is_cuda else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(q, self.keys, self.values)
         x = x + attention.output(y.transpose(1, 2).flatten(2))
-        return x + self.block.mlp(self.block.norm2(x))
+        x = x + self.block.mlp(self.block.norm2(x))
+        return x
 
 
 def milliseconds(call: Callable[[], Tensor], device: str) -> float:
