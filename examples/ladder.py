@@ -150,7 +150,7 @@ def taught(
         for group in optimizer.param_groups:
             group["lr"] = rate * min(progress / WARM_UP, (1 + math.cos(math.pi * progress)) / 2)
         loss = loss_on(model, text.batch(), teacher)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

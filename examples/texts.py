@@ -10,8 +10,8 @@
 
 Writes ``OUTPUT/training/KIND.txt`` and ``OUTPUT/held_out/KIND.txt``, in which form feeds separate documents.
 The kinds that are held out are fixed here, before any training: news, novels, and a reference manual.
-Licences are those of the packages, in root/usr/share/doc; the news are 70 articles of Reuters-21578, the novels
-Jane Austen's, and the reference is Python's.
+Licences are those of the packages, in root/usr/share/doc; the news are 70 articles of Reuters-21578, the
+novels Jane Austen's, and the reference is Python's.
 """
 
 from __future__ import annotations
