@@ -323,7 +323,7 @@ class DdsEpilogue {
     Result next_bias_[2];
     float2 scales_, next_scales_;  // of 8 bits, likewise
     float token_scales_[kTokens / 32];
-    int next_warp_row_;  // that has the features of the warp
+    int next_warp_row_ = -1;  // that has the features of the warp; a CTA may have no tile
 };
 
 // Host side: the output, or the residual or gate, which is laid out like it.
