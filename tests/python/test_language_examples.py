@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,17 @@ def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch:
     assert set(map(chr, trained.unique().tolist())) <= set("\0abcd")
     assert set(map(chr, found.held_out["other"].unique().tolist())) <= set("\0xyz")
     assert len(found.calibration()) == 2
+
+
+def test_a_front_has_what_nothing_beats_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    front = runpy.run_path(str(docs / "language_tables.py"))["front"]
+    assert front([(1.0, 3.0), (2.0, 3.0), (2.0, 2.0), (3.0, 2.5), (4.0, 1.0)]) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert front([(1.0, 1.0), (1.0, 1.0)]) == [True, True]

@@ -1,0 +1,119 @@
+"""The tables of language models, and of whole models in four columns; ``docs/tables.py`` writes them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from table_parts import RESULTS, short, table
+
+Point = tuple[float, float]  # time and loss, both better if smaller
+TIMES = {"batch_ms": "32 × 1024 bytes", "one_byte_ms": "one byte"}
+LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
+MODELS = {
+    "vit": "ViT-H/14, 64 pictures",
+    "llama-prefill": "a Llama 3 8B block, 8192 tokens",
+    "llama-decode1": "a Llama 3 8B block, one token after 8192",
+    "roberta": "RoBERTa base, 16 × 512 tokens",
+}
+
+
+def found(pattern: str) -> list[dict[str, Any]]:
+    """Return documents of results."""
+    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
+
+
+def front(points: Sequence[Point]) -> list[bool]:
+    """Return which points no other one beats in both numbers."""
+    return [
+        not any(other[0] <= point[0] and other[1] <= point[1] and other != point for other in points)
+        for point in points
+    ]
+
+
+def named(case: dict[str, Any]) -> str:
+    density = f", density {short(case['density'])}" if case["density"] < 1 else ", dense"
+    return f"{case['width']}{density}"
+
+
+def ladder(file: str) -> str:
+    """Times and losses of all models; those on the front of a column are in bold."""
+    (document,) = found(file)
+    cases = sorted(document["cases"], key=lambda case: (case["width"], -case["density"]))
+    rows = [(case, result) for case in cases for result in case["results"]]
+    fronts = {time: front([(result[time], result["loss"]) for _, result in rows]) for time in TIMES}
+    lines = []
+    for number, (case, result) in enumerate(rows):
+        times = [
+            f"**{result[time]:.3g}**" if fronts[time][number] else f"{result[time]:.3g}" for time in TIMES
+        ]
+        parameters = f"{case['parameters'] / 1e6:.0f} M"
+        lines.append([named(case), result["form"], parameters, f"{result['loss']:.3f}", *times])
+    header = ["width", "in", "parameters", "loss", *(f"{of}, ms" for of in TIMES.values())]
+    return table(header, lines)
+
+
+def kinds(pattern: str) -> str:
+    """Perplexity over that of the dense model on all kinds, those that were never seen last."""
+    documents = found(pattern)
+    of_dense = documents[0]["cases"][0]["results"][0]["perplexity"]
+    seen = [kind for kind in of_dense if kind.startswith("of ")]
+    unseen = [kind for kind in of_dense if kind not in seen]
+    lines = [["dense, perplexity", "", f"{statistics.geometric_mean(of_dense[k] for k in seen):.1f}"]]
+    lines[0] += [f"{of_dense[kind]:.1f}" for kind in unseen]
+    for document in documents:
+        (case,) = document["cases"]
+        for result in case["results"][1:]:
+            ratios = {kind: result["perplexity"][kind] / of_dense[kind] for kind in of_dense}
+            name = f"{LAYERS[case['layers']]}, {short(case['density'])}, {result['stage']}"
+            ours = f"{statistics.geometric_mean(ratios[kind] for kind in seen):.2f}×"
+            line = [name, f"{result['seconds']:.0f}", ours]
+            lines.append(line + [f"{ratios[kind]:.2f}×" for kind in unseen])
+    return table(["", "seconds", "seven kinds of training", *unseen], lines)
+
+
+def columns(pattern: str) -> str:
+    """Milliseconds of dense models in bfloat16 and float8, and what sparse ones gain over them."""
+    lines = []
+    for document in found(pattern):
+        gpu = document["environment"]["gpu"].split()[1]
+        for case in document["cases"]:
+            densities = list(dict.fromkeys(result["density"] for result in case["results"]))
+            for density in densities:
+                lines.append([gpu, MODELS[case["model"]], short(density), *_four(case, density)])
+    header = [
+        "GPU",
+        "",
+        "density",
+        "dense bf16, ms",
+        "dense float8, ms",
+        "sparse bf16, ms",
+        "sparse float8, ms",
+    ]
+    return table([*header, "best sparse over best dense"], lines)
+
+
+def _four(case: dict[str, Any], density: float) -> list[str]:
+    times: dict[str, float] = {}
+    beside: dict[str, list[float]] = {}
+    for result in case["results"]:
+        if result["density"] == density and "t_us" in result:
+            times[result["form"]] = result["t_us"]
+            for name, both in result["beside_us"].items():
+                beside.setdefault(name, []).extend(both)
+    dense = {name: statistics.mean(all_of) for name, all_of in beside.items()}
+    if len(times) < 2:
+        return ["-"] * 5
+    float8 = min(dense["float8"], dense["float8_compiled"])
+    four = [dense["dense"], float8, times["bfloat16"], times["float8"]]
+    return [*(f"{us / 1e3:.3g}" for us in four), f"{min(four[:2]) / min(four[2:]):.2f}×"]
+
+
+LANGUAGE_TABLES: dict[str, Callable[[], str]] = {
+    "ladder": partial(ladder, "*_ladder.json"),
+    "kinds": partial(kinds, "*_kinds_*.json"),
+    "columns": partial(columns, "*_columns.json"),
+}
