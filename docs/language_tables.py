@@ -10,8 +10,7 @@ from typing import Any
 
 from table_parts import RESULTS, short, table
 
-Point = tuple[float, float]  # time and loss, both better if smaller
-TIMES = {"batch_ms": "32 × 1024 bytes", "one_byte_ms": "one byte"}
+Point = tuple[float, float]  # size and loss, both better if smaller
 LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
 MODELS = {
     "vit": "ViT-H/14, 64 pictures",
@@ -39,21 +38,18 @@ def named(case: dict[str, Any]) -> str:
     return f"{case['width']}{density}"
 
 
-def ladder(file: str) -> str:
-    """Times and losses of all models; those on the front of a column are in bold."""
-    (document,) = found(file)
+def ladder(pattern: str) -> str:
+    """Losses of all models; those on the front of size and loss are in bold."""
+    (document,) = found(pattern)
     cases = sorted(document["cases"], key=lambda case: (case["width"], -case["density"]))
-    rows = [(case, result) for case in cases for result in case["results"]]
-    fronts = {time: front([(result[time], result["loss"]) for _, result in rows]) for time in TIMES}
+    best = front([(case["parameters"], case["loss"]) for case in cases])
     lines = []
-    for number, (case, result) in enumerate(rows):
-        times = [
-            f"**{result[time]:.3g}**" if fronts[time][number] else f"{result[time]:.3g}" for time in TIMES
-        ]
+    for case, is_best in zip(cases, best, strict=True):
+        loss = f"**{case['loss']:.3f}**" if is_best else f"{case['loss']:.3f}"
+        pruned = f"{case['loss_pruned']:.3f}" if "loss_pruned" in case else ""
         parameters = f"{case['parameters'] / 1e6:.0f} M"
-        lines.append([named(case), result["form"], parameters, f"{result['loss']:.3f}", *times])
-    header = ["width", "in", "parameters", "loss", *(f"{of}, ms" for of in TIMES.values())]
-    return table(header, lines)
+        lines.append([named(case), parameters, f"{case['seconds']:.0f}", str(case["steps"]), pruned, loss])
+    return table(["width", "parameters", "seconds of training", "steps", "loss when pruned", "loss"], lines)
 
 
 def kinds(pattern: str) -> str:

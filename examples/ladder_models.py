@@ -17,6 +17,7 @@ from tilesparse import BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse.demo import GPT
 
 LARGEST = 448.0  # of float8_e4m3fn
+ROWS = 16  # that a dense product in float8 has a multiple of
 FLUSHED = 256 << 20  # bytes, more than the cache of any GPU
 WARM_UP_SECONDS = 0.5
 REPETITIONS = 31
@@ -41,7 +42,10 @@ class Float8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, scales = rounded(x.flatten(0, -2))
+        tokens = x.flatten(0, -2)
+        count = tokens.shape[0]
+        # cuBLAS has no product of one row for some widths.
+        rows, scales = rounded(F.pad(tokens, (0, 0, 0, -count % ROWS)))
         y: Tensor = torch._scaled_mm(
             rows,
             self.weight.t(),
@@ -51,7 +55,7 @@ class Float8Linear(nn.Module):
             out_dtype=x.dtype,
             use_fast_accum=True,
         )
-        return y.view(*x.shape[:-1], -1)
+        return y[:count].view(*x.shape[:-1], -1)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,64 @@
+"""The tables of one GPU beside another; ``docs/tables.py`` writes them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from table_parts import cases, short, table
+
+SETS = {
+    "bf16": "random patterns in square blocks",
+    "unequal": "rows or columns of unequal length",
+    "rectangular": "rectangular blocks",
+    "patterns": "bands, diagonals, columns",
+}
+OPS = {"dds_nt": "forward", "dds_nn": "gradient of x", "sdd_tn": "gradient of W"}
+WORST = 8
+
+
+def _known(case: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("op", "shape", "requested_density", "pattern", "x_layout")
+    return (*(case[name] for name in names), *case["block_shape"])
+
+
+def _pairs(name: str) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
+    """η on an H100 over that on an H200, and both cases, in order."""
+    others = {_known(case): case for case in cases(f"h200_pair_{name}.json")}
+    pairs = [(case, others[_known(case)]) for case in cases(f"h100_pair_{name}.json")]
+    found = [(_eta(one) / _eta(other), one, other) for one, other in pairs]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _eta(case: dict[str, Any]) -> float:
+    return float(case["results"][0]["efficiency"])
+
+
+def both_gpus() -> str:
+    """How much of the efficiency on one GPU the other one keeps."""
+    lines = []
+    for name, text in SETS.items():
+        ratios = [ratio for ratio, *_ in _pairs(name)]
+        below = sum(ratio < 0.9 for ratio in ratios)
+        middle = statistics.median(ratios)
+        lines.append([text, str(len(ratios)), f"{middle:.2f}", f"{ratios[0]:.2f}", str(below)])
+    return table(["", "cases", "median", "worst", "below .90"], lines)
+
+
+def worst_on_one_gpu() -> str:
+    """The cases whose efficiency differs most."""
+    pairs = sorted((pair for name in SETS for pair in _pairs(name)), key=lambda pair: pair[0])
+    lines = []
+    for ratio, one, other in pairs[:WORST]:
+        block, density = "×".join(map(str, one["block_shape"])), short(one["requested_density"])
+        what = f"{OPS[one['op']]}, {one['shape']}, {block}, {density}, {one['pattern']}"
+        times = [f"{case['results'][0]['t_us']:.0f}" for case in (one, other)]
+        lines.append([what, *times, f"{_eta(one):.2f}", f"{_eta(other):.2f}", f"{ratio:.2f}"])
+    return table(["", "H100, µs", "H200, µs", "η, H100", "η, H200", "ratio"], lines)
+
+
+GPU_TABLES: dict[str, Callable[[], str]] = {
+    "both_gpus": both_gpus,
+    "worst_on_one_gpu": worst_on_one_gpu,
+}
