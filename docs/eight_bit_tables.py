@@ -122,21 +122,22 @@ def four_bits() -> str:
 
 def quantized_minilm() -> str:
     """Cosines to the embeddings of MiniLM's dense model, quantized with and without data."""
-    return _quality("cpu_quantization_minilm.json", lambda one, _: f"{one:.4f}".removeprefix("0"))
+    measured = cases("cpu_quantization_minilm.json") + cases("cpu_quantization_minilm_pruned.json")
+    return _quality(measured, lambda one, _: f"{one:.4f}".removeprefix("0"))
 
 
 def quantized_smollm2() -> str:
     """Perplexities of SmolLM2 by text, and what they are over those of dense blocks."""
     return _quality(
-        "h100_quantization_smollm2.json",
+        cases("h100_quantization_smollm2.json"),
         lambda one, plain: f"{one:.2f}" if one == plain else f"{one:.2f} ({100 * (one / plain - 1):+.1f} %)",
     )
 
 
-def _quality(file: str, shown: Callable[[float, float], str]) -> str:
+def _quality(measured: list[dict[str, Any]], shown: Callable[[float, float], str]) -> str:
     """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
     lines = []
-    for case in cases(file):
+    for case in measured:
         plain = case["results"][0]
         for one in case["results"]:
             by = "`quantize_`" if one.get("calibrated") else "`to_storage`"
