@@ -29,7 +29,7 @@ from tilesparse._runtime.kernels import use_kernel
 # Made anew, after a change that is meant to be one, by: python tests/python/test_selection.py
 TABLE = Path(__file__).with_name("selection.json")
 
-DEVICES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0")
+DEVICES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
 SHAPES = ((4096, 14336), (768, 768))
 TOKENS = (1, 64, 512, 8192)
 STORED: tuple[tuple[str, tuple[int, int] | None], ...] = (
