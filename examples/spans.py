@@ -33,6 +33,12 @@ class Judged(NamedTuple):
     texts: dict[str, list[str]]
     questions: list[Question]
 
+    def first(self, most: int) -> Judged:
+        return Judged({name: texts[:most] for name, texts in self.texts.items()}, self.questions[:most])
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(texts) for name, texts in self.texts.items()} | {"questions": len(self.questions)}
+
 
 def documents_of(folder: Path, characters: int, seed: int) -> dict[str, list[str]]:
     """Return the documents of the kinds in a folder's ``training``, and docstrings of this installation."""
