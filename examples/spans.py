@@ -167,7 +167,7 @@ class Tokens(NamedTuple):
         sentences = [sentence for text in documents for some in passages(text) for sentence in some]
         found = tokenizer(sentences, add_special_tokens=False)["input_ids"]
         counts = torch.tensor([len(ids) for ids in found])
-        tokens = torch.tensor([token for ids in found for token in ids])
+        tokens = torch.tensor([token for ids in found for token in ids], dtype=torch.int64)
         starts = counts.cumsum(0) - counts
         return cls(tokens, (~goes_on[tokens]).nonzero()[:, 0], starts.unique())
 
