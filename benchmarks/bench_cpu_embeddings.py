@@ -70,7 +70,9 @@ def converted(folder: Path, quantized: bool) -> Path:
     openvino = importlib.import_module("openvino")
     if not quantized:
         openvino.save_model(
-            openvino.convert_model(loaded(""), example_input=random_inputs(2, 64)), file, compress_to_fp16=False
+            openvino.convert_model(loaded(""), example_input=random_inputs(2, 64)),
+            file,
+            compress_to_fp16=False,
         )
         return file
     nncf = importlib.import_module("nncf")
@@ -105,7 +107,9 @@ def onnx_hidden(folder: Path, variant: str, threads: int) -> Hidden:
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     file = exported(folder, variant == "int8")
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return lambda *inputs: session.run(None, {name: x.numpy() for name, x in zip(NAMES, inputs, strict=True)})[0]
+    return lambda *inputs: session.run(
+        None, {name: x.numpy() for name, x in zip(NAMES, inputs, strict=True)}
+    )[0]
 
 
 def openvino_hidden(folder: Path, variant: str, threads: int, shape: tuple[int, int] | None) -> Hidden:
@@ -172,7 +176,9 @@ class Process:
         command = [sys.executable, __file__, "--contender", name, "--folder", str(arguments.folder)]
         command += ["--density", str(density), "--block", str(block)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
 
     def answer(self, turn: dict[str, Any] | None = None) -> Any:
         """Return the answer to a turn, or None of a process that has ended."""
@@ -200,7 +206,9 @@ def started(arguments: argparse.Namespace) -> list[Process]:
     for name, density, block in names:
         process = Process(arguments, name, density, block)
         if process.answer() != "ready":
-            raise SystemExit(f"{name} could not be started: see --contender '{name}' --folder {arguments.folder}")
+            raise SystemExit(
+                f"{name} could not be started: see --contender '{name}' --folder {arguments.folder}"
+            )
         processes.append(process)
         print(f"{name} {density:g} {block} is ready", flush=True)
     return processes

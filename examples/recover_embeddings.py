@@ -71,7 +71,9 @@ class Encoded:
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
         self._places = torch.tensor(order, device=device).argsort()
         self._batches = [
-            tokenizer.pad({"input_ids": [tokens[i] for i in order[start : start + AT_A_TIME]]}, return_tensors="pt")
+            tokenizer.pad(
+                {"input_ids": [tokens[i] for i in order[start : start + AT_A_TIME]]}, return_tensors="pt"
+            )
             for start in range(0, len(order), AT_A_TIME)
         ]
         for batch in self._batches:
@@ -100,7 +102,8 @@ class Judge:
             sentences, rests = (Encoded(tokenizer, list(texts), device) for texts in pairs)
             self._questions[kind] = sentences, rests
         self._dense = {
-            kind: {name: one.embed(dense) for name, one in texts.items()} for kind, texts in self._texts.items()
+            kind: {name: one.embed(dense) for name, one in texts.items()}
+            for kind, texts in self._texts.items()
         }
 
     def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
@@ -150,7 +153,9 @@ def recovered(
     """Return the sparse model, and its quality at several times."""
     model, start = copy.deepcopy(dense), time.perf_counter()
     model.embeddings.requires_grad_(False)
-    texts = [spans.batch(AT_A_TIME * 24, CALIBRATION[i % len(CALIBRATION)]) for i in range(arguments.calibration)]
+    texts = [
+        spans.batch(AT_A_TIME * 24, CALIBRATION[i % len(CALIBRATION)]) for i in range(arguments.calibration)
+    ]
     options = {"block_shape": arguments.block, "layers": LAYERS, "policy": "auto"}
     prune_model(model, texts, density=case.start, **options)
     result: dict[str, Any] = {**case._asdict(), "pruning_seconds": round(time.perf_counter() - start, 1)}
@@ -168,7 +173,9 @@ def recovered(
                 began = time.perf_counter()
                 moments.pop(0)
                 seconds = round(course.seconds(), 1)
-                curve.append({"seconds": seconds, "steps": step, "quality": judges.often(model), "loss": last})
+                curve.append(
+                    {"seconds": seconds, "steps": step, "quality": judges.often(model), "loss": last}
+                )
                 print(seconds, step, last, cosines(curve[-1]["quality"]), flush=True)
                 course.leave_out(time.perf_counter() - began)
 
@@ -224,7 +231,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Spans, Judges, d
     tokenizer = AutoTokenizer.from_pretrained(folder)
     kinds = documents_of(arguments.texts, arguments.characters, arguments.seed)
     held_out = {
-        file.stem: file.read_text().split("\f") for file in sorted((arguments.texts / "held_out").glob("*.txt"))
+        file.stem: file.read_text().split("\f")
+        for file in sorted((arguments.texts / "held_out").glob("*.txt"))
     }
     unseen = {f"validation: {VALIDATION}": kinds.pop(VALIDATION)} | held_out
     training = {}
@@ -271,7 +279,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="as JSON")
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--save", type=Path, help="a folder for the encoders of recovered models")
-    parser.add_argument("--cases", type=case, nargs="+", default=[case("0.5:200")], help="DENSITY[>DENSITY]:SECONDS")
+    parser.add_argument(
+        "--cases", type=case, nargs="+", default=[case("0.5:200")], help="DENSITY[>DENSITY]:SECONDS"
+    )
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--characters", type=int, default=8 << 20, help="of a kind (%(default)s)")
     parser.add_argument("--calibration", type=int, default=64, help="batches for pruning (%(default)s)")

@@ -101,7 +101,9 @@ def judged(documents: list[str], count: int, seed: int) -> Judged:
     found = [sentences for document in documents for sentences in passages(document)]
     chosen.shuffle(found)
     whole = list(dict.fromkeys(" ".join(sentences) for sentences in found if len(sentences) > 1))
-    sentences = list(dict.fromkeys(sentence for some in found for sentence in some if sentence.count(" ") > 3))
+    sentences = list(
+        dict.fromkeys(sentence for some in found for sentence in some if sentence.count(" ") > 3)
+    )
     chosen.shuffle(sentences)
     words = list(dict.fromkeys(span(sentence, chosen) for sentence in sentences[: 2 * count]))
     questions = dict[str, Question]()  # key: the sentence, which has one answer
@@ -180,15 +182,16 @@ class Tokens(NamedTuple):
         Half of the spans begin with a sentence, and half of those that can do so end with one.
         """
         device, half = self.tokens.device, rows // 2
-        starts = torch.cat([self._some(self.sentences, half, chosen), self._some(self.words, rows - half, chosen)])
-        starts = starts.clamp(max=max(0, len(self.tokens) - length))
+        whole, any_word = (self.sentences, half), (self.words, rows - half)
+        starts = torch.cat([self._some(places, count, chosen) for places, count in (whole, any_word)])
+        starts = self._before(self.words, starts.clamp(max=max(0, len(self.tokens) - length)))
         places = starts[:, None] + torch.arange(length, device=device)
         ends = self._before(self.sentences, starts + length)
         short = ends - starts < max(1, length // 3)
-        whole = torch.rand(rows, generator=chosen, device=device) < 0.5
+        full = torch.rand(rows, generator=chosen, device=device) < 0.5
         cut = self._before(self.words, starts + length)
         cut = torch.where(cut > starts, cut, starts + length)
-        ends = torch.where(short | whole, cut, ends)
+        ends = torch.where(short | full, cut, ends)
         return self.tokens[places.clamp(max=len(self.tokens) - 1)], ends - starts
 
     def _some(self, places: Tensor, count: int, chosen: torch.Generator) -> Tensor:

@@ -36,7 +36,8 @@ class Tokenizer:
     def __call__(self, texts: list[str], add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
         vocabulary = self.get_vocab()
         names = [
-            [f"##{one.lower()}" if one.isupper() else one for one in text if not one.isspace()] for text in texts
+            [f"##{one.lower()}" if one.isupper() else one for one in text if not one.isspace()]
+            for text in texts
         ]
         ids = [[vocabulary[name] for name in some] for some in names]
         return {"input_ids": [[0, *some, 1] for some in ids] if add_special_tokens else ids}
@@ -74,12 +75,16 @@ def test_passages_are_sentences_of_paragraphs() -> None:
 
 
 def test_what_is_judged_is_not_trained_on_and_has_one_answer() -> None:
-    texts = [f"Number {i} is here to say something. And {i} is what it has. Then {i} is gone." for i in range(400)]
+    texts = [
+        f"Number {i} is here to say something. And {i} is what it has. Then {i} is gone." for i in range(400)
+    ]
     training, held_out = spans.parted(texts)
     assert sorted(training + held_out) == sorted(texts) and 0 < len(held_out) < 30
     found = spans.judged(texts, 50, seed=0)
     counts = found.counts()
-    assert counts["passages"] == counts["sentences"] == counts["questions"] == 50 and 20 < counts["words"] <= 50
+    assert (
+        counts["passages"] == counts["sentences"] == counts["questions"] == 50 and 20 < counts["words"] <= 50
+    )
     assert all(1 <= len(words.split()) <= 8 for words in found.texts["words"])
     assert len({question.rest for question in found.questions}) == 50
     for question in found.questions:
@@ -133,11 +138,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_embeddings_are_recovered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = f"recover --texts {folder}/texts --output {folder}/out.json --model {folder} --save {folder} {SIZES}"
+    command = (
+        f"recover --texts {folder}/texts --output {folder}/out.json --model {folder} --save {folder} {SIZES}"
+    )
     monkeypatch.setattr(sys, "argv", [*command.split(), "--cases", "0.75>0.5:2", "0.5:0.5"])
     recover_embeddings.main()
     document = json.loads((folder / "out.json").read_text())
-    assert document["tokens"].keys() == {"one", "two", "docstrings"}  # neither validation nor what is held out
+    assert document["tokens"].keys() == {
+        "one",
+        "two",
+        "docstrings",
+    }  # neither validation nor what is held out
     assert document["dense"].keys() >= {"validation: guides", "news", "of one"}
     assert all(abs(one["cosine"] - 1) < 1e-4 for one in document["dense"].values())
     gradual, once = document["cases"]
