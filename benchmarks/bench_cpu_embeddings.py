@@ -57,7 +57,7 @@ def exported(folder: Path, quantized: bool) -> Path:
             input_names=NAMES,
             dynamo=True,
             verbose=False,
-            dynamic_shapes={name: sizes for name in NAMES},
+            dynamic_shapes=dict.fromkeys(NAMES, sizes),
         )
     return file
 

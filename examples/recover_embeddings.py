@@ -81,7 +81,7 @@ class Encoded:
 
     @torch.no_grad()
     def embed(self, model: nn.Module) -> Tensor:
-        """Return [texts, features] of length 1 in float32: the mean over tokens, as in sentence-transformers."""
+        """Return [texts, features] of length 1: the mean over tokens, as in sentence-transformers."""
         means = []
         for batch in self._batches:
             mask = batch["attention_mask"]
@@ -280,7 +280,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--save", type=Path, help="a folder for the encoders of recovered models")
     parser.add_argument(
-        "--cases", type=case, nargs="+", default=[case("0.5:200")], help="DENSITY[>DENSITY]:SECONDS"
+        "--cases", type=case, nargs="+", default=[case("0.75>0.5:200")], help="DENSITY[>DENSITY]:SECONDS"
     )
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--characters", type=int, default=8 << 20, help="of a kind (%(default)s)")

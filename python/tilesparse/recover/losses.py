@@ -38,9 +38,9 @@ class DistillationLoss:
         embeddings: weight of 1 - cosine of ``embeddings`` [batch, features], averaged over the batch. Where
             there are none, the mean of ``last_hidden_state`` over the tokens of each text is taken.
         temperature: T, of the logits.
-        similarities: weight of KL(teacher ‖ student) of how a text of the batch is shared out among the others:
-            the softmax of the cosines of its embedding to theirs at the temperature 0.05, averaged over the
-            texts (Fang et al., "SEED: Self-supervised Distillation for Visual Representation", ICLR 2021).
+        similarities: weight of KL(teacher ‖ student) of which texts of the batch a text is like: the softmax
+            of the cosines of its embedding to those of the others at the temperature 0.05, averaged over the
+            texts (as in Fang et al., "SEED: Self-supervised Distillation for Visual Representation", 2021).
             A batch of one text adds nothing.
 
     Raises:
@@ -145,7 +145,7 @@ def _similarities(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
 
 
 def _shares(embeddings: Tensor) -> Tensor:
-    """The logarithms of how each text is shared out among the others, [texts, texts - 1]."""
+    """Logarithms of how much each text is like each of the others, [texts, texts - 1]."""
     unit, count = F.normalize(embeddings, dim=-1), len(embeddings)
     cosines = (unit @ unit.t()).flatten()[1:].view(count - 1, count + 1)  # the diagonal is the last column
     return F.log_softmax(cosines[:, :-1].reshape(count, count - 1) / SIMILARITY_TEMPERATURE, -1)
