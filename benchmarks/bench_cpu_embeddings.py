@@ -8,7 +8,7 @@ Each contender has a process of its own, which waits while another one is timed;
 rounds, each with every batch and number of threads. Of a turn the median counts, and of the turns the least,
 since others may share the machine. Inputs are random tokens without padding. Blocks are drawn at random in
 all linear layers of the encoder: speed does not depend on which are kept. OpenVINO's int8 is calibrated by
-NNCF, the other dense int8 is quantized dynamically.
+NNCF with docstrings of this installation, the other dense int8 is quantized dynamically.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu_models import DENSE, loaded, sparsified
+from bench_cpu_models import DENSE, PACKAGE, loaded, sparsified
 from harness import environment, write_json
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from common import packaged
+from spans import docstrings, passages
 
 NAMES = ("input_ids", "attention_mask")
 SPARSE = ("tilesparse bfloat16", "tilesparse int8 bfloat16")
@@ -76,8 +80,7 @@ def converted(folder: Path, quantized: bool) -> Path:
         )
         return file
     nncf = importlib.import_module("nncf")
-    torch.manual_seed(0)
-    feeds = [[tensor.numpy() for tensor in random_inputs(8, tokens)] for tokens in (16, 32, 64, 128)]
+    feeds = calibration()
     model = nncf.quantize(
         openvino.Core().read_model(converted(folder, False)),
         nncf.Dataset(feeds),
@@ -87,6 +90,16 @@ def converted(folder: Path, quantized: bool) -> Path:
     )
     openvino.save_model(model, file, compress_to_fp16=False)
     return file
+
+
+def calibration() -> list[list[Any]]:
+    """Return inputs from docstrings of this installation, 16 texts at a time."""
+    transformers = importlib.import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(packaged(PACKAGE, "model"))
+    texts = [" ".join(sentences) for text in docstrings(0, 500_000) for sentences in passages(text)]
+    batches = [texts[start : start + 16] for start in range(0, 256, 16)]
+    options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "np"}
+    return [[tokenizer(batch, **options)[name] for name in NAMES] for batch in batches]
 
 
 def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidden:
