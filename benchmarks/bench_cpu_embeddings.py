@@ -103,9 +103,10 @@ def calibration() -> list[list[Any]]:
 
 
 def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidden:
-    model: nn.Module = loaded(variant)
+    encoder = loaded(variant)
     if sparse:
-        return sparsified(model, variant, density, block)
+        return sparsified(encoder, variant, density, block)
+    model: nn.Module = encoder
     if variant == "bfloat16":
         model = model.bfloat16()
     if variant == "int8":
@@ -171,7 +172,8 @@ def serve(arguments: argparse.Namespace) -> None:
         for line in sys.stdin:
             turn = json.loads(line)
             shape = turn["batch"], turn["tokens"]
-            call, inputs, times = contender.hidden(turn["threads"], shape), random_inputs(*shape), []
+            call, inputs = contender.hidden(turn["threads"], shape), random_inputs(*shape)
+            times: list[float] = []
             end = time.perf_counter() + turn["seconds"]
             call(*inputs)
             while len(times) < 2 or (time.perf_counter() < end and len(times) < 50):

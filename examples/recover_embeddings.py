@@ -159,7 +159,8 @@ def recovered(
     options = {"block_shape": arguments.block, "layers": LAYERS, "policy": "auto"}
     prune_model(model, texts, density=case.start, **options)
     result: dict[str, Any] = {**case._asdict(), "pruning_seconds": round(time.perf_counter() - start, 1)}
-    result["curve"] = curve = [{"seconds": 0.0, "steps": 0, "quality": judges.often(model)}]
+    curve: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "quality": judges.often(model)}]
+    result["curve"] = curve
     print(result, flush=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_gpu = arguments.device != "cpu"
