@@ -22,6 +22,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +235,7 @@ def compare(arguments: argparse.Namespace) -> None:
     processes, start = started(arguments), time.perf_counter()
     best: dict[tuple[Process, int, tuple[int, int]], float] = {}
     rounds = 0
-    document: dict[str, Any] = {"environment": environment(arguments.commit)}
+    document: dict[str, Any] = {"environment": machine(arguments.commit)}
     while rounds == 0 or time.perf_counter() - start < arguments.seconds * rounds / (rounds + 1):
         for threads in arguments.threads:
             for batch, tokens in SHAPES:
@@ -253,6 +255,14 @@ def compare(arguments: argparse.Namespace) -> None:
         process.end()
     for case in document["cases"]:
         print(case)
+
+
+def machine(commit: str | None) -> dict[str, Any]:
+    """Return what results depend on, with the versions of all runtimes."""
+    names = [name for name in ("transformers", "onnxruntime", "openvino", "nncf") if find_spec(name)]
+    versions = {name: version(name) for name in names}
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return environment(commit) | versions | {"instructions": instructions}
 
 
 def cases(processes: list[Process], best: dict[Any, float]) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench_cpu_embeddings import Contender
+from bench_cpu_embeddings import Contender, machine
 from bench_cpu_models import DENSE, PACKAGE
-from harness import environment, write_json
+from harness import write_json
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from common import packaged
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     exact: Any = Model(DENSE[0], arguments.folder)
     judge = Judge(tokenizer, exact, kinds, "cpu")
     document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
+        "environment": machine(arguments.commit),
         "judged": {kind: one.counts() for kind, one in kinds.items()},
         "cases": [],
     }
