@@ -124,23 +124,22 @@ def openvino_call(model: Encoder, inputs: tuple[Tensor, Tensor], variant: str) -
     return lambda: request.infer(feed, share_inputs=True, share_outputs=True)
 
 
-def sparse_call(
-    model: Encoder, inputs: tuple[Tensor, Tensor], variant: str, density: float, block: int
-) -> Call:
+def sparsified(model: Encoder, variant: str, density: float, block: int) -> Encoder:
     if "bfloat16" in variant:
         model = model.bfloat16()
     options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
     config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
     ts.sparsify_(model, {f"model.{ENCODER}": config})
     ts.prepare_for_inference(model)
-    return lambda: model(*inputs)
+    return model
 
 
 def call_of(arguments: argparse.Namespace) -> Call:
     library, _, variant = arguments.contender.partition(" ")
     model, inputs = loaded(variant), inputs_of(arguments)
     if library == "tilesparse":
-        return sparse_call(model, inputs, variant, arguments.density, arguments.block)
+        model = sparsified(model, variant, arguments.density, arguments.block)
+        return lambda: model(*inputs)
     makers = {"torch": torch_call, "onnxruntime": onnx_call, "openvino": openvino_call}
     return makers[library](model, inputs, variant)
 

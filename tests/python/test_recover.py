@@ -194,6 +194,26 @@ def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
     assert terms["logits"].dtype == torch.float32 and torch.equal(terms["logits"], exact)
 
 
+def test_similarities_are_how_much_texts_are_like_others() -> None:
+    ours, theirs = (randn(4, 6, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    ours.requires_grad_()
+    loss = DistillationLoss(similarities=1.0)
+    found = loss(outputs(embeddings=ours), outputs(embeddings=theirs))
+    expected = torch.zeros(())
+    for text in range(4):
+        others = [other for other in range(4) if other != text]
+        shares = [
+            torch.softmax(torch.cosine_similarity(x[text], x[others], dim=-1) / 0.05, -1)
+            for x in (ours, theirs)
+        ]
+        expected = expected + (shares[1] * (shares[1] / shares[0]).log()).sum() / 4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found, ours)
+    assert gradient.isfinite().all() and gradient.abs().max() > 0
+    assert loss(outputs(embeddings=3 * theirs), outputs(embeddings=theirs)).abs() < 1e-5
+    assert loss(outputs(embeddings=ours[:1]), outputs(embeddings=theirs[:1])) == 0
+
+
 def test_nothing_but_padding_is_no_error() -> None:
     nothing, tokens = torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3, 4), float("nan"))
     loss = DistillationLoss(logits=1.0, hidden_states=1.0, embeddings=1.0)

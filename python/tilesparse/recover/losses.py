@@ -16,6 +16,8 @@ from .._arguments import checked
 from .._checks import checked_number
 from ..errors import InvalidArgumentError
 
+SIMILARITY_TEMPERATURE = 0.05
+
 
 @dataclass(frozen=True)
 class DistillationLoss:
@@ -35,7 +37,11 @@ class DistillationLoss:
             Inference Acceleration of Large Language Models", 2023, who take the sum).
         embeddings: weight of 1 - cosine of ``embeddings`` [batch, features], averaged over the batch. Where
             there are none, the mean of ``last_hidden_state`` over the tokens of each text is taken.
-        temperature: T.
+        temperature: T, of the logits.
+        similarities: weight of KL(teacher ‖ student) of which texts of the batch a text is like: the softmax
+            of the cosines of its embedding to those of the others at the temperature 0.05, averaged over the
+            texts (as in Fang et al., "SEED: Self-supervised Distillation for Visual Representation", 2021).
+            A batch of one text adds nothing.
 
     Raises:
         InvalidArgumentError: a weight is negative, all are 0, or another argument is not allowed; in a call,
@@ -48,13 +54,14 @@ class DistillationLoss:
     hidden_states: float = 0.0
     embeddings: float = 0.0
     temperature: float = 1.0
+    similarities: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             checked_number(field.name, getattr(self, field.name), above_zero=field.name == "temperature")
         if not self._weights():
             raise InvalidArgumentError(
-                "at least one of task, logits, hidden_states and embeddings must be above 0"
+                "at least one of task, logits, hidden_states, embeddings and similarities must be above 0"
             )
 
     def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
@@ -78,8 +85,10 @@ class DistillationLoss:
                 terms[name] = self._logits(student, teacher, attention_mask)
             elif name == "hidden_states":
                 terms[name] = _hidden_states(student, teacher, attention_mask)
-            else:
+            elif name == "embeddings":
                 terms[name] = _embeddings(student, teacher, attention_mask)
+            else:
+                terms[name] = _similarities(student, teacher, attention_mask)
         return terms
 
     @checked
@@ -127,6 +136,19 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
 def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     ours, theirs = _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
     return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
+
+
+def _similarities(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
+    ours, theirs = _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
+    log_ours, log_theirs = (_shares(embeddings) for embeddings in (ours, theirs))
+    return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True) / len(ours)
+
+
+def _shares(embeddings: Tensor) -> Tensor:
+    """Logarithms of how much each text is like each of the others, [texts, texts - 1]."""
+    unit, count = F.normalize(embeddings, dim=-1), len(embeddings)
+    cosines = (unit @ unit.t()).flatten()[1:].view(count - 1, count + 1)  # the diagonal is the last column
+    return F.log_softmax(cosines[:, :-1].reshape(count, count - 1) / SIMILARITY_TEMPERATURE, -1)
 
 
 def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
