@@ -1,7 +1,7 @@
 """Write the tables of README and of the pages in docs from benchmarks/results, between their marks.
 
-``<!-- table NAME -->`` is one of the tables in table_makers.py, eight_bit_tables.py, expert_tables.py and
-compared_tables.py,
+``<!-- table NAME -->`` is one of the tables in table_makers.py, eight_bit_tables.py, embedding_tables.py,
+expert_tables.py and compared_tables.py,
 ``<!-- report FILE -->`` all that benchmarks/report.py prints of a file,
 ``<!-- report FILE without host -->`` the same without the host's time.
 
@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 
 from compared_tables import COMPARED_TABLES
 from eight_bit_tables import EIGHT_BIT_TABLES
+from embedding_tables import EMBEDDING_TABLES
 from expert_tables import EXPERT_TABLES
 from table_makers import TABLES
 from table_parts import RESULTS, ROOT
@@ -57,7 +58,7 @@ def filled(text: str) -> str:
     def remade(found: re.Match[str]) -> str:
         kind, name, without_host = found[1], found[2], found[3] or ""
         made = (
-            (TABLES | EIGHT_BIT_TABLES | EXPERT_TABLES | COMPARED_TABLES)[name]()
+            (TABLES | EIGHT_BIT_TABLES | EMBEDDING_TABLES | EXPERT_TABLES | COMPARED_TABLES)[name]()
             if kind == "table"
             else reported(name, bool(without_host))
         )
