@@ -21,6 +21,11 @@ def named(case: dict[str, Any]) -> str:
     return f"{case['contender']}, density {short(case['density'])}, blocks of {case['block']}"
 
 
+def shown(ms: float) -> str:
+    """Return three digits, or all before the point."""
+    return f"{ms:.3g}" if ms < 999 else f"{ms:.0f}"
+
+
 def speed() -> str:
     """Milliseconds of all contenders, the least of a column in bold."""
     found = cases(SPEED)
@@ -30,7 +35,7 @@ def speed() -> str:
     for case in found:
         times = milliseconds(case)
         numbers = [
-            f"**{times[one]:.3g}**" if times[one] == least[one] else f"{times[one]:.3g}" for one in settings
+            f"**{shown(times[one])}**" if times[one] == least[one] else shown(times[one]) for one in settings
         ]
         lines.append([named(case), *numbers])
     heads = [
@@ -67,7 +72,7 @@ def quality() -> str:
     lines = [
         [
             case["contender"],
-            *(f"{case['quality'][kind]['cosine']:.3f}" for kind in kinds),
+            *(f"{case['quality'][kind]['cosine']:.4f}" for kind in kinds),
             *(f"{case['quality'][kind]['first_1']:.3f}" for kind in kinds),
         ]
         for case in found

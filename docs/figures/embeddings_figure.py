@@ -54,7 +54,8 @@ def drawn(speed: list[dict[str, Any]], judged: list[dict[str, Any]]) -> Figure:
                     ms, color=COLORS[library], linestyle=STYLES[variant], linewidth=0.5 + case["density"]
                 )
         threads, batch, tokens = setting
-        axes.set(xscale="log", xlabel=f"ms for {batch} × {tokens} tokens, {threads} threads")
+        axes.set_xlim(left=0)
+        axes.set(xlabel=f"ms for {batch} × {tokens} tokens, {threads} threads")
     figure.axes[0].set_ylabel("mean cosine to float32, kinds held out")
     for library, color in list(COLORS.items())[:-1]:
         figure.axes[1].plot([], [], "o", color=color, label=f"{library}, dense")
