@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,25 @@ def test_contenders_take_turns_and_the_least_counts(tmp_path: Path, monkeypatch:
     cases = json.loads(output.read_text())["cases"]
     assert [case["contender"] for case in cases] == names
     assert [result["ms"] for result in cases[0]["results"]] == [99, 96, 93]
+
+
+def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    tables = runpy.run_path(str(docs / "embedding_tables.py"))
+    found = [
+        {"contender": name, "density": density, "block": block, "results": [{**setting, "ms": ms}]}
+        for setting in [{"threads": 2, "batch": 1, "tokens": 32}]
+        for name, density, block, ms in [
+            ("torch", 1.0, 0, 30.0),
+            ("openvino int8", 1.0, 0, 12.0),
+            ("tilesparse bfloat16", 0.5, 32, 10.0),
+            ("tilesparse bfloat16", 0.5, 64, 8.0),
+            ("tilesparse int8 bfloat16", 0.25, 64, 24.0),
+        ]
+    ]
+    monkeypatch.setitem(tables["gains"].__globals__, "cases", lambda file: found)
+    best = "1.50×, bfloat16, blocks of 64", "0.50×, int8 bfloat16, blocks of 64"
+    assert tables["gains"]().splitlines()[2] == f"| 1 × 32, 2 threads | openvino int8 | {' | '.join(best)} |"
+    assert [line.split(" | ")[-1] for line in tables["speed"]().splitlines()[2:5]] == ["30 |", "12 |", "10 |"]
+    assert "**8**" in tables["speed"]()
