@@ -60,7 +60,7 @@ struct SddNarrow {
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = kListUnit;
-        row.estimate = estimate_sdd_narrow;
+        row.estimated = true;
         return row;
     }
 
