@@ -255,13 +255,14 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
     return estimate_of(checked_kernel(problem, device, kernel), problem, device);
 }
 
-FeatureList features(const Problem& problem, const Device& device, int32_t index) {
+std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t index) {
     require(device.type == DeviceType::cuda, "device.device must be 1, which has estimates, got 0");
     const Problem dense = with_dense_blocks(problem, nullptr);
-    if (index == TS_RUN_DENSE) return {dense_family(problem), dense_features(dense, device)};
+    if (index == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
     const Kernel& kernel = checked_kernel(problem, device, index);
-    const Problem& given = dequantizes(kernel, problem) ? dense : problem;
-    return {family_of(kernel, given), features_of(kernel, given, device)};
+    if (!dequantizes(kernel, problem)) return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
+    return {{family_of(kernel, dense), features_of(kernel, dense, device)},
+            {dequantize_family(problem), dequantize_features(problem, device)}};
 }
 
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "common/estimate.h"
 #include "common/problem.h"
@@ -47,12 +48,13 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
 // TS_UNSUPPORTED where the kernel does not compute the problem.
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
 
-// What an estimate is the sum of, see common/estimate.h, and the name of its coefficients.
+// What an estimate is the sum of, see common/estimate.h, and the name of its coefficients; a second one where
+// values are dequantized first.
 struct FeatureList {
     std::string family;
     Features values;
 };
-FeatureList features(const Problem& problem, const Device& device, int32_t kernel);
+std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t kernel);
 
 // With TILESPARSE_LOG=1, one line on standard error per shape: what was chosen and why.
 void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice);

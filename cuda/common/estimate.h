@@ -7,31 +7,40 @@
 #include <array>
 #include <string>
 
+#include "common/machine.h"
 #include "common/problem.h"
 
 namespace ts {
 
-// All but the first three and `tiles` are microseconds at the limits of the machine.
+// Microseconds at the limits of the machine, or counts: launch, rounds, splits, parts, tiles. What decode and
+// sdd kernels, which walk no steps of k, put in their place stands in estimate.cpp.
 enum class Feature : int {
     launch,          // 1
     rounds,          // of tiles, by the clock
     splits,          // 1 where sums are cut into parts or groups are listed, by kernels of their own
+    parts,           // into which sums are cut, beyond the first
     whole_steps,     // of the tiles' steps over k, where the last round takes as long as any other
     mean_steps,      // were they dealt out evenly
-    whole_products,  // likewise of products with kept blocks
+    one_tile,        // of a single tile
+    whole_halves,    // likewise, steps of tiles with half as many features
+    mean_halves,
+    whole_products,  // likewise, products with kept blocks
     mean_products,
-    half_steps,      // evenly, steps of tiles with half as many features
     copies,          // evenly, of steps whose blocks lie apart
     longest,         // what the longest tile has more than the others
     tiles,           // evenly, ends of tiles
     memory,          // all operands and results once
-    input_misses,    // activations that L2 does not keep between tiles
-    value_misses,    // likewise values
+    input_loads,     // activations, once for each tile
+    input_misses,    // as far as L2 does not keep them between tiles
+    value_loads,     // likewise values
+    value_misses,
     packing,         // values that are written and read anew before the product
     count
 };
 constexpr int kFeatureCount = static_cast<int>(Feature::count);
 using Features = std::array<double, kFeatureCount>;
+
+constexpr double& at(Features& features, Feature feature) { return features[static_cast<size_t>(feature)]; }
 
 // Of a kernel that computes the problem.
 Features features_of(const Kernel& kernel, const Problem& problem, const Device& device);
@@ -43,16 +52,25 @@ double estimate_dense(const Problem& problem, const Device& device);
 std::string dense_family(const Problem& problem);
 
 // Of writing values with metadata or scales as dense blocks.
+Features dequantize_features(const Problem& problem, const Device& device);
+std::string dequantize_family(const Problem& problem);
 double estimate_dequantize(const Problem& problem, const Device& device);
 
 // Into how many parts the sums of a dds kernel's tiles are cut, see Decision::parts.
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product. Where a name has none, those of the same name without its last word count.
+// product; "_grouped" where others are computed, too. Where a name has none, those of the same name without its
+// last word count.
 std::string family_of(const Kernel& kernel, const Problem& problem);
+
+// Operations of a multiprocessor in a microsecond, of a kernel and of cuBLAS.
+double rate_of(const Kernel& kernel, const Problem& problem, const Machine& machine);
+double dense_rate(const Problem& problem, const Machine& machine);
 
 // Bytes of values with what belongs to them.
 double stored_bytes(const Problem& problem);
+double activation_bytes(const Problem& problem);
+double moved_bytes(const Problem& problem);  // all of these
 
 }  // namespace ts

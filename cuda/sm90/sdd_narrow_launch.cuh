@@ -3,7 +3,6 @@
 
 #include "sm90/launch.cuh"
 #include "sm90/sdd_narrow_kernel.cuh"
-#include "sm90/select.h"
 #include "tma/launch.cuh"
 #include "tma/tensor_map.h"
 

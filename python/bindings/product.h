@@ -63,7 +63,7 @@ class Product {
         return microseconds;
     }
 
-    // What an estimate is made of, and the name of its coefficients.
+    // What an estimate is made of, and the name of its coefficients, see ts_matmul_features.
     std::pair<std::string, std::vector<double>> features(const ts_device_info& device, int32_t kernel) const {
         const auto desc = described();
         std::vector<double> values(64);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "abi.h"
 #include "c_api/guard.h"
@@ -83,12 +84,16 @@ ts_status_t ts_matmul_features(const ts_matmul_desc* source, const ts_device_inf
         const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
         if (kernel != TS_RUN_DENSE) kernel_at(kernel);
-        require(*count >= kFeatureCount, "count must be at least ", kFeatureCount, ", got ", *count);
-        const FeatureList found = ts::features(problem, device.properties, kernel);
-        std::copy(found.values.begin(), found.values.end(), features);
-        *count = kFeatureCount;
-        if (family != nullptr && family_bytes > 0)
-            family[found.family.copy(family, family_bytes - 1)] = '\0';
+        const std::vector<FeatureList> found = ts::features(problem, device.properties, kernel);
+        const auto needed = static_cast<int32_t>(found.size()) * kFeatureCount;
+        require(*count >= needed, "count must be at least ", needed, ", got ", *count);
+        std::string names;
+        for (const FeatureList& list : found) {
+            features = std::copy(list.values.begin(), list.values.end(), features);
+            names += (names.empty() ? "" : "+") + list.family;
+        }
+        *count = needed;
+        if (family != nullptr && family_bytes > 0) family[names.copy(family, family_bytes - 1)] = '\0';
     });
 }
 
