@@ -58,8 +58,8 @@ const Features& coefficients_of(const Device& device, std::string_view family, c
     static constexpr Features kLimits = limits();
     const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);
     while (true) {
-        for (const std::string_view gpu : {std::string_view(kGpus[device.gpu].name), std::string_view(kReference)})
-            for (const auto& block : {std::pair(rows, columns), std::pair(side, side), std::pair(0, 0)})
+        for (const auto& block : {std::pair(rows, columns), std::pair(side, side), std::pair(0, 0)})
+            for (const std::string_view gpu : {std::string_view(kGpus[device.gpu].name), std::string_view(kReference)})
                 if (const Coefficients* const found = find(gpu, family, block.first, block.second))
                     return found->of;
         const size_t last = family.rfind('_');
@@ -94,6 +94,7 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
     if (!has_op) name += forward ? "_nt" : "_nn";
     name += tile;
     if (problem.grouped() && name.find("_grouped") == name.npos) name += "_grouped";
+    if (problem.input().layout == Layout::column_major) name += "_columns";
     return name;
 }
 

@@ -60,7 +60,7 @@ double estimate_dequantize(const Problem& problem, const Device& device);
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product; "_grouped" where others are computed, too. Where a name has none, those of the same name without its
+// product; "_grouped" where others are computed, too, "_columns" where tokens lie beside each other. Where a name has none, those of the same name without its
 // last word count.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 

@@ -225,10 +225,9 @@ Features features_of(const Kernel& kernel, const Problem& problem, const Device&
         result = tile_features(
             kernel, problem.grouped() ? of_one_weight(problem, kernel.tile_tokens) : problem, device);
     }
-    if (problem.grouped()) {
-        at(result, Feature::splits) += 1;
-        at(result, Feature::memory) = moved_bytes(problem) / machine_of(device).memory;
-    }
+    if (!problem.grouped()) return result;
+    at(result, Feature::splits) += 1;
+    if (!is_decode(kernel)) at(result, Feature::memory) = moved_bytes(problem) / machine_of(device).memory;
     return result;
 }
 
