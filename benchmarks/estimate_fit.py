@@ -23,11 +23,11 @@ NEAR = 10.0  # measurements that the coefficients of more count as
 MOST = 1500  # measurements that are enough for least squares
 ROUNDS = 4  # of least squares, in which large errors count less and less
 STEADY = 0.05  # relative error from which they do
-ITERATIONS = 80
-CHOICES = 3.0  # what costs of choices weigh beside errors
+ITERATIONS = 100
+CHOICES = 4.0  # what costs of choices weigh beside errors
 SHARP = 0.06  # relative difference of estimates by which a choice becomes certain
 MOST_COST = 1.0  # of a choice: more are measurements that something interrupted
-SPECIAL = ("_grouped", "_columns")  # ends of families that stay near those without them
+GROUPED = "_grouped"  # ends families that stay near those without it
 
 
 class Row(NamedTuple):
@@ -53,9 +53,8 @@ def parent(key: Key) -> Key | None:
     family, rows, columns = key
     if rows != columns:
         return family, min(rows, columns), min(rows, columns)
-    for end in SPECIAL:
-        if rows and family.endswith(end):
-            return family.removesuffix(end), rows, columns
+    if rows and family.endswith(GROUPED):
+        return family.removesuffix(GROUPED), rows, columns
     return (family, 0, 0) if rows else None
 
 

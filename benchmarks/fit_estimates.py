@@ -1,8 +1,9 @@
 """Fits the coefficients of estimates to times of kernels, and writes them where the library is built from.
 
-    python benchmarks/fit_estimates.py benchmarks/results/h100_kernels*.json benchmarks/results/h200_*.json
+    python benchmarks/fit_estimates.py
+    python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
 
-Results are those of bench_kernels.py and bench_ops.py, of any number of GPUs, the best covered one first. The library
+Results are those of bench_kernels.py and bench_ops.py, of any number of GPUs; of which GPU is in them. The library
 says what the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
 compared with the best kernels that were measured, with --left-out also those for each layer by coefficients that
 were fitted without it. Times that something interrupted are left out: a kernel that took several times its estimate.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +29,14 @@ from kernel_cases import product_of
 from report import rows_of
 
 from tilesparse import _C, Device
+from tilesparse.tuning.devices import GPUS, MEASURED
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
-SUMMARY = ROOT / "benchmarks" / "results" / "estimates.json"
-GPUS = {"NVIDIA H200": "H200", "NVIDIA H100": "H100"}  # beginnings of the driver's names; as in machine.h
+RESULTS = ROOT / "benchmarks" / "results"
+SUMMARY = RESULTS / "estimates.json"
 DENSE = -1  # in the place of a kernel
-INTERRUPTED, LONG = 4.0, 50.0  # times its estimate that a kernel took, and microseconds beyond it
+INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
 
 
 class Measured(NamedTuple):
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "results", type=Path, nargs="+", help="of bench_kernels.py, the best covered GPU first"
+        "results", type=Path, nargs="*", help="of bench_kernels.py and bench_ops.py (benchmarks/results)"
     )
     parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
@@ -61,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     fitted: dict[str, Coefficients] = {}
     summaries = {}
-    for gpu, paths in _by_gpu(arguments.results).items():
+    files = _by_gpu(arguments.results or sorted(RESULTS.glob("*.json")))
+    for gpu, paths in files.items():
         first = next(iter(fitted.values()), {})
         measured, interrupted = uninterrupted(load(gpu, paths), first)
         fitted[gpu] = estimate_fit.fit(measured.rows, first)
@@ -76,21 +81,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             left = estimate_fit.left_out(measured.rows, measured.layer_of, first)
             summaries[gpu]["left_out"] = estimate_fit.summary(left)
         report(gpu, summaries[gpu], len(fitted[gpu]))
-    arguments.output.write_text(as_text(fitted, [path.name for path in arguments.results]))
+    arguments.output.write_text(as_text(fitted, [path.name for paths in files.values() for path in paths]))
     arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
     return 0
 
 
 def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Those files that have times of kernels."""
+    """Those files that have times of kernels, the GPU first that others are scaled from."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         document = json.loads(path.read_text())
-        name = document.get("environment", {}).get("gpu") or ""
-        short = next((short for beginning, short in GPUS.items() if name.startswith(beginning)), None)
-        if short and "op" in document["cases"][0]:
-            found[short].append(path)
-    return found
+        cases = document.get("cases")
+        gpu = gpu_of(document.get("environment", {}).get("gpu") or "")
+        if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
+            found[gpu].append(path)
+    return dict(sorted(found.items(), key=lambda item: item[0] != MEASURED[0]))
+
+
+def gpu_of(name: str) -> str | None:
+    """What the library calls a GPU that the driver names so, if it knows it."""
+    known = [gpu for gpu in GPUS if re.search(rf"\b{re.escape(gpu)}\b", name)]
+    return max(known, key=len, default=None)
+
+
+def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
+    return any("kernels_us" in one or "kernel" in one for case in cases for one in case.get("results", ()))
 
 
 def load(gpu: str, paths: Sequence[Path]) -> Measured:
@@ -131,10 +146,19 @@ def _rows(
 
 
 def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, int]:
-    """Without cases in which a kernel took several times its estimate, and how many these were."""
+    """Without cases in which something interrupted a kernel, and how many these were.
+
+    Such a kernel took 2.5 times its estimate, by a fit that no case sways, and 50 microseconds more, and the other
+    kernels of its case did not.
+    """
     table = Table(measured.rows)
-    found = table.estimates(estimate_fit.least_squares(table, first))
-    late = table.chosen & (table.times > INTERRUPTED * found) & (table.times > found + LONG)
+    estimates = table.estimates(estimate_fit.least_squares(table, first))
+    ratios = table.times / estimates
+    of_case: dict[int, list[float]] = defaultdict(list)
+    for case, ratio in zip(table.cases.tolist(), ratios.tolist(), strict=True):
+        of_case[case].append(ratio)
+    usual = np.array([max(statistics.median_low(of_case[case]), 1.0) for case in table.cases.tolist()])
+    late = table.chosen & (ratios > INTERRUPTED * usual) & (table.times > usual * estimates + LONG)
     without = set(table.cases[late].tolist())
     return measured._replace(rows=[row for row in measured.rows if row.case not in without]), len(without)
 

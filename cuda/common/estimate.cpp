@@ -94,7 +94,6 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
     if (!has_op) name += forward ? "_nt" : "_nn";
     name += tile;
     if (problem.grouped() && name.find("_grouped") == name.npos) name += "_grouped";
-    if (problem.input().layout == Layout::column_major) name += "_columns";
     return name;
 }
 

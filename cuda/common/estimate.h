@@ -18,7 +18,7 @@ enum class Feature : int {
     launch,          // 1
     rounds,          // of tiles, by the clock
     splits,          // 1 where sums are cut into parts or groups are listed, by kernels of their own
-    parts,           // into which sums are cut, beyond the first
+    parts,           // into which sums are cut, beyond the first; or groups
     whole_steps,     // of the tiles' steps over k, where the last round takes as long as any other
     mean_steps,      // were they dealt out evenly
     one_tile,        // of a single tile
@@ -60,7 +60,7 @@ double estimate_dequantize(const Problem& problem, const Device& device);
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product; "_grouped" where others are computed, too, "_columns" where tokens lie beside each other. Where a name has none, those of the same name without its
+// product; "_grouped" where others are computed, too. Where a name has none, those of the same name without its
 // last word count.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 

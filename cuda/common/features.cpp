@@ -23,11 +23,11 @@ int cluster_of(const Kernel& kernel) { return kernel.min_compute_capability == 9
 // Bytes that are read again by each of some tiles, as far as L2 does not keep them.
 double misses(double bytes, double times, double l2) { return bytes * times * bytes / (bytes + l2); }
 
-// A grouped product as one of a single weight, which each token meets once: of as many tokens as spans have
-// room for if groups are about equally large, so that each group's last span is filled by half.
+// A grouped product as one of a single weight, which each token meets once: of as many tokens as spans have room for.
+// Groups that got some of the tokens, which go to groups at random, have a span or more; the last is filled by half.
 Problem of_one_weight(Problem problem, int span_tokens) {
     const double groups = problem.pattern.groups, mean = static_cast<double>(problem.tokens) / groups;
-    const double spans = groups * std::max(std::min(mean, 1.0), mean / span_tokens + 0.5);
+    const double spans = groups * (1 - std::exp(-mean)) * std::max(1.0, mean / span_tokens + 0.5);
     problem.tokens = static_cast<int64_t>(spans * span_tokens);
     problem.pattern.out_features /= problem.pattern.groups;
     problem.pattern.nnz /= problem.pattern.groups;
@@ -226,7 +226,8 @@ Features features_of(const Kernel& kernel, const Problem& problem, const Device&
             kernel, problem.grouped() ? of_one_weight(problem, kernel.tile_tokens) : problem, device);
     }
     if (!problem.grouped()) return result;
-    at(result, Feature::splits) += 1;
+    at(result, Feature::splits) = 1;
+    at(result, Feature::parts) = problem.pattern.groups;
     if (!is_decode(kernel)) at(result, Feature::memory) = moved_bytes(problem) / machine_of(device).memory;
     return result;
 }
