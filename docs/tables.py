@@ -1,7 +1,7 @@
 """Write the tables of README and of the pages in docs from benchmarks/results, between their marks.
 
-``<!-- table NAME -->`` is one of the tables in table_makers.py, eight_bit_tables.py, expert_tables.py and
-compared_tables.py,
+``<!-- table NAME -->`` is one of the tables in table_makers.py, eight_bit_tables.py, expert_tables.py,
+compared_tables.py and estimate_tables.py,
 ``<!-- report FILE -->`` all that benchmarks/report.py prints of a file,
 ``<!-- report FILE without host -->`` the same without the host's time.
 
@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 
 from compared_tables import COMPARED_TABLES
 from eight_bit_tables import EIGHT_BIT_TABLES
+from estimate_tables import ESTIMATE_TABLES
 from expert_tables import EXPERT_TABLES
 from table_makers import TABLES
 from table_parts import RESULTS, ROOT
@@ -27,6 +28,7 @@ from table_parts import RESULTS, ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import report
 
+ALL = TABLES | EIGHT_BIT_TABLES | EXPERT_TABLES | COMPARED_TABLES | ESTIMATE_TABLES
 MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
 HOST = re.compile(r"### Host time.*?(?=###)", re.S)
 
@@ -57,7 +59,7 @@ def filled(text: str) -> str:
     def remade(found: re.Match[str]) -> str:
         kind, name, without_host = found[1], found[2], found[3] or ""
         made = (
-            (TABLES | EIGHT_BIT_TABLES | EXPERT_TABLES | COMPARED_TABLES)[name]()
+            ALL[name]()
             if kind == "table"
             else reported(name, bool(without_host))
         )

@@ -12,13 +12,14 @@
 
 namespace ts {
 
-// Microseconds at the limits of the machine, or counts: launch, rounds, splits, parts, tiles. What decode and
+// Microseconds at the limits of the machine, or counts: launch, rounds, splits, groups, tiles. What decode and
 // sdd kernels, which walk no steps of k, put in their place stands in estimate.cpp.
 enum class Feature : int {
     launch,          // 1
     rounds,          // of tiles, by the clock
     splits,          // 1 where sums are cut into parts or groups are listed, by kernels of their own
-    parts,           // into which sums are cut, beyond the first; or groups
+    parts,           // their sums
+    groups,          // how many there are
     whole_steps,     // of the tiles' steps over k, where the last round takes as long as any other
     mean_steps,      // were they dealt out evenly
     one_tile,        // of a single tile

@@ -83,7 +83,10 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;
     at(result, Feature::splits) = parts > 1 ? 1 : 0;
-    at(result, Feature::parts) = parts - 1;
+    constexpr double kSumBytes = 2 * 4;  // written and read
+    if (parts > 1)
+        at(result, Feature::parts) =
+            tiles * parts * kernel.tile_tokens * kernel.tile_features * kSumBytes / machine.memory;
     at(result, Feature::whole_steps) = rounds.whole * steps * tile;
     at(result, Feature::mean_steps) = rounds.mean * steps * tile;
     at(result, Feature::one_tile) = (is_narrow(kernel) ? density : steps) * tile;
@@ -227,7 +230,7 @@ Features features_of(const Kernel& kernel, const Problem& problem, const Device&
     }
     if (!problem.grouped()) return result;
     at(result, Feature::splits) = 1;
-    at(result, Feature::parts) = problem.pattern.groups;
+    at(result, Feature::groups) = problem.pattern.groups;
     if (!is_decode(kernel)) at(result, Feature::memory) = moved_bytes(problem) / machine_of(device).memory;
     return result;
 }
