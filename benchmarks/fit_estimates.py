@@ -3,7 +3,7 @@
     python benchmarks/fit_estimates.py
     python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
 
-Results are those of bench_kernels.py and bench_ops.py, of any number of GPUs; of which GPU is in them. The library
+Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. The library
 says what the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
 compared with the best kernels that were measured, with --left-out also those for each layer by coefficients that
 were fitted without it. Times that something interrupted are left out: a kernel that took several times its estimate.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "results", type=Path, nargs="*", help="of bench_kernels.py and bench_ops.py (benchmarks/results)"
+        "results", type=Path, nargs="*", help="of bench_kernels.py (all)"
     )
     parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Those files that have times of kernels, the GPU first that others are scaled from."""
+    """Those files that have times of all kernels of a case, the GPU first that others are scaled from."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         document = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def gpu_of(name: str) -> str | None:
 
 
 def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
-    return any("kernels_us" in one or "kernel" in one for case in cases for one in case.get("results", ()))
+    return any("kernels_us" in one for case in cases for one in case.get("results", ()))
 
 
 def load(gpu: str, paths: Sequence[Path]) -> Measured:
@@ -127,8 +127,7 @@ def _rows(
     device: _C.DeviceInfo,
     kernels: Mapping[str, int],
 ) -> Iterator[Row]:
-    alone = {result.get("kernel"): result.get("t_us")}
-    times = {name: time for name, time in result.get("kernels_us", alone).items() if name in kernels}
+    times = {name: time for name, time in result.get("kernels_us", {}).items() if name in kernels}
     if not times:
         return
     if case.get("storage", "plain") == "plain" and result.get("expanded_us"):

@@ -100,9 +100,9 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::memory) = moved_bytes(problem) / machine.memory;
     const double input = tokens * k * element_size(problem.input_dtype);
     const double values = static_cast<double>(problem.pattern.value_count()) * element_size(problem.values.dtype);
-    at(result, Feature::input_loads) = input * share * across / machine.memory;
+    at(result, Feature::input_loads) = input * share * across / machine.l2_rate;
     at(result, Feature::input_misses) = misses(input, share * across, machine.l2) / machine.memory;
-    at(result, Feature::value_loads) = values * along / machine.memory;
+    at(result, Feature::value_loads) = values * along / machine.l2_rate;
     at(result, Feature::value_misses) = misses(values, along, machine.l2) / machine.memory;
     if (is_narrow(kernel) && problem.packed == nullptr)
         at(result, Feature::packing) = std::max(1.3 * machine.slower, 2 * values / machine.memory);
@@ -133,7 +133,7 @@ Features decode_features(const Kernel& kernel, const Problem& problem, const Dev
     at(result, Feature::tiles) = rounds.mean * machine.slower;
     at(result, Feature::input_loads) = rounds.mean * tokens / chunks / kChunk * machine.slower;
     at(result, Feature::memory) = moved_bytes(problem) / machine.memory;
-    at(result, Feature::value_loads) = chunks * stored_bytes(problem) / machine.memory;
+    at(result, Feature::value_loads) = chunks * stored_bytes(problem) / machine.l2_rate;
     return result;
 }
 

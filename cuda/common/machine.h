@@ -78,6 +78,7 @@ struct Machine {
     double tensor;   // operations of a multiprocessor in a microsecond, in 16 bits
     double mma_sync; // likewise, by mma.sync
     double l2;       // bytes
+    double l2_rate;  // bytes of L2 in a microsecond, by 32 in each clock of a multiprocessor
     double slower;   // how many times as long as a 1.83 GHz clock its clock takes
 };
 
@@ -90,6 +91,7 @@ inline Machine machine_of(const Device& device) {
             1e6 * gpu.tensor / gpu.multiprocessors,
             1e6 * gpu.tensor * gpu.mma_sync / gpu.multiprocessors,
             1e6 * gpu.l2 * share,
+            32e3 * gpu.gigahertz * count,
             1.83 / gpu.gigahertz};
 }
 
