@@ -142,7 +142,9 @@ def _solve(relative: Array, near: Array | None) -> Array:
 
 def _of_choices(table: Table, start: Array) -> Array:
     """Lessens the mean error and the mean cost of choices together, with coefficients near those at the start."""
-    sizes = np.sqrt(_sums(table, table.relative**2) / np.maximum(np.bincount(table.key, minlength=len(start)), 1)[:, None])
+    sizes = np.sqrt(
+        _sums(table, table.relative**2) / np.maximum(np.bincount(table.key, minlength=len(start)), 1)[:, None]
+    )
     scale = np.where(sizes > 1e-9, 1 / np.maximum(sizes, 1e-9), 0)
     features, aim = table.features * scale[table.key], start * sizes
     choice = _Choices(table)

@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "results", type=Path, nargs="*", help="of bench_kernels.py (all)"
-    )
+    parser.add_argument("results", type=Path, nargs="*", help="of bench_kernels.py (all)")
     parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
     parser.add_argument("--left-out", action="store_true", help="fit without each layer, too, and compare")
@@ -80,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.left_out:
             left = estimate_fit.left_out(measured.rows, measured.layer_of, first)
             summaries[gpu]["left_out"] = estimate_fit.summary(left)
+            if len(paths) > 1:
+                summaries[gpu]["unseen"] = estimate_fit.summary(unseen(load(gpu, paths[:1]), measured, first))
         report(gpu, summaries[gpu], len(fitted[gpu]))
     arguments.output.write_text(as_text(fitted, [path.name for paths in files.values() for path in paths]))
     arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
@@ -168,6 +168,18 @@ def losses(measured: Measured, coefficients: Coefficients) -> list[Loss]:
     return estimate_fit.losses(measured.rows, table.estimates(table.array(coefficients)))
 
 
+def unseen(some: Measured, measured: Measured, first: Coefficients) -> list[Loss]:
+    """What choices cost for products that are not among some, by coefficients that were fitted to these alone."""
+    known = {_product(case) for case in some.cases}
+    coefficients = estimate_fit.fit(uninterrupted(some, first)[0].rows, first)
+    rows = [row for row in measured.rows if _product(measured.cases[row.case]) not in known]
+    return losses(measured._replace(rows=rows), {**first, **coefficients})
+
+
+def _product(case: Mapping[str, Any]) -> str:
+    return json.dumps([value for name, value in case.items() if name != "results"])
+
+
 def _kinds(measured: Measured, found: Sequence[Loss]) -> dict[str, list[Loss]]:
     kinds: dict[str, list[Loss]] = defaultdict(list)
     for loss in found:
@@ -182,6 +194,8 @@ def report(gpu: str, summary: Mapping[str, Any], count: int) -> None:
     lines = {**summary["kinds"], "all": summary["all"]}
     if "left_out" in summary:
         lines["layers left out"] = summary["left_out"]
+    if "unseen" in summary:
+        lines["first file, others' products"] = summary["unseen"]
     for kind, one in lines.items():
         print(
             f"  {kind:26}{one['cases']:6} cases, mean loss {one['mean']:6.2%}, over 10 % "

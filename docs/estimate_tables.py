@@ -13,6 +13,10 @@ def estimates() -> str:
     lines = []
     for gpu, found in json.loads((RESULTS / "estimates.json").read_text())["gpus"].items():
         lines.append(_line(f"{gpu}, all", found["all"], found.get("left_out")))
+        if "unseen" in found:
+            lines.append(
+                _line(f"{gpu}, fitted to the first run, other products of the second", found["unseen"])
+            )
         if len(found["kinds"]) > 1:
             lines += [_line(f"{gpu}, {kind}", one) for kind, one in found["kinds"].items()]
     return table(["", "cases", "chosen", "best of three", "layers left out"], lines)
@@ -20,7 +24,13 @@ def estimates() -> str:
 
 def _line(what: str, found: Mapping[str, float], left_out: Mapping[str, float] | None = None) -> list[str]:
     chosen = _with_large(found)
-    return [what, str(found["cases"]), chosen, f"{found['best_of_three']:.2%}", _with_large(left_out) if left_out else ""]
+    return [
+        what,
+        str(found["cases"]),
+        chosen,
+        f"{found['best_of_three']:.2%}",
+        _with_large(left_out) if left_out else "",
+    ]
 
 
 def _with_large(found: Mapping[str, float]) -> str:

@@ -58,11 +58,7 @@ def filled(text: str) -> str:
 
     def remade(found: re.Match[str]) -> str:
         kind, name, without_host = found[1], found[2], found[3] or ""
-        made = (
-            ALL[name]()
-            if kind == "table"
-            else reported(name, bool(without_host))
-        )
+        made = ALL[name]() if kind == "table" else reported(name, bool(without_host))
         return f"<!-- {kind} {name}{without_host} -->\n\n{made}\n<!-- /{kind} -->"
 
     return MARK.sub(remade, text)

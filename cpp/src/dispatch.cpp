@@ -260,7 +260,8 @@ std::vector<FeatureList> features(const Problem& problem, const Device& device, 
     const Problem dense = with_dense_blocks(problem, nullptr);
     if (index == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
     const Kernel& kernel = checked_kernel(problem, device, index);
-    if (!dequantizes(kernel, problem)) return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
+    if (!dequantizes(kernel, problem))
+        return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
     return {{family_of(kernel, dense), features_of(kernel, dense, device)},
             {dequantize_family(problem), dequantize_features(problem, device)}};
 }

@@ -47,7 +47,8 @@ const Coefficients* find(std::string_view gpu, std::string_view family, int32_t 
 constexpr Features limits() {
     Features result{};
     at(result, Feature::launch) = 8;
-    for (const Feature feature : {Feature::whole_steps, Feature::whole_products, Feature::memory, Feature::packing})
+    for (const Feature feature :
+         {Feature::whole_steps, Feature::whole_products, Feature::memory, Feature::packing})
         at(result, feature) = 2;
     return result;
 }
@@ -59,7 +60,8 @@ const Features& coefficients_of(const Device& device, std::string_view family, c
     const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);
     while (true) {
         for (const auto& block : {std::pair(rows, columns), std::pair(side, side), std::pair(0, 0)})
-            for (const std::string_view gpu : {std::string_view(kGpus[device.gpu].name), std::string_view(kReference)})
+            for (const std::string_view gpu :
+                 {std::string_view(kGpus[device.gpu].name), std::string_view(kReference)})
                 if (const Coefficients* const found = find(gpu, family, block.first, block.second))
                     return found->of;
         const size_t last = family.rfind('_');
@@ -98,7 +100,9 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
 }
 
 std::string dense_family(const Problem& problem) {
-    const char* const op = problem.op == Op::sdd_tn ? "dense_tn" : problem.forward() ? "dense_nt" : "dense_nn";
+    const char* const op = problem.op == Op::sdd_tn ? "dense_tn"
+                           : problem.forward()      ? "dense_nt"
+                                                    : "dense_nn";
     if (problem.input_dtype != DType::float32) return op;
     return std::string(op) + (problem.precision == Precision::tf32 ? "_tf32" : "_fp32");
 }
@@ -106,30 +110,33 @@ std::string dense_family(const Problem& problem) {
 std::string dequantize_family(const Problem& problem) {
     const bool bytes = problem.values.dtype == DType::int8 || problem.values.dtype == DType::float8_e4m3fn;
     return std::string("dequantize") + (problem.values.is_compressed() ? "_2_4" : "") +
-           (bytes ? "_8_bits" : is_quantized(problem.values.dtype) ? "_4_bits" : "");
+           (bytes                                ? "_8_bits"
+            : is_quantized(problem.values.dtype) ? "_4_bits"
+                                                 : "");
 }
 
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
     const std::string family = family_of(kernel, problem);
-    const double time = sum(coefficients_of(device, family, problem),
-                            features_of(kernel, problem, device));
+    const double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
     const Machine machine = machine_of(device);
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);
     const double rate = rate_of(kernel, problem, machine);
-    return std::max({time, product_time(problem, problem.pattern.density(), rate, machine), bytes / machine.memory});
+    return std::max(
+        {time, product_time(problem, problem.pattern.density(), rate, machine), bytes / machine.memory});
 }
 
 double estimate_dense(const Problem& problem, const Device& device) {
-    const double time = sum(coefficients_of(device, dense_family(problem), problem),
-                            dense_features(problem, device));
+    const double time =
+        sum(coefficients_of(device, dense_family(problem), problem), dense_features(problem, device));
     const Machine machine = machine_of(device);
     return std::max({time, product_time(problem, 1, dense_rate(problem, machine), machine),
                      activation_bytes(problem) / machine.memory});
 }
 
 double estimate_dequantize(const Problem& problem, const Device& device) {
-    return sum(coefficients_of(device, dequantize_family(problem), problem), dequantize_features(problem, device));
+    return sum(coefficients_of(device, dequantize_family(problem), problem),
+               dequantize_features(problem, device));
 }
 
 }  // namespace ts

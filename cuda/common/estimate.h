@@ -12,30 +12,30 @@
 
 namespace ts {
 
-// Microseconds at the limits of the machine, or counts: launch, rounds, splits, groups, tiles. What decode and
-// sdd kernels, which walk no steps of k, put in their place stands in estimate.cpp.
+// Microseconds at the limits of the machine, or counts: launch, rounds, splits, groups, tiles. What decode
+// and sdd kernels, which walk no steps of k, put in their place stands in estimate.cpp.
 enum class Feature : int {
-    launch,          // 1
-    rounds,          // of tiles, by the clock
-    splits,          // 1 where sums are cut into parts or groups are listed, by kernels of their own
-    parts,           // their sums
-    groups,          // how many there are
-    whole_steps,     // of the tiles' steps over k, where the last round takes as long as any other
-    mean_steps,      // were they dealt out evenly
-    one_tile,        // of a single tile
-    whole_halves,    // likewise, steps of tiles with half as many features
+    launch,        // 1
+    rounds,        // of tiles, by the clock
+    splits,        // 1 where sums are cut into parts or groups are listed, by kernels of their own
+    parts,         // their sums
+    groups,        // how many there are
+    whole_steps,   // of the tiles' steps over k, where the last round takes as long as any other
+    mean_steps,    // were they dealt out evenly
+    one_tile,      // of a single tile
+    whole_halves,  // likewise, steps of tiles with half as many features
     mean_halves,
     whole_products,  // likewise, products with kept blocks
     mean_products,
-    copies,          // evenly, of steps whose blocks lie apart
-    longest,         // what the longest tile has more than the others
-    tiles,           // evenly, ends of tiles
-    memory,          // all operands and results once
-    input_loads,     // activations, once for each tile
-    input_misses,    // as far as L2 does not keep them between tiles
-    value_loads,     // likewise values
+    copies,        // evenly, of steps whose blocks lie apart
+    longest,       // what the longest tile has more than the others
+    tiles,         // evenly, ends of tiles
+    memory,        // all operands and results once
+    input_loads,   // activations, once for each tile
+    input_misses,  // as far as L2 does not keep them between tiles
+    value_loads,   // likewise values
     value_misses,
-    packing,         // values that are written and read anew before the product
+    packing,  // values that are written and read anew before the product
     count
 };
 constexpr int kFeatureCount = static_cast<int>(Feature::count);
@@ -61,8 +61,8 @@ double estimate_dequantize(const Problem& problem, const Device& device);
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product; "_grouped" where others are computed, too. Where a name has none, those of the same name without its
-// last word count.
+// product; "_grouped" where others are computed, too. Where a name has none, those of the same name without
+// its last word count.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 
 // Operations of a multiprocessor in a microsecond, of a kernel and of cuBLAS.

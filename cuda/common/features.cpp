@@ -23,8 +23,9 @@ int cluster_of(const Kernel& kernel) { return kernel.min_compute_capability == 9
 // Bytes that are read again by each of some tiles, as far as L2 does not keep them.
 double misses(double bytes, double times, double l2) { return bytes * times * bytes / (bytes + l2); }
 
-// A grouped product as one of a single weight, which each token meets once: of as many tokens as spans have room for.
-// Groups that got some of the tokens, which go to groups at random, have a span or more; the last is filled by half.
+// A grouped product as one of a single weight, which each token meets once: of as many tokens as spans have
+// room for. Groups that got some of the tokens, which go to groups at random, have a span or more; the last
+// is filled by half.
 Problem of_one_weight(Problem problem, int span_tokens) {
     const double groups = problem.pattern.groups, mean = static_cast<double>(problem.tokens) / groups;
     const double spans = groups * (1 - std::exp(-mean)) * std::max(1.0, mean / span_tokens + 0.5);
@@ -99,7 +100,8 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::tiles) = tiles * cluster / machine.multiprocessors * machine.slower;
     at(result, Feature::memory) = moved_bytes(problem) / machine.memory;
     const double input = tokens * k * element_size(problem.input_dtype);
-    const double values = static_cast<double>(problem.pattern.value_count()) * element_size(problem.values.dtype);
+    const double values =
+        static_cast<double>(problem.pattern.value_count()) * element_size(problem.values.dtype);
     at(result, Feature::input_loads) = input * share * across / machine.l2_rate;
     at(result, Feature::input_misses) = misses(input, share * across, machine.l2) / machine.memory;
     at(result, Feature::value_loads) = values * along / machine.l2_rate;
@@ -144,7 +146,8 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     const Pattern& pattern = problem.pattern;
     const double density = pattern.density(), tokens = static_cast<double>(problem.tokens);
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
-    const double strip = sm90 ? 64 : kernel.tile_features, columns = kernel.tile_tokens > 0 ? kernel.tile_tokens : 256;
+    const double strip = sm90 ? 64 : kernel.tile_features,
+                 columns = kernel.tile_tokens > 0 ? kernel.tile_tokens : 256;
     const double united = kernel.plan.kind == PlanKind::lists ? std::sqrt(density)
                                                               : present(density, strip / pattern.block_rows);
     const double tile_values = sm90 ? 128.0 * 256 : strip * columns;
@@ -210,7 +213,7 @@ int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& dev
     const int64_t workers = device.multiprocessors / cluster_of(kernel);
     int64_t parts = part_count(counted, static_cast<int64_t>(tiles), workers);
     if (!is_narrow(kernel)) return parts;
-    constexpr int64_t kMost = 4;       // eight thread blocks
+    constexpr int64_t kMost = 4;      // eight thread blocks
     constexpr double kFilled = 0.92;  // such clusters leave some multiprocessors idle
     parts = std::min(parts, kMost);
     while (parts > 1 && tiles * static_cast<double>(parts) > kFilled * static_cast<double>(workers)) --parts;
@@ -243,10 +246,11 @@ Features dense_features(const Problem& problem, const Device& device) {
     const double rows = static_cast<double>(sdd ? pattern.out_features : problem.tokens);
     const double columns = static_cast<double>(sdd ? pattern.in_features : problem.features());
     const double k = static_cast<double>(sdd ? problem.tokens : problem.k_size());
-    const Rounds rounds(divide_up(rows, kTileTokens) * divide_up(columns, kTileFeatures), machine.multiprocessors);
+    const Rounds rounds(divide_up(rows, kTileTokens) * divide_up(columns, kTileFeatures),
+                        machine.multiprocessors);
     const double tile = 2 * kTileTokens * kTileFeatures * k / dense_rate(problem, machine);
-    const double weight = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features) *
-                          element_size(problem.input_dtype);
+    const double weight = static_cast<double>(pattern.out_features) *
+                          static_cast<double>(pattern.in_features) * element_size(problem.input_dtype);
     Features result{};
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;

@@ -1,4 +1,5 @@
-// GPUs and what bounds them: published figures, by which estimates of one GPU are scaled to others. Host code.
+// GPUs and what bounds them: published figures, by which estimates of one GPU are scaled to others. Host
+// code.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,15 @@ struct Gpu {
     int32_t compute_capability;
     int32_t multiprocessors;
     double gigahertz;
-    double bandwidth;  // GB of memory in a second
-    double tensor;     // TFLOP/s of tensor cores in 16 bits, sums in float32, without sparsity
-    double l2;         // MB
+    double bandwidth;     // GB of memory in a second
+    double tensor;        // TFLOP/s of tensor cores in 16 bits, sums in float32, without sparsity
+    double l2;            // MB
     double mma_sync = 1;  // share of `tensor` that mma.sync reaches
 };
 
-// The first one of a compute capability stands for GPUs that are not here. 9.0 has instructions that are faster than
-// mma.sync, which reaches 63 % of them (Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture,
-// 2024); 10.x is taken to have the mma.sync of 9.0, which nobody measured here.
+// The first one of a compute capability stands for GPUs that are not here. 9.0 has instructions that are
+// faster than mma.sync, which reaches 63 % of them (Luo et al., Benchmarking and Dissecting the Nvidia Hopper
+// GPU Architecture, 2024); 10.x is taken to have the mma.sync of 9.0, which nobody measured here.
 constexpr Gpu kGpus[] = {
     {"A100", 80, 108, 1.41, 2039, 312, 40},
     {"A10", 86, 72, 1.70, 600, 125, 6},
@@ -54,14 +55,15 @@ constexpr bool is_word(std::string_view text, std::string_view word) {
     return false;
 }
 
-// The one with the longest name that the driver's contains; else the first of the newest compute capability up
-// to that of the device.
+// The one with the longest name that the driver's contains; else the first of the newest compute capability
+// up to that of the device.
 constexpr int32_t find_gpu(std::string_view name, int32_t compute_capability) {
     int32_t found = -1, other = 0;
     for (int32_t i = 0; i < static_cast<int32_t>(std::size(kGpus)); ++i) {
         const Gpu& gpu = kGpus[i];
         const bool named = gpu.compute_capability == compute_capability && is_word(name, gpu.name);
-        if (named && (found < 0 || std::string_view(gpu.name).size() > std::string_view(kGpus[found].name).size()))
+        if (named &&
+            (found < 0 || std::string_view(gpu.name).size() > std::string_view(kGpus[found].name).size()))
             found = i;
         if (gpu.compute_capability <= compute_capability &&
             gpu.compute_capability > kGpus[other].compute_capability)
@@ -74,17 +76,18 @@ constexpr int32_t find_gpu(std::string_view name, int32_t compute_capability) {
 struct Machine {
     const Gpu& gpu;
     double multiprocessors;
-    double memory;   // bytes in a microsecond
-    double tensor;   // operations of a multiprocessor in a microsecond, in 16 bits
-    double mma_sync; // likewise, by mma.sync
-    double l2;       // bytes
-    double l2_rate;  // bytes of L2 in a microsecond, by 32 in each clock of a multiprocessor
-    double slower;   // how many times as long as a 1.83 GHz clock its clock takes
+    double memory;    // bytes in a microsecond
+    double tensor;    // operations of a multiprocessor in a microsecond, in 16 bits
+    double mma_sync;  // likewise, by mma.sync
+    double l2;        // bytes
+    double l2_rate;   // bytes of L2 in a microsecond, by 32 in each clock of a multiprocessor
+    double slower;    // how many times as long as a 1.83 GHz clock its clock takes
 };
 
 inline Machine machine_of(const Device& device) {
     const Gpu& gpu = kGpus[device.gpu];
-    const double count = std::max(device.multiprocessors, 1), share = std::min(count / gpu.multiprocessors, 1.0);
+    const double count = std::max(device.multiprocessors, 1),
+                 share = std::min(count / gpu.multiprocessors, 1.0);
     return {gpu,
             count,
             1e3 * gpu.bandwidth * share,

@@ -18,7 +18,9 @@ from tilesparse.cli import bench, demo, info
 from tilesparse.cli import command as cli
 from tilesparse.selection import OPS
 from tilesparse.tuning import measuring as tuning
+from tilesparse.tuning.devices import MEASURED
 
+LIMITS = "and to clock, bandwidth and rate of tensor cores"
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]
 
 
