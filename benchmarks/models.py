@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, functional
 
 ROTARY_BASE = 500_000.0  # of Llama 3
+LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,21 +314,24 @@ class RandomPatcher(BlockSparseModelPatcher):
 class Float8Linear(nn.Module):
     """A dense layer [..., in_features] -> [..., out_features] as users would pick it instead.
 
-    Rows of its weight and of its input are in float8_e4m3fn, and PyTorch multiplies them, with fast sums.
+    Rows of its weight and of its input are in float8_e4m3fn, and PyTorch multiplies them, with fast sums. The
+    input is rounded by this library, or by code that is to be compiled.
     """
 
     weight: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, compiled: bool) -> None:
         super().__init__()
+        self._compiled = compiled
         weight, scales = functional.quantize(linear.weight.detach(), torch.float8_e4m3fn)
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales[None])
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, scales = functional.quantize(x.flatten(0, -2), torch.float8_e4m3fn)
+        x, shape = x.flatten(0, -2), x.shape[:-1]
+        rows, scales = rounded(x) if self._compiled else functional.quantize(x, torch.float8_e4m3fn)
         y = torch._scaled_mm(
             rows,
             self.weight.t(),
@@ -337,14 +341,21 @@ class Float8Linear(nn.Module):
             out_dtype=x.dtype,
             use_fast_accum=True,
         )
-        return y.unflatten(0, x.shape[:-1])
+        return y.unflatten(0, shape)
 
 
-def make_float8(model: nn.Module) -> nn.Module:
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of x in float8_e4m3fn, and what each is to be multiplied by, in PyTorch's operations alone."""
+    scales = x.abs().amax(-1).float().clamp(min=1e-12) / LARGEST_FLOAT8
+    rows = (x.float() / scales[:, None]).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return rows.to(torch.float8_e4m3fn), scales
+
+
+def make_float8(model: nn.Module, compiled: bool = False) -> nn.Module:
     """Replaces all linear layers of a model by dense ones in float8."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            model.set_submodule(name, Float8Linear(module))
+            model.set_submodule(name, Float8Linear(module, compiled))
     return model
 
 

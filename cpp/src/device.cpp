@@ -1,7 +1,11 @@
 #include "device.h"
 
+#include <algorithm>
 #include <array>
+#include <charconv>
+#include <cstdlib>
 #include <mutex>
+#include <string_view>
 
 #include "cpu/cpu.h"
 #include "error.h"
@@ -65,6 +69,43 @@ void check_device_call(cudaError_t code, const LastError& last_error) {
     fail(TS_NO_DEVICE, "no usable CUDA device: ", cudaGetErrorString(code), advice(code));
 }
 
+constexpr char kLimits[] = "TILESPARSE_DEVICE_LIMITS";
+
+// The property of a device that a limit lowers.
+int32_t& limited_property(Device& device, std::string_view name) {
+    constexpr std::pair<const char*, int32_t Device::*> kProperties[] = {
+        {"compute_capability", &Device::compute_capability},
+        {"multiprocessors", &Device::multiprocessors},
+        {"shared_memory", &Device::shared_memory},
+        {"max_cluster", &Device::max_cluster}};
+    for (const auto& [known, property] : kProperties)
+        if (name == known) return device.*property;
+    fail(TS_INVALID_ARGUMENT, kLimits, " may limit compute_capability, multiprocessors, shared_memory and ",
+         "max_cluster, got \"", name, '"');
+}
+
+// Lowers what a device has to the limits that the environment sets: so tests run kernels as a smaller GPU
+// would. Written as "multiprocessors=16,shared_memory=101376"; the name shows that there are some.
+NamedDevice limited(NamedDevice device) {
+    const char* const variable = std::getenv(kLimits);
+    if (variable == nullptr || *variable == '\0') return device;
+    for (std::string_view rest = variable; !rest.empty();) {
+        const std::string_view limit = rest.substr(0, rest.find(','));
+        rest.remove_prefix(std::min(limit.size() + 1, rest.size()));
+        const size_t sign = std::min(limit.find('='), limit.size());
+        int32_t& property = limited_property(device.properties, limit.substr(0, sign));
+        const char* const end = limit.data() + limit.size();
+        int32_t most = 0;
+        const auto [read, error] =
+            std::from_chars(limit.data() + std::min(sign + 1, limit.size()), end, most);
+        require(error == std::errc() && read == end && most > 0, kLimits,
+                " must give each limit as NAME=POSITIVE_INTEGER, got \"", limit, '"');
+        property = property == 0 ? most : std::min(property, most);  // 0: not known, and no limit
+    }
+    device.name += " (limited)";
+    return device;
+}
+
 NamedDevice query_device(int32_t ordinal, const LastError& last_error) {
     cudaDeviceProp properties;
     check_device_call(cudaGetDeviceProperties(&properties, ordinal), last_error);
@@ -99,10 +140,11 @@ const NamedDevice& cuda_device(int32_t ordinal) {
     check_device_call(cudaGetDevice(&current), last_error);
     if (ordinal < 0) ordinal = current;
     require(ordinal < kMaxDevices, "the current device must be 0 to ", kMaxDevices - 1, ", got ", ordinal);
-    std::call_once(known[ordinal], [&] { devices[ordinal] = query_device(ordinal, last_error); });
+    std::call_once(known[ordinal], [&] { devices[ordinal] = limited(query_device(ordinal, last_error)); });
     if (ordinal != current) return devices[ordinal];
-    std::call_once(known_as_current[ordinal],
-                   [&] { current_devices[ordinal] = with_clusters(devices[ordinal], last_error); });
+    std::call_once(known_as_current[ordinal], [&] {
+        current_devices[ordinal] = limited(with_clusters(query_device(ordinal, last_error), last_error));
+    });
     return current_devices[ordinal];
 }
 

@@ -41,9 +41,9 @@ struct Dds {
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
                           void* workspace, void* stream) {
-        if constexpr (kGrouped) return launch_groups(problem, workspace, stream);
+        if constexpr (kGrouped) return launch_groups(problem, device, workspace, stream);
         return in_chunks(problem, kSpanTokens, most_spans(problem, device), [&](const Problem& chunk) {
-            return launch_chunk(chunk, decision.parts, workspace, stream);
+            return launch_chunk(chunk, device, decision.parts, workspace, stream);
         });
     }
 
@@ -81,7 +81,8 @@ struct Dds {
         return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
     }
 
-    static int32_t launch_groups(const Problem& problem, void* workspace, void* stream) {
+    static int32_t launch_groups(const Problem& problem, const Device& device, void* workspace,
+                                 void* stream) {
         const int64_t tiles = tile_count(problem),
                       spans = most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
         if (tiles * spans == 0) return cudaSuccess;
@@ -96,10 +97,11 @@ struct Dds {
         if (const int32_t error =
                 groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
             return error;
-        return multiply(arguments, problem, tiles * spans, stream);
+        return multiply(arguments, problem, device, tiles * spans, stream);
     }
 
-    static cudaError_t launch_chunk(const Problem& problem, int64_t parts, void* workspace, void* stream) {
+    static cudaError_t launch_chunk(const Problem& problem, const Device& device, int64_t parts,
+                                    void* workspace, void* stream) {
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
@@ -107,26 +109,27 @@ struct Dds {
         if constexpr (Traits::kSplits)
             if (parts > 1) {
                 arguments.partial = static_cast<float4*>(workspace);
-                return multiply_parts(arguments, problem, tiles * spans, stream);
+                return multiply_parts(arguments, problem, device, tiles * spans, stream);
             }
-        return multiply(arguments, problem, tiles * spans, stream);
+        return multiply(arguments, problem, device, tiles * spans, stream);
     }
 
-    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, int64_t items,
-                                void* stream) {
+    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, const Device& device,
+                                int64_t items, void* stream) {
         auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
         if constexpr (!Weight::kAlongK && !kGrouped)
             if (problem.input().layout != Layout::row_major)
                 start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
-        return start(arguments, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes, stream,
-                     false);
+        return start(arguments, device, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes,
+                     stream, false);
     }
 
-    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, int64_t items,
-                                      void* stream) {
+    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, const Device& device,
+                                      int64_t items, void* stream) {
         const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
-        if (const cudaError_t error = multiply(without_epilogue(arguments), problem, all_parts, stream))
+        if (const cudaError_t error =
+                multiply(without_epilogue(arguments), problem, device, all_parts, stream))
             return error;
         return reduce_parts<Traits>(arguments, items, stream);
     }

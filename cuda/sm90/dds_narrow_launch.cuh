@@ -59,14 +59,15 @@ struct DdsNarrow {
         const auto start = decision.parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
                                               : (wide ? launch_as<32, false> : launch_as<16, false>);
         const int64_t most = most_spans(problem, device);
-        if (span_count(problem) <= most) return start(problem, decision, workspace, stream);
+        if (span_count(problem) <= most) return start(problem, device, decision, workspace, stream);
         Problem packed = problem;  // once for all chunks
         if (packs_itself(problem, decision)) {
             packed.packed = workspace;
             if (const int32_t error = pack(problem, workspace, stream)) return error;
         }
-        return in_chunks(packed, kClusterTokens, most,
-                         [&](const Problem& chunk) { return start(chunk, decision, nullptr, stream); });
+        return in_chunks(packed, kClusterTokens, most, [&](const Problem& chunk) {
+            return start(chunk, device, decision, nullptr, stream);
+        });
     }
 
     static constexpr Kernel row(const char* name) {
@@ -122,8 +123,8 @@ struct DdsNarrow {
     }
 
     template <int kBlock, bool kInParts>
-    static int32_t launch_as(const Problem& problem, const Decision& decision, void* workspace,
-                             void* stream) {
+    static int32_t launch_as(const Problem& problem, const Device& device, const Decision& decision,
+                             void* workspace, void* stream) {
         using Own = Kinds<kBlock, kInParts>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
@@ -139,7 +140,7 @@ struct DdsNarrow {
                                ? ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch
                                : ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(tiles * spans, Common::Schedule::kMaxClusters);
-        return start(arguments, clusters, static_cast<int>(parts) * Own::kRanks, Own::kThreads,
+        return start(arguments, device, clusters, static_cast<int>(parts) * Own::kRanks, Own::kThreads,
                      Own::kSharedBytes, stream, packs);
     }
 

@@ -40,8 +40,8 @@ struct GroupedSdd {
         const auto start = problem.result_dtype == Math::kResult
                                ? ClusterLauncher<sdd_grouped_kernel<Traits>, SddArguments>::launch
                                : ClusterLauncher<sdd_grouped_kernel<WideTraits>, SddArguments>::launch;
-        return start(arguments, device.multiprocessors, 1, Traits::kThreads, Traits::kSharedBytes, stream,
-                     false);
+        return start(arguments, device, device.multiprocessors, 1, Traits::kThreads, Traits::kSharedBytes,
+                     stream, false);
     }
 
     static constexpr Kernel row(const char* name) {

@@ -83,10 +83,10 @@ struct Sdd {
             if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
         }
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
-        if (!decision.sums_y) return start(arguments, problem, stream);
+        if (!decision.sums_y) return start(arguments, problem, device, stream);
         void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
         arguments.sums = sums::share(problem, sum_warps(device), partial);
-        if (const cudaError_t error = start(arguments, problem, stream)) return error;
+        if (const cudaError_t error = start(arguments, problem, device, stream)) return error;
         return sums::add_partial(problem, arguments.sums, stream);
     }
 
@@ -148,23 +148,24 @@ struct Sdd {
 
     // The kernel, and the one that adds partial sums, for one dtype of results.
     template <class OfResult>
-    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, void* stream) {
+    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, const Device& device,
+                                 void* stream) {
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
             row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
                         : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
-        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (const cudaError_t error = start(arguments, device, stream)) return error;
         if (!arguments.may_split) return cudaSuccess;
         const int ctas = 16 * arguments.teams * arguments.team_size;
         return launch_early<sdd_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
     }
 
     template <class OfResult, bool kRowMajorY, bool kRowMajorX>
-    static cudaError_t start_on(const SddArguments& arguments, void* stream) {
+    static cudaError_t start_on(const SddArguments& arguments, const Device& device, void* stream) {
         return ClusterLauncher<sdd_kernel<OfResult, kRowMajorY, kRowMajorX>, SddArguments>::launch(
-            arguments, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes, stream,
-            false);
+            arguments, device, arguments.teams, arguments.team_size, Traits::kThreads, Traits::kSharedBytes,
+            stream, false);
     }
 
     static cudaError_t describe(SddArguments& arguments, const Problem& problem, const Device& device) {

@@ -51,7 +51,7 @@ struct SddNarrow {
                 return error;
         }
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
-        return start(arguments, problem, stream);
+        return start(arguments, problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -72,22 +72,23 @@ struct SddNarrow {
 
     // The kernel, and the one that adds partial sums.
     template <class OfResult>
-    static cudaError_t start_for(const SddNarrowArguments& arguments, const Problem& problem, void* stream) {
+    static cudaError_t start_for(const SddNarrowArguments& arguments, const Problem& problem,
+                                 const Device& device, void* stream) {
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
             row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
                         : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
-        if (const cudaError_t error = start(arguments, stream)) return error;
+        if (const cudaError_t error = start(arguments, device, stream)) return error;
         if (!arguments.may_split) return cudaSuccess;
         return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, 16 * arguments.ctas, 128, stream);
     }
 
     template <class OfResult, bool kRowMajorY, bool kRowMajorX>
-    static cudaError_t start_on(const SddNarrowArguments& arguments, void* stream) {
+    static cudaError_t start_on(const SddNarrowArguments& arguments, const Device& device, void* stream) {
         constexpr auto kKernel = sdd_narrow_kernel<OfResult, kRowMajorY, kRowMajorX>;
         return ClusterLauncher<kKernel, SddNarrowArguments>::launch(
-            arguments, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream, false);
+            arguments, device, arguments.ctas, 1, Traits::kThreads, Traits::kSharedBytes, stream, false);
     }
 
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features) {

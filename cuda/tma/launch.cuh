@@ -1,6 +1,7 @@
 // Launching clusters of thread blocks that stay on their multiprocessors, and kernels that follow them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "common/launch.cuh"
@@ -12,10 +13,10 @@ namespace ts::tma {
 template <auto kKernel, class Arguments>
 class ClusterLauncher {
   public:
-    // At most as many clusters are launched as the device holds at a time. `early`: while the kernel before
-    // it still runs, for which it waits by itself.
-    static cudaError_t launch(const Arguments& arguments, int64_t clusters, int cluster_size, int threads,
-                              int shared_bytes, void* stream, bool early) {
+    // At most as many clusters are launched as the device holds at a time, on as many multiprocessors as
+    // `device` says. `early`: while the kernel before it still runs, for which it waits by itself.
+    static cudaError_t launch(const Arguments& arguments, const Device& device, int64_t clusters,
+                              int cluster_size, int threads, int shared_bytes, void* stream, bool early) {
         cudaLaunchAttribute attributes[2];
         attributes[0].id = cudaLaunchAttributeClusterDimension;
         attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
@@ -31,7 +32,8 @@ class ClusterLauncher {
         int resident = 0;
         if (const cudaError_t error = resident_clusters(config, cluster_size, resident)) return error;
         if (resident == 0) return cudaErrorLaunchOutOfResources;
-        config.gridDim.x *= static_cast<unsigned>(clusters < resident ? clusters : resident);
+        const int64_t most = std::min(resident, std::max(device.multiprocessors / cluster_size, 1));
+        config.gridDim.x *= static_cast<unsigned>(std::min(clusters, most));
         void* parameters[] = {const_cast<Arguments*>(&arguments)};
         return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), parameters);
     }

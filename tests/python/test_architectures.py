@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 from test_packaging import ROOT, run
 
-from tilesparse import _C
+from tilesparse import _C, Device
+from tilesparse.tuning.devices import _GPUS as KNOWN_GPUS
 
 CUDA_FOLDERS = [
     os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
 ]
 NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *CUDA_FOLDERS]))
+TEGRA = ("AGX Orin",)
 # All that the build looks at before it compiles.
 CUTLASS = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
 ASK = """
@@ -153,3 +156,27 @@ def test_an_architecture_is_a_folder_and_a_tile_is_a_row(tmp_path: Path) -> None
     architectures, kernels, chosen, automatic = ask(tmp_path)
     assert (architectures, kernels) == ("cpu,sm_86", ["sm86_stub_64", "sm86_stub_32"])
     assert chosen[0] == automatic[0] == "sm86_stub_32"
+
+
+def test_releases_have_native_code_for_every_gpu_that_has_a_name() -> None:
+    """Code for a compute capability runs on later ones of the same major number, that with "a" there alone.
+
+    On the boards of Tegra nothing but their own does: they take PTX.
+    """
+    listed = (ROOT / "cmake" / "Architectures.cmake").read_text()
+    own = re.findall(r"^    (\d+)(a?)$", listed, re.MULTILINE)
+    native = re.findall(r"set\(known_native ([\d ]+)\)", listed)[0].split()
+    assert 'CMAKE_ARGS = "-DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
+    checked = ",".join(sorted({*native, *(number for number, _ in own)}, key=int))
+    for path in ("tools/release.sh", ".github/workflows/release.yml"):
+        assert re.search(rf"gpus[= ]{checked}\b", (ROOT / path).read_text()), path
+    codes = [(int(number), False) for number in native] + [(int(number), bool(a)) for number, a in own]
+    for name in KNOWN_GPUS:
+        major, minor = Device.find(name).compute_capability or (0, 0)
+        if major < 8 or name in TEGRA:
+            continue
+        capability = 10 * major + minor
+        assert any(
+            code == capability if alone else code // 10 == major and code <= capability
+            for code, alone in codes
+        ), name

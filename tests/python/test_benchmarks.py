@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_checkpoint
+import bench_columns
 import bench_cpu
 import bench_cpu_eight_bits
 import bench_cpu_storages
@@ -42,7 +43,7 @@ from models import MODELS, Architecture, Size
 from problems import Shape
 from torch import nn
 
-from tilesparse import _C, BlockSparseLinear
+from tilesparse import _C, BlockSparseLinear, functional
 from tilesparse.cli import info
 
 CPU = torch.device("cpu")
@@ -102,6 +103,26 @@ def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
             error = harness.relative_error(model(x), dense(x).float())
         assert error is not None
         assert 0 < error < bench_models.TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float8"])
+def test_models_in_four_columns_are_timed_beside_all_dense_ones(form: str) -> None:
+    arguments = argparse.Namespace(device="cpu", repetitions=1, seed=0)
+    group = bench_columns.Group("llama-decode1", tiny("llama-decode1"), "inference", "eager")
+    result = bench_columns.Columns(group, arguments).result(form, 0.5, (16, 16))
+    assert not result["wrong"] and result["t_us"] > 0
+    assert result["beside_us"].keys() == {"dense", "float8", "float8_compiled"}
+
+
+def test_inputs_are_rounded_alike() -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0] = 0
+    rows, scales = models.rounded(x)
+    expected, their_scales = functional.quantize(x, torch.float8_e4m3fn)
+    torch.testing.assert_close(
+        rows.float() * scales[:, None], expected.float() * their_scales[:, None], rtol=0.07, atol=1e-6
+    )
+    assert not rows[0].float().any()
 
 
 def test_decoding_continues_a_prompt() -> None:

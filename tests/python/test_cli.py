@@ -67,6 +67,24 @@ def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.Ca
     assert any(line.partition(f"  {gpu} ")[2].split()[:1] == ["forward"] for line in lines)
 
 
+@pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [
+        ("H200", "measured on this GPU"),
+        ("H100 PCIe", "those of an H200, scaled from 132 to 114 multiprocessors"),
+        ("L40S", "those of an H200 with kernels for 8.0, scaled from 132 to 142 multiprocessors"),
+    ],
+)
+def test_info_says_what_estimates_rest_on(gpu: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", *LAYER, "--gpu", gpu, "--op", "forward"]) == 0
+    text = capsys.readouterr().out
+    lines = text[text.index(f"cuda: {gpu},") :].splitlines()
+    line = next(line for line in lines if "estimated times" in line)
+    assert line.endswith(says)
+    assert ("nothing was measured on this GPU" in line) == (gpu != "H200")
+
+
 def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
         SimpleNamespace(name=name, device=device, min_compute_capability=least, dtypes=dtypes)

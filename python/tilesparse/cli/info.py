@@ -14,7 +14,7 @@ import torch
 from .. import _C, _checks
 from ..errors import TileSparseError, UnsupportedError
 from ..tuning import loading
-from ..tuning.devices import KINDS, Device, runs_on
+from ..tuning.devices import KINDS, Device, describe_estimates, runs_on
 from ..tuning.products import OPS, Product
 from ..tuning.selection import choose
 from .options import KERNEL_DTYPES, VALUES_DTYPES, add_layer, chosen_ops, describe_layer, product_of
@@ -82,11 +82,14 @@ def _describe_device(device: _C.DeviceInfo) -> str:
     if KINDS[device.device] == "cpu":
         return f"cpu: {device.name}, {device.multiprocessors} processors"
     major, minor = divmod(device.compute_capability, 10)
-    return (
+    text = (
         f"cuda: {device.name}, compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
         f"{device.shared_memory >> 10} KiB shared memory\n"
         f"  kernels: {_families(device) or 'none of this library runs on it'}"
     )
+    if _kernels_for(device):
+        text += f"\n  estimated times: {describe_estimates(Device.of(device))}"
+    return text
 
 
 def _families(device: _C.DeviceInfo) -> str:

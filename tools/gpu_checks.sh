@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Checks that need a GPU, on the machine's first one:
+#
+#   tools/gpu_checks.sh SUMMARY [COMMIT]
+#
+# A fixed sample of every CUDA kernel under compute-sanitizer; the tests marked `gpu`, among them every kernel as smaller
+# GPUs would run it; and 10^6 hostile calls of the C interface with a GPU in reach. Needs an installed tilesparse[test],
+# compute-sanitizer and g++. SUMMARY, a JSON file, says what each check found; what cannot run or fails makes the exit
+# status 1. Logs stay in build/gpu-checks. COMMIT is that of sources outside of a repository. JOBS sets the number of
+# processes that share the GPU (8).
+set -uo pipefail
+summary=$(realpath -m "$1")
+cd "$(dirname "$0")/.." || exit
+logs=build/gpu-checks
+rm -rf "$logs" && mkdir -p "$logs"
+jobs=${JOBS:-8}
+export TILESPARSE_REQUIRE_GPU=1
+pytest=(python -m pytest -q -p no:cacheprovider -n "$jobs")
+# Each layout and storage of each kernel, sums in several parts, grouped products, and the kernels that expand values.
+sample=("${pytest[@]}" tests/python/test_kernels.py tests/python/test_grouped_kernels.py
+    -k "test_small or (each_group and uneven) or expanded_values")
+
+check() { # NAME COMMAND …: runs it, keeps its output and what the summary needs
+    local name=$1 begin=$SECONDS status=0
+    shift
+    printf '=== %s\n' "$name"
+    "$@" >"$logs/$name.txt" 2>&1 || status=$?
+    printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - begin))" >>"$logs/checks.tsv"
+    tail -n 1 "$logs/$name.txt"
+}
+
+sanitize() { # TOOL [option …]
+    local tool=$1
+    shift
+    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 "$@" "${sample[@]}"
+}
+
+# initcheck does not see what TMA stores, so that whoever reads a result seems to read memory that was never written:
+# only reads by kernels of this library count.
+initcheck() {
+    local log=$logs/initcheck-all.txt
+    compute-sanitizer --tool initcheck --target-processes all --print-limit 100000 "${sample[@]}" >"$log" 2>&1 || true
+    if grep -A 1 'Uninitialized __global__' "$log" | grep -E ' at .*ts::(sm|plans|values|sums|tma)'; then return 1; fi
+    grep -E '^[0-9]+ passed' "$log" # the tests themselves
+}
+
+fuzz() { # the ABI, with products on the GPU
+    local folder
+    folder=$(python -c "import pathlib, tilesparse; print(pathlib.Path(tilesparse._C.libraries()[0]).parent)")
+    g++ -std=c++17 -O1 -I cpp/include tests/cpp/fuzz_abi.cpp -o "$logs/fuzz_abi" \
+        -L "$folder" -Wl,-rpath,"$folder" -ltilesparse -lpthread && "$logs/fuzz_abi" 1000000
+}
+
+check memcheck sanitize memcheck --leak-check no
+check racecheck sanitize racecheck
+check synccheck sanitize synccheck
+check initcheck initcheck
+check fuzz fuzz
+check tests "${pytest[@]}" -m gpu tests/python
+python benchmarks/gpu_summary.py "$logs" "$summary" "${2:-}"
