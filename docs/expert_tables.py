@@ -9,7 +9,7 @@ from table_parts import cases, short, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
 FILES = {"H100": "h100_experts.json"}
-PRUNED = "h100_prune_experts.json"
+PRUNED, SPLIT = "h100_prune_experts.json", "cpu_split_ffn.json"
 WAYS = {
     "dense": "dense",
     "blocks": "blocks, equally many of each expert",
@@ -140,6 +140,17 @@ def _timed(case: dict[str, Any]) -> Iterator[list[str]]:
         yield [short(case["density"]), what, block, str(tokens), *cells]
 
 
+def split_layers() -> str:
+    """Dense feed-forward layers split into experts, beside block-sparse ones."""
+    header = ["", "multiplied", "error of layers", "cosine"]
+    lines = [
+        [result["way"], short(case["fraction"]), f"{result['error']:.3f}", f"{result['cosine']:.3f}"]
+        for case in cases(SPLIT)
+        for result in case["results"]
+    ]
+    return table(header, lines)
+
+
 EXPERT_TABLES: dict[str, Callable[[], str]] = {
     "grouped_products": grouped_products,
     "grouped_products_cpu": grouped_products_cpu,
@@ -147,4 +158,5 @@ EXPERT_TABLES: dict[str, Callable[[], str]] = {
     "experts_parts": experts_parts,
     "pruned_experts": pruned_experts,
     "pruned_expert_times": pruned_expert_times,
+    "split_layers": split_layers,
 }
