@@ -5,7 +5,6 @@
 #include "cpu/steps.h"
 #include "device.h"
 #include "error.h"
-#include "problem.h"
 #include "threads.h"
 #include "values/metadata.h"
 
@@ -182,9 +181,6 @@ namespace {
 // cuda_device() throws where there is no device.
 void dequantize_on_device(const Problem& problem, void* dense, void* stream) {
     cuda_device(-1);
-    if (is_quantized(problem.input_dtype))
-        fail(TS_UNSUPPORTED, "2:4 values are multiplied with x of ", to_string(problem.input_dtype),
-             " on the CPU only");
     launch_checked("dequantizing values", [&] { return values::dequantize(problem, dense, stream); });
 }
 

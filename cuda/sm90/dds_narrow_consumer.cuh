@@ -71,8 +71,10 @@ class NarrowConsumer {
     using Epilogue = DdsEpilogue<Traits>;
     using Atom = typename Traits::Math::template RegisterAtom<
         kRowMajorInput ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN, Traits::kTileTokens>;
-    static constexpr int kQuarters = Traits::kLine / 16;
-    static constexpr int kBlockQuarters = Traits::kBlock / 16;
+    static constexpr int kProduct = 32 / sizeof(typename Traits::Input);  // of k
+    static constexpr int kProducts = Traits::kLine / kProduct;
+    static constexpr int kBlockProducts = Traits::kBlock / kProduct;
+    static constexpr int kMaskBits = kProduct / 16 * 4;  // of a product
     // Of activations as an operand, but for their address; see operand().
     static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
 
@@ -99,7 +101,7 @@ class NarrowConsumer {
 
     __device__ void multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
 #pragma unroll
-        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0;
         for (int first = 0; first < work.steps; first += 32) {
             const int2 masks = masks_;
             masks_ = masks_from(work, first + 32);
@@ -116,7 +118,7 @@ class NarrowConsumer {
         const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
         uint32_t weight = place_ + block * Traits::kBlockBytes;
         constexpr uint32_t kNext =
-            kRowMajorInput ? Traits::kTileTokens * Traits::kLine * 2 / 16 : Traits::kLine * 128 / 16;
+            kRowMajorInput ? Traits::kInputBytes / Traits::kLines / 16 : Traits::kLine * 128 / 16;
 #pragma unroll
         for (int line = 0; line < Traits::kLines; ++line)
             if (const uint32_t present = mask >> 16 * line & 0xffff)
@@ -128,14 +130,14 @@ class NarrowConsumer {
 
     // 64 of k. `weight`: where the warp's next block is.
     __device__ void multiply(Sum (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
-        WeightFragment fragments[kQuarters];
+        WeightFragment fragments[kProducts];
         const uint32_t own = mask >> warp_;
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
-            const bool present = own >> 4 * k16 & 1;
+        for (int first = 0; first < kProducts; first += kBlockProducts) {
+            const bool present = own >> kMaskBits * first & 1;
 #pragma unroll
-            for (int i = 0; i < kBlockQuarters; ++i) {
-                WeightFragment& fragment = fragments[k16 + i];
+            for (int i = 0; i < kBlockProducts; ++i) {
+                WeightFragment& fragment = fragments[first + i];
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
                 if (present) Weight::read(fragment, shared_.weight[0], weight, i);
             }
@@ -143,10 +145,10 @@ class NarrowConsumer {
         }
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int k16 = 0; k16 < kQuarters; k16 += kBlockQuarters) {
-            if ((mask >> 4 * k16 & 0xf) == 0) continue;
+        for (int first = 0; first < kProducts; first += kBlockProducts) {
+            if ((mask >> kMaskBits * first & 0xf) == 0) continue;
 #pragma unroll
-            for (int i = k16; i < k16 + kBlockQuarters; ++i)
+            for (int i = first; i < first + kBlockProducts; ++i)
                 wgmma<Atom>(
                     sums, fragments[i],
                     uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),

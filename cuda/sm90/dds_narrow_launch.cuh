@@ -23,6 +23,8 @@ struct DdsNarrow {
     static_assert(Common::kRowRanks == kRowRanks);
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
+    // Products of 8 bits, which wgmma reads along k alone, have as many k as a block of 32.
+    static constexpr bool kBytes = sizeof(typename Math::Input) == 1;
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
 
     static const char* refuses(const Problem& problem, const Device& device) {
@@ -30,6 +32,7 @@ struct DdsNarrow {
             return reason;
         if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
             return "its blocks have 16 or 32 features of the result and at least as many of k";
+        if (kBytes && !is_wide(problem)) return "its blocks have 32 features of the result";
         if (most_spans(problem, device) <= 0 || square_count(problem) > INT32_MAX)
             return "so large a weight is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -46,34 +49,24 @@ struct DdsNarrow {
     }
 
     static int32_t pack(const Problem& problem, void* packed, void* stream) {
-        return is_wide(problem) ? pack_as<Weight<Math, 32>>(problem, packed, stream)
-                                : pack_as<Weight<Math, 16>>(problem, packed, stream);
+        if constexpr (!kBytes)
+            if (!is_wide(problem)) return pack_as<Weight<Math, 16>>(problem, packed, stream);
+        return pack_as<Weight<Math, 32>>(problem, packed, stream);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision& chosen,
                           void* workspace, void* stream) {
-        Decision decision = chosen;
-        const bool wide = is_wide(problem);
-        if (const cudaError_t error = (wide ? fit_parts<32> : fit_parts<16>)(problem, decision.parts))
-            return error;
-        const auto start = decision.parts > 1 ? (wide ? launch_as<32, true> : launch_as<16, true>)
-                                              : (wide ? launch_as<32, false> : launch_as<16, false>);
-        const int64_t most = most_spans(problem, device);
-        if (span_count(problem) <= most) return start(problem, device, decision, workspace, stream);
-        Problem packed = problem;  // once for all chunks
-        if (packs_itself(problem, decision)) {
-            packed.packed = workspace;
-            if (const int32_t error = pack(problem, workspace, stream)) return error;
-        }
-        return in_chunks(packed, kClusterTokens, most, [&](const Problem& chunk) {
-            return start(chunk, device, decision, nullptr, stream);
-        });
+        if constexpr (!kBytes)
+            if (!is_wide(problem)) return launch_blocks<16>(problem, device, chosen, workspace, stream);
+        return launch_blocks<32>(problem, device, chosen, workspace, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<DdsNarrow>(name);
-        row.ops = bits_of(Op::dds_nt, Op::dds_nn);
+        row.ops = kBytes ? bits_of(Op::dds_nt) : bits_of(Op::dds_nt, Op::dds_nn);
         row.input_dtypes = bits_of(Math::kInput);
+        if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
+        row.precision = Math::kPrecision;
         row.tile_tokens = kClusterTokens;
         row.tile_features = kClusterFeatures;
         row.splits = true;
@@ -87,6 +80,24 @@ struct DdsNarrow {
     }
 
   private:
+    template <int kBlock>
+    static int32_t launch_blocks(const Problem& problem, const Device& device, const Decision& chosen,
+                                 void* workspace, void* stream) {
+        Decision decision = chosen;
+        if (const cudaError_t error = fit_parts<kBlock>(problem, decision.parts)) return error;
+        const auto start = decision.parts > 1 ? launch_as<kBlock, true> : launch_as<kBlock, false>;
+        const int64_t most = most_spans(problem, device);
+        if (span_count(problem) <= most) return start(problem, device, decision, workspace, stream);
+        Problem packed = problem;  // once for all chunks
+        if (packs_itself(problem, decision)) {
+            packed.packed = workspace;
+            if (const int32_t error = pack(problem, workspace, stream)) return error;
+        }
+        return in_chunks(packed, kClusterTokens, most, [&](const Problem& chunk) {
+            return start(chunk, device, decision, nullptr, stream);
+        });
+    }
+
     // Lowers the number of parts until the current device holds all clusters at a time.
     template <int kBlock>
     static cudaError_t fit_parts(const Problem& problem, int64_t& parts) {
@@ -136,9 +147,10 @@ struct DdsNarrow {
         if (packs)
             if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))
                 return error;
-        const auto start = problem.input().layout == Layout::row_major
-                               ? ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch
-                               : ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
+        auto start = ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch;
+        if constexpr (!kBytes)
+            if (problem.input().layout != Layout::row_major)
+                start = ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(tiles * spans, Common::Schedule::kMaxClusters);
         return start(arguments, device, clusters, static_cast<int>(parts) * Own::kRanks, Own::kThreads,
                      Own::kSharedBytes, stream, packs);
@@ -150,8 +162,9 @@ struct DdsNarrow {
         auto count = static_cast<int>(square_count(problem));
         int squares = problem.k_block() / problem.row_block();
         if (count == 0) return cudaSuccess;
-        const auto kernel =
-            problem.forward() ? pack_narrow_kernel<Format, false> : pack_narrow_kernel<Format, true>;
+        auto kernel = pack_narrow_kernel<Format, false>;
+        if constexpr (!kBytes)
+            if (!problem.forward()) kernel = pack_narrow_kernel<Format, true>;
         const int64_t ctas = (int64_t{count} * 32 + kThreads - 1) / kThreads;
         const void* plan = problem.plan;
         int key = plan_key(problem.pattern, problem.op, kPlan);
@@ -166,11 +179,14 @@ struct DdsNarrow {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.x_scales = problem.x_scales;
+        arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
                                static_cast<int>(parts) * band_spans(problem, tiles, spans));
-        arguments.tokens_by_k = operand(128, 0);
+        arguments.tokens_by_k = operand(Common::kLineBytes, 0);
         if (arguments.value_rows > 0)
             if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (arguments.value_rows > 0 && arguments.packed == nullptr)
@@ -183,7 +199,8 @@ struct DdsNarrow {
     // one band if L2 holds their activations.
     static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
         constexpr int64_t kPanelBytes = 8 << 20, kHeldBytes = 32 << 20;
-        const int64_t bytes = int64_t{kClusterTokens} * std::max<int64_t>(problem.k_size(), 1) * 2;
+        const int64_t bytes =
+            int64_t{kClusterTokens} * std::max<int64_t>(problem.k_size(), 1) * sizeof(typename Math::Input);
         if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= kHeldBytes)
             return static_cast<int>(spans);
         return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
@@ -191,7 +208,7 @@ struct DdsNarrow {
 
     static cudaError_t map_blocks(DdsArguments& arguments, const Problem& problem) {
         const int block = problem.pattern.block_rows;
-        return encode(arguments.values, problem.values.dtype, problem.values.data,
+        return encode(arguments.values, Math::kMapType, problem.values.data,
                       {{block, 1, block}, {arguments.value_rows, block, block}});
     }
 
@@ -199,10 +216,10 @@ struct DdsNarrow {
         const Matrix& matrix = problem.input();
         if (matrix.layout == Layout::row_major)
             return encode(
-                arguments.input, problem.input_dtype, matrix.data,
+                arguments.input, Math::kMapType, matrix.data,
                 {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
         return encode(
-            arguments.input, problem.input_dtype, matrix.data,
+            arguments.input, Math::kMapType, matrix.data,
             {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kLine}});
     }
 };

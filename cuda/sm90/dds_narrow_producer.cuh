@@ -102,8 +102,8 @@ class NarrowProducer {
         if (kRowMajorInput) {
             for (int i = 0; i < Traits::kLines; ++i)
                 load_box(&arguments_.input, full, to,
-                         stage + (i * Traits::kTileTokens + place) * Traits::kLine * 2, k + i * Traits::kLine,
-                         token);
+                         stage + (i * Traits::kTileTokens + place) * Traits::kLineBytes,
+                         k + i * Traits::kLine, token);
         } else {
             for (int i = 0; i < Traits::kRankTokens; i += Traits::kBoxTokens)
                 for (int j = 0; j < Traits::kStep; j += Traits::kLine)

@@ -66,6 +66,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kStep = kStep_;
     static constexpr int kLine = 64;  // of k that lie side by side
     static constexpr int kLines = kStep / kLine;
+    static constexpr int kLineBytes = kLine * sizeof(Input);
     static constexpr int kInputBytes = kTileTokens * kStep * sizeof(Input);
     static constexpr int kStages = kInputRingBytes / kInputBytes;
     static constexpr int kBlockBytes = Weight::kBlockBytes;
@@ -74,7 +75,9 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
-    static constexpr int kBlocks = (kStagedBytes - kResultBytes - kInputRingBytes) / kBlockBytes;
+    static constexpr int kMoreControlBytes = 32 * std::max(0, kStages - 8);  // of many stages
+    static constexpr int kBlocks =
+        (kStagedBytes - kResultBytes - kInputRingBytes - kMoreControlBytes) / kBlockBytes;
     static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread

@@ -9,8 +9,8 @@
 
 namespace ts::sm90 {
 
-// A packed block is [kBlock features][kBlock of k]. Of its lines of 2 kBlock bytes, vectors of 16 are
-// swizzled as TMA does over that width, so that eight features can be read from shared memory at once.
+// A packed block is [kBlock features][kBlock of k]. Of its lines of kLine bytes, vectors of 16 are swizzled
+// as TMA does over that width, so that eight features can be read from shared memory at once.
 template <class Math, int kBlock_>
 struct DenseNarrowWeight : DenseStorage {
     using Value = typename Math::Value;
@@ -44,24 +44,24 @@ struct DenseNarrowWeight : DenseStorage {
             *reinterpret_cast<uint4*>(packed + places[i]) = reinterpret_cast<const uint4&>(elements[i]);
     }
 
-    // What a lane of a warp reads of the first 16 of k, of 16 features from `first` on, begins here in a
-    // block.
+    // What a lane of a warp reads of the first 32 bytes of k, of 16 features from `first` on, begins here in
+    // a block.
     __device__ static uint32_t first_place(int first, int lane) {
         return place(first + lane % 16, lane / 16);
     }
 
-    // The i-th 16 of k. `at`: first_place in some block, from the beginning of `blocks` on.
+    // The i-th 32 bytes of k. `at`: first_place in some block, from the beginning of `blocks` on.
     __device__ static void read(WeightFragment& fragment, const char* blocks, uint32_t at, int i) {
         const auto& line = *reinterpret_cast<const cute::uint128_t*>(blocks + (at ^ i * 32));
         cute::SM75_U32x4_LDSM_N::copy(line, fragment[0], fragment[1], fragment[2], fragment[3]);
     }
 
   private:
-    static constexpr int kVector = 8;  // elements of k
+    static constexpr int kVector = 16 / sizeof(Value);  // elements of k
     static constexpr int kVectors = kBlock / kVector;
+    static constexpr int kLine = kBlock * sizeof(Value);
 
     __device__ static int place(int feature, int vector) {
-        constexpr int kLine = 2 * kBlock;
         return feature * kLine + (vector ^ (feature * kLine / 128 & kVectors - 1)) * 16;
     }
 };

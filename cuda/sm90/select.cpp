@@ -117,6 +117,14 @@ Kernel of_16_bits(Kernel kernel) {
     return kernel;
 }
 
+// What is promoted is added beside the products of the other warpgroup. Scales inside of the sums are read
+// from shared memory, which products keep busy (measured on an H100).
+double promoted_factor(const Kernel& kernel, const Problem& problem) {
+    constexpr double kPromoted = 1.15, kScaled = 1.45;
+    if (kernel.precision != Precision::highest || problem.input_dtype != DType::float8_e4m3fn) return 1;
+    return problem.scales_inside() ? kScaled : kPromoted;
+}
+
 // --- narrow blocks ---
 
 constexpr double kNarrowResults = 512 * 128;  // features x tokens of a tile of any kernel for them
@@ -225,16 +233,14 @@ double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const 
 }
 
 double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (is_quantized(problem.input_dtype))
+        return promoted_factor(kernel, problem) *
+               estimate_dds_2_4(of_16_bits(kernel), of_16_bits(problem), device);
     return dds_time(kernel, problem, device, compressed_share(kernel, problem), kCluster);
 }
 
-// What is promoted is added beside the products of the other warpgroup. Scales inside of the sums are read
-// from shared memory, which products keep busy (measured on an H100).
 double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Device& device) {
-    constexpr double kPromoted = 1.15, kScaled = 1.45;
-    const double time = estimate_dds(of_16_bits(kernel), of_16_bits(problem), device);
-    if (kernel.precision != Precision::highest || problem.input_dtype != DType::float8_e4m3fn) return time;
-    return time * (problem.scales_inside() ? kScaled : kPromoted);
+    return promoted_factor(kernel, problem) * estimate_dds(of_16_bits(kernel), of_16_bits(problem), device);
 }
 
 double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device) {
@@ -251,6 +257,13 @@ Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& 
 // the faster ones for rows of unequal length. Packing is a part of what was fitted, but for small batches and
 // long blocks.
 double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
+    if (is_quantized(problem.input_dtype)) {
+        constexpr double kHalfOfBytes = 0.6;  // and of products
+        Problem other = problem;
+        other.input_dtype = other.values.dtype = DType::bfloat16;
+        other.values.scales = nullptr;
+        return kHalfOfBytes * estimate_narrow(kernel, other, device);
+    }
     if (is_medium_batch(problem, device)) return narrow_time_of_medium_batch(problem, device, kernel.plan);
     const double k = static_cast<double>(problem.k_size());
     const double factor = shares_weight(kernel) ? 1.06 * (1 + 50 / k) : 1;

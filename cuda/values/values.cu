@@ -73,7 +73,8 @@ struct DequantizeArguments {
     int64_t halves;
 };
 
-// `Word`: what values are moved as. `Element`: of activations, if values have to be scaled; else Word.
+// `Word`: what values are moved as. `Element`: of activations, if values have to be scaled; else Word, as
+// where activations have 8 bits, too.
 template <class Word, class Element>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const __grid_constant__ DequantizeArguments arguments) {
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         if (!is_packed) plain = *reinterpret_cast<const Run<Word, kHalf>*>(from + index * kHalf);
     }
-    if constexpr (sizeof(Word) == 1) {
+    if constexpr (!std::is_same_v<Word, Element>) {
         const float scale = values.scales[values.scales_per == ScalesPer::row ? line : block];
         Run<Element, kHalf> scaled;
 #pragma unroll
@@ -175,6 +176,9 @@ int32_t launch(void (*kernel)(Arguments), Arguments arguments, int64_t threads, 
 auto dequantize_kernel_for(const Problem& problem) -> void (*)(DequantizeArguments) {
     if (is_quantized(problem.values.dtype)) {
         switch (problem.input_dtype) {
+            case DType::int8:
+            case DType::float8_e4m3fn:
+                return dequantize_kernel<uint8_t, uint8_t>;
             case DType::float64:
                 return dequantize_kernel<uint8_t, double>;
             case DType::float32:

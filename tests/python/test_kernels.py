@@ -28,7 +28,9 @@ from helpers import (
     Storage,
     Stored,
     assert_within,
+    expanded_by_definition,
     make_pattern,
+    random_mask,
     reference_of_bias,
     rounded,
     rounding_unit,
@@ -44,6 +46,7 @@ from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCA
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.prepared import Prepared
+from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
 
@@ -100,8 +103,8 @@ class Row(NamedTuple):
 
 def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | None]:
     """What a kernel reads as it is, of 8 bits with either kind of scales."""
-    if dtype in QUANTIZED:
-        return [None]
+    if dtype in QUANTIZED:  # as x is
+        return [form for form, bit in ((None, 1), (STORAGES["2:4"], 2)) if kernel.storages & bit]
     own = kernel.values_dtypes == 0 or kernel.values_dtypes >> DTYPES[dtype] & 1
     found: list[Storage | None] = [None] if kernel.storages & 1 and own else []
     for storage in STORAGES.values():
@@ -146,7 +149,7 @@ ROWS = [row for row in EVERY_ROW if "grouped" not in row.name]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
-ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.of_8_bits]
+ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.scales_inside]
 
 
 def runs_here(row: Row) -> bool:
@@ -227,7 +230,8 @@ def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
         ld = max(4, (4 * tokens + gap + CHUNK - 1) // CHUNK * CHUNK // 4)
         return {"result_dtype": DTYPES[row.result], "x_scales_ld": ld}
     if row.of_8_bits:
-        return {"row_scales": PER_FEATURE, "result_dtype": DTYPES[row.result]}
+        form = {"row_scales": PER_FEATURE, "result_dtype": DTYPES[row.result]}
+        return form if storage is None else form | {"storage": int(storage.compressed)}
     if storage is None:
         return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
@@ -351,12 +355,16 @@ class Operands:
 def random_stored(
     pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype, scales_inside: bool = False
 ) -> Stored:
-    if storage is not None:
-        return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
     if dtype in QUANTIZED:
         values = of_8_bits(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
         count = pattern.nnz if scales_inside else pattern.out_features
-        return Stored(values, None, scales_of_8_bits(count, 11), values)
+        scales, metadata, plain = scales_of_8_bits(count, 11), None, values
+        if storage is not None:
+            values, metadata = compress(values, random_mask(values.shape).to(DEVICE))
+            plain = expanded_by_definition(values, metadata, None, dtype)
+        return Stored(values, metadata, scales, plain)
+    if storage is not None:
+        return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
     values = normal(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
     return Stored(values, None, None, values)
 
@@ -722,7 +730,7 @@ def test_expanded_values(row: Row) -> None:
     """What a kernel does not read it is given as plain values, in its workspace."""
     draw = random.Random(f"{row} expanded")
     shapes = [shape for shape in accepted_shapes(row) if shape[1] % COMPRESSIBLE == 0]
-    for storage in STORAGES.values():
+    for storage in [STORAGES["2:4"]] if row.of_8_bits else STORAGES.values():
         given = row._replace(storage=storage)
         for name in ("random 50%", "empty rows and columns"):
             pattern = make_pattern(name, (3, 4), draw.choice(shapes))

@@ -201,7 +201,7 @@ typedef struct ts_matmul_desc {
     int32_t bias_gradient_dtype; /* 0: dtype; d + 1: the dtype d, which may be TS_FLOAT32 for 16 bits */
     int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
     const float* x_scales; /* [tokens] where x has 8 bits, otherwise NULL; TS_DDS_NT only. x is row-major,
-                              values have its dtype, on TS_CUDA in TS_STORAGE_DENSE, and
+                              values have its dtype, and
                                 y[t, f] = sum over k of x[t, k] W[f, k], times x_scales[t], times scales[f]
                               before bias, activation and the rest. Sums of TS_INT8 are exact: in_features
                               is below 2^17. result_dtype is TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16. */

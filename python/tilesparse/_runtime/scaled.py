@@ -37,10 +37,7 @@ def dds_quantized(
     fast: bool,
 ) -> Tensor:
     """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
-    if metadata is not None and x.is_cuda:  # where no kernel reads 2:4 in 8 bits
-        with pattern.launching():
-            values, metadata = _values.decompressed(values, metadata), None
-    elif metadata is not None and pattern.packs:
+    if metadata is not None and pattern.packs and x.is_cpu:
         values = pattern.plain.follow(_values.decompressed, values, metadata)
         metadata = None
     request = (
@@ -76,7 +73,7 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     if pattern.packs and x.is_cuda:
         key = *key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
-    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other)):
+    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other, metadata)):
         residual, gate = (None, other) if gated else (other, None)
         check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate, metadata)
         check_quantized_x(x, x_values, x_scales, values.dtype, scales)
@@ -84,9 +81,10 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
         inside, weight = is_inside(scales), aligned(values)
         of_tokens, scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
         near, lines = (None, None) if other is None else like_result(other, feature_major)
+        kept = None if metadata is None else aligned(metadata)
         changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
-        if any(one is not given for one, given in changed):
-            options = activation, feature_major, kernel, gated, fast, metadata
+        if kept is not metadata or any(one is not given for one, given in changed):
+            options = activation, feature_major, kernel, gated, fast, kept
             return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
         form = result_form(x, pattern.shape[0], feature_major)
         added = {"residual": lines, "gated": gated, "activation": activation}
