@@ -105,9 +105,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
         const uint32_t* metadata_;
     };
 
-    // The products of a step, sums (+)= weight tokens, and their end. They read the registers with metadata
-    // while they run, which the compiler does not know: it would let the next step write to these. The other
-    // warpgroup multiplies meanwhile. `tokens`: where their operand is.
+    // See CompressedWeight for this.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
     __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
                                     uint32_t tokens, bool add) {
