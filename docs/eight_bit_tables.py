@@ -10,6 +10,7 @@ from table_makers import BLOCKS, DENSITIES, LARGE
 from table_parts import cases, short, table, times
 
 PRODUCTS = {"H200": "h200_eight_bits.json", "H100": "h100_eight_bits.json"}
+SCALED = "h100_eight_bits_scaled.json"
 DTYPES = ("int8", "float8")
 
 
@@ -53,6 +54,26 @@ def eight_bit_products() -> str:
         )
     header = ["", "both factors", "layer", "block", "density", "sparse", "dense float8", "dense bfloat16"]
     return table([*header, "sparse bfloat16", "quantizing x", "η"], lines)
+
+
+def scaled_products() -> str:
+    """Scales inside of the sums: µs of ours, and of PyTorch's dense products with these and by row."""
+    lines = []
+    for case in cases(SCALED):
+        (one,) = case["results"]
+        lines.append(
+            [
+                f"{case['tokens']}×{case['out_features']}×{case['in_features']}",
+                short(case["requested_density"]),
+                f"{one['sparse_us']:.0f}",
+                f"{statistics.mean(one['dense_us']):.0f}",
+                f"{one['dense_by_row_us']:.0f}",
+                f"{one['quantize_us']:.0f}",
+                f"{one['eta']:.2f}".removeprefix("0"),
+            ]
+        )
+    header = ["layer", "density", "sparse", "dense, the same scales", "dense, scales of rows"]
+    return table([*header, "quantizing x", "η"], lines)
 
 
 def eight_bits_8_0() -> str:
@@ -175,6 +196,7 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
     for maker in (
         eight_bits,
         eight_bit_products,
+        scaled_products,
         eight_bits_8_0,
         eight_bit_models,
         four_bits,
