@@ -98,7 +98,7 @@ def _parts(case: LayerCase, arguments: argparse.Namespace) -> Calls:
     *_, weights, index = layer.gate(x.detach())
     weights = weights.detach().requires_grad_()
     routing = routing_of(index, count)
-    rows = len(routing.order)
+    rows = routing.rows.numel()
     sorted_x, both = randn(rows, hidden), randn(rows, up.out_features // count)
     middle, y = randn(rows, down.in_features), randn(rows, hidden)
     chosen: Calls = {

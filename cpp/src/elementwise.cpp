@@ -22,8 +22,6 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
     return gradient;
 }
 
-namespace {
-
 Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name) {
     check_pointer(source, name);
     const Matrix matrix = check_matrix(*source, tokens, features, name);
@@ -31,8 +29,6 @@ Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, con
             source->layout);
     return matrix;
 }
-
-}  // namespace
 
 Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* name) {
     return check_rows(source, gate.tokens, gate.features, name);

@@ -39,29 +39,6 @@ void check_alignment(const void* data, int element_bytes, const char* name, Devi
     check_aligned(data, device == DeviceType::cuda ? kDeviceAlignment : element_bytes, name);
 }
 
-// The memory of a matrix, checked.
-Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
-                   DeviceType device) {
-    if (tokens == 0 || features == 0) return {};
-    const int size = element_size(dtype);
-    require(matrix.data != nullptr, name, ".data must not be null");
-    check_alignment(matrix.data, size, name, device);
-    const bool row_major = matrix.layout == Layout::row_major;
-    const int64_t contiguous = row_major ? features : tokens, vectors = row_major ? tokens : features;
-    require(matrix.ld >= contiguous, name, ".ld must be at least ", contiguous, ", got ", matrix.ld);
-    require(matrix.ld <= kMaxLd, name, ".ld must be at most ", kMaxLd, ", got ", matrix.ld);
-    const int64_t stride = matrix.ld * size, length = contiguous * size;
-    require(device == DeviceType::cpu || stride % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
-            matrix.ld, " elements of ", size, " bytes");
-    require(vectors <= std::numeric_limits<int64_t>::max() / stride, name,
-            ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", vectors,
-            row_major ? " rows" : " columns");
-    Span span = span_of(matrix.data, (vectors - 1) * stride + length, name, device);
-    span.stride = stride;
-    span.length = length;
-    return span;
-}
-
 Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
                    const Problem& problem) {
     return check_operand(matrix, problem.tokens, features, dtype, name, problem.device);
@@ -136,6 +113,28 @@ std::array<Operand, 4> operands_of(const ActivationGradient& gradient) {
 }
 
 }  // namespace
+
+Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
+                   DeviceType device) {
+    if (tokens == 0 || features == 0) return {};
+    const int size = element_size(dtype);
+    require(matrix.data != nullptr, name, ".data must not be null");
+    check_alignment(matrix.data, size, name, device);
+    const bool row_major = matrix.layout == Layout::row_major;
+    const int64_t contiguous = row_major ? features : tokens, vectors = row_major ? tokens : features;
+    require(matrix.ld >= contiguous, name, ".ld must be at least ", contiguous, ", got ", matrix.ld);
+    require(matrix.ld <= kMaxLd, name, ".ld must be at most ", kMaxLd, ", got ", matrix.ld);
+    const int64_t stride = matrix.ld * size, length = contiguous * size;
+    require(device == DeviceType::cpu || stride % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
+            matrix.ld, " elements of ", size, " bytes");
+    require(vectors <= std::numeric_limits<int64_t>::max() / stride, name,
+            ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", vectors,
+            row_major ? " rows" : " columns");
+    Span span = span_of(matrix.data, (vectors - 1) * stride + length, name, device);
+    span.stride = stride;
+    span.length = length;
+    return span;
+}
 
 Operand area(const char* name, const void* data, uint64_t bytes) {
     return {name, span_of(data, data == nullptr ? 0 : bytes, name)};

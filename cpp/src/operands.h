@@ -26,6 +26,10 @@ struct Operand {
     Span span;
 };
 
+// The memory of a matrix, whose address, leading dimension and size are checked.
+Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
+                   DeviceType device);
+
 // Contiguous memory, empty where `data` is null.
 Operand area(const char* name, const void* data, uint64_t bytes);
 

@@ -24,6 +24,9 @@ DType check_value_dtype(int32_t dtype);
 // Checks the side of a block along which it is cut into groups of four.
 void check_compressed(int32_t side, const char* name);
 
+// Checks a row-major matrix but for its memory.
+Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name);
+
 // Checks the arguments of ts_activation_gradient.
 ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
                                              int64_t features);

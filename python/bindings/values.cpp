@@ -59,6 +59,25 @@ void group_sums(int32_t device, int32_t dtype, int32_t result_dtype, int64_t tok
                         pointer<int32_t>(group_offsets), pointer<void>(sums), pointer<CUstream_st>(stream)));
 }
 
+void combine(int32_t device, int32_t dtype, int64_t tokens, int64_t choices, int64_t features, Rows y,
+             uintptr_t rows, uintptr_t weights, Rows result, uintptr_t stream) {
+    const ts_matrix matrices[] = {row_major(y), row_major(result)};
+    check(ts_combine(device, dtype, tokens, choices, features, &matrices[0], pointer<int64_t>(rows),
+                     pointer<void>(weights), &matrices[1], pointer<CUstream_st>(stream)));
+}
+
+// Matrices without an address are not there.
+void combine_gradient(int32_t device, int32_t dtype, int64_t tokens, int64_t choices, int64_t features,
+                      Rows y, uintptr_t rows, uintptr_t weights, Rows gradient, Rows y_gradient,
+                      uintptr_t weights_gradient, uintptr_t stream) {
+    const ts_matrix matrices[] = {row_major(y), row_major(gradient), row_major(y_gradient)};
+    const auto given = [](const ts_matrix& matrix) { return matrix.data == nullptr ? nullptr : &matrix; };
+    check(ts_combine_gradient(device, dtype, tokens, choices, features, given(matrices[0]),
+                              pointer<int64_t>(rows), pointer<void>(weights), &matrices[1],
+                              given(matrices[2]), pointer<void>(weights_gradient),
+                              pointer<CUstream_st>(stream)));
+}
+
 }  // namespace
 
 void bind_values(nb::module_& m) {
@@ -74,6 +93,10 @@ void bind_values(nb::module_& m) {
           "factor"_a, "gradient"_a, "gate_gradient"_a, "factor_gradient"_a, "stream"_a);
     m.def("group_sums", &group_sums, "device"_a, "dtype"_a, "result_dtype"_a, "tokens"_a, "features"_a,
           "groups"_a, "y"_a, "group_offsets"_a, "sums"_a, "stream"_a);
+    m.def("combine", &combine, "device"_a, "dtype"_a, "tokens"_a, "choices"_a, "features"_a, "y"_a, "rows"_a,
+          "weights"_a, "result"_a, "stream"_a);
+    m.def("combine_gradient", &combine_gradient, "device"_a, "dtype"_a, "tokens"_a, "choices"_a, "features"_a,
+          "y"_a, "rows"_a, "weights"_a, "gradient"_a, "y_gradient"_a, "weights_gradient"_a, "stream"_a);
 }
 
 }  // namespace bindings

@@ -1,4 +1,4 @@
-/* Gradients of activations, and gates. */
+/* Gradients of activations, gates, quantization, and rows that are added up. */
 #include <math.h>
 
 #include "layer.h"
@@ -168,9 +168,79 @@ static void test_quantization_of_groups(void) {
 #undef QUANTIZE
 }
 
+/* Two tokens with two rows each. */
+static void test_combination(void) {
+    static float y[4][32], of_y[4][16], result[2][16], weights[4] = {1, 2, -1, 0.5f}, of_weights[5];
+    static int64_t rows[4] = {2, 0, 3, 1}, wrong[4] = {2, 0, 4, 1};
+    for (int i = 0; i < 4 * 16; ++i) y[i / 16][i % 16] = (float)(i % 7 - 3);
+    of_weights[4] = y[0][16] = of_y[0][0] = 99;
+    ts_matrix from = {y, 32, TS_ROW_MAJOR, 0}, to = {result, 16, TS_ROW_MAJOR, 0}, other;
+    ts_matrix gradient = {of_y, 16, TS_ROW_MAJOR, 0};
+#define COMBINE(...) ts_combine(TS_CPU, TS_FLOAT32, 2, 2, 16, __VA_ARGS__, NULL)
+#define GRADIENT(...) ts_combine_gradient(TS_CPU, TS_FLOAT32, 2, 2, 16, __VA_ARGS__, NULL)
+    SUCCEEDS(COMBINE(&from, rows, weights, &to));
+    for (int t = 0; t < 2; ++t)
+        for (int f = 0; f < 16; ++f) {
+            const float sum = weights[2 * t] * y[rows[2 * t]][f] + weights[2 * t + 1] * y[rows[2 * t + 1]][f];
+            CHECK(result[t][f] == sum, "result[%d, %d] is %g, not %g", t, f, result[t][f], sum);
+        }
+    SUCCEEDS(GRADIENT(&from, rows, weights, &to, &gradient, of_weights));
+    for (int i = 0; i < 4; ++i) {
+        float sum = 0;
+        for (int f = 0; f < 16; ++f) {
+            const float expected = weights[i] * result[i / 2][f];
+            sum += y[rows[i]][f] * result[i / 2][f];
+            CHECK(of_y[rows[i]][f] == expected, "%g, not %g", of_y[rows[i]][f], expected);
+        }
+        CHECK(of_weights[i] == sum, "of_weights[%d] is %g, not %g", i, of_weights[i], sum);
+    }
+    CHECK(of_weights[4] == 99, "written behind the gradient of the weights");
+    SUCCEEDS(GRADIENT(NULL, rows, NULL, &to, &gradient, NULL)); /* copies */
+    for (int i = 0; i < 4; ++i) CHECK(of_y[rows[i]][3] == result[i / 2][3], "got %g", of_y[rows[i]][3]);
+    SUCCEEDS(ts_combine(TS_CPU, TS_FLOAT32, 0, 2, 16, &from, NULL, NULL, &to, NULL));
+    FAILS(ts_combine(2, TS_FLOAT32, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
+          "device must be 0 or 1, got 2");
+    FAILS(ts_combine(TS_CPU, TS_INT8, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
+          "dtype must be 0 to 3, got 4");
+    FAILS(ts_combine(TS_CPU, TS_FLOAT32, -1, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
+          "tokens must be 0 to 2147483647, got -1");
+    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 2, -2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
+          "choices must be 0 to 2147483647, got -2");
+    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 1 << 20, 1 << 20, 16, &from, rows, weights, &to, NULL),
+          TS_INVALID_ARGUMENT, "tokens * choices must be 0 to 2147483647, got 1099511627776");
+    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 2, 2, 24, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
+          "features must be a multiple of 16, got 24");
+    FAILS(COMBINE(NULL, rows, weights, &to), TS_INVALID_ARGUMENT, "y must not be null");
+    FAILS(COMBINE(&from, NULL, weights, &to), TS_INVALID_ARGUMENT, "rows must not be null");
+    FAILS(COMBINE(&from, rows, weights, NULL), TS_INVALID_ARGUMENT, "result must not be null");
+    FAILS(COMBINE(&from, wrong, weights, &to), TS_INVALID_ARGUMENT, "rows[2] must be 0 to 3, got 4");
+    FAILS(COMBINE(&from, rows, (char*)weights + 1, &to), TS_INVALID_ARGUMENT,
+          "weights must be aligned to 4 bytes");
+    FAILS(COMBINE(&from, rows, result, &to), TS_INVALID_ARGUMENT,
+          "weights and result must not overlap in memory");
+    FAILS(COMBINE(&from, rows, weights, &from), TS_INVALID_ARGUMENT, "y and result must not overlap");
+    other = from, other.layout = TS_COLUMN_MAJOR;
+    FAILS(COMBINE(&other, rows, weights, &to), TS_INVALID_ARGUMENT, "y.layout must be 0, got 1");
+    FAILS(GRADIENT(&from, rows, weights, &to, NULL, NULL), TS_INVALID_ARGUMENT,
+          "y_gradient must not be null where weights_gradient is");
+    FAILS(GRADIENT(NULL, rows, weights, &to, &gradient, of_weights), TS_INVALID_ARGUMENT,
+          "y must not be null");
+    FAILS(GRADIENT(&from, wrong, weights, &to, &gradient, of_weights), TS_INVALID_ARGUMENT,
+          "rows[2] must be 0 to 3, got 4");
+    FAILS(GRADIENT(&from, rows, weights, &to, &to, of_weights), TS_INVALID_ARGUMENT,
+          "gradient and y_gradient must not overlap in memory");
+    FAILS(GRADIENT(&from, rows, weights, &to, &gradient, of_y), TS_INVALID_ARGUMENT,
+          "y_gradient and weights_gradient must not overlap in memory");
+    FAILS(GRADIENT(&from, rows, weights, &to, &gradient, rows), TS_INVALID_ARGUMENT,
+          "rows and weights_gradient must not overlap in memory");
+#undef COMBINE
+#undef GRADIENT
+}
+
 void test_elementwise(void) {
     test_bad_gradients_of_activations();
     test_bad_gates();
     test_quantization();
     test_quantization_of_groups();
+    test_combination();
 }

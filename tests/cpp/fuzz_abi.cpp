@@ -181,7 +181,7 @@ void call_matmul() {
 }
 
 void call_any() {
-    switch (draw(0, 16)) {
+    switch (draw(0, 17)) {
         case 0:
             return call_get();
         case 1:
@@ -209,6 +209,8 @@ void call_any() {
             return call_quantize();
         case 13:
             return call_group_sums();
+        case 14:
+            return call_combine();
         default:
             return call_matmul();
     }

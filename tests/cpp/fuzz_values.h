@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "fuzz_arguments.h"
 #include "fuzz_memory.h"
@@ -139,6 +141,48 @@ inline void call_group_sums() {
                                                     given ? &y : nullptr, offsets, written, nullptr));
     check("ts_group_sums", !done || !on_device || has_gpu);
     check("ts_group_sums", done || is_untouched(sums));
+}
+
+// Rows of y: each once, or any.
+inline const int64_t* some_rows(int64_t count) {
+    const int64_t entries = std::clamp<int64_t>(count, 0, 1024);
+    if (entries != count) return nullptr;
+    std::vector<int64_t> rows(static_cast<size_t>(entries));
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = entries - 1 - static_cast<int64_t>(i);
+    if (entries > 0 && chance(5)) rows[static_cast<size_t>(draw(0, entries - 1))] = wild_number();
+    unsigned char* const memory = take_some(wide(entries) * sizeof(int64_t));
+    if (memory != nullptr && entries > 0) std::memcpy(memory, rows.data(), rows.size() * sizeof(int64_t));
+    return reinterpret_cast<int64_t*>(memory);
+}
+
+inline void call_combine() {
+    const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
+    const int32_t dtype = some_dtype();
+    const int64_t tokens = some_extent(40, 1), choices = some_extent(4, 1), features = some_extent(8, 16);
+    const wide lines = wide(bounded(tokens)) * bounded(choices);
+    const auto count = static_cast<int64_t>(std::min<wide>(lines, 1 << 20));
+    const int64_t* const rows = some_rows(count);
+    ts_matrix y = some_matrix(dtype, count, features), of_y = some_matrix(dtype, count, features),
+              result = some_matrix(dtype, tokens, features), gradient = some_matrix(dtype, tokens, features);
+    unsigned char *const weights = chance(80) ? take_some(bytes_of(1, count, dtype)) : nullptr,
+                         *const of_weights = chance(80) ? take_some(bytes_of(1, count, dtype)) : nullptr;
+    if (chance(3)) result = y;
+    if (chance(3)) of_y = gradient;
+    const void* const written[] = {result.data, of_y.data, of_weights};
+    const bool on_device = device == TS_CUDA;
+    if (on_device) result.data = for_device(result.data), of_y.data = for_device(of_y.data);
+    void* const to_weights = on_device && of_weights != nullptr ? for_device(of_weights) : of_weights;
+    const auto given = [](const ts_matrix& matrix) { return chance(3) ? nullptr : &matrix; };
+    const bool done = check_status("ts_combine", ts_combine(device, dtype, tokens, choices, features,
+                                                            given(y), rows, weights, given(result), nullptr));
+    check("ts_combine", (done && !on_device) || is_untouched(written[0]));
+    const bool differentiated =
+        check_status("ts_combine_gradient",
+                     ts_combine_gradient(device, dtype, tokens, choices, features, given(y), rows, weights,
+                                         given(gradient), chance(20) ? nullptr : &of_y, to_weights, nullptr));
+    check("ts_combine", (!done && !differentiated) || !on_device || has_gpu);
+    if (!differentiated || on_device)
+        check("ts_combine_gradient", is_untouched(written[1]) && is_untouched(written[2]));
 }
 
 inline void call_quantize() {

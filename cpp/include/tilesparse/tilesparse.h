@@ -396,6 +396,27 @@ TS_API ts_status_t ts_group_sums(int32_t device, int32_t dtype, int32_t result_d
                                  int64_t features, int64_t groups, const ts_matrix* y,
                                  const int32_t* group_offsets, void* sums, ts_stream_t stream);
 
+/* Adds up the rows of y that belong to a token, such as the results of its experts, times weights:
+ *   result[t] = sum over c of weights[t, c] * y[rows[t, c]]
+ * and from the gradient of result those of both, in one pass over y:
+ *   y_gradient[rows[t, c]] = weights[t, c] * gradient[t]
+ *   weights_gradient[t, c] = the sum over features of gradient[t] * y[rows[t, c]]
+ * y and y_gradient are TS_ROW_MAJOR [tokens * choices, features], result and gradient [tokens, features], of
+ * one dtype, TS_FLOAT64 to TS_BFLOAT16; features is a multiple of 16. rows and the weights are [tokens,
+ * choices], aligned to one element. rows has each row of y once. weights may be null for ones: the gradient
+ * of y then copies each token to its rows. Either gradient may be null; without that of the weights y is not
+ * read, and may be null. Sums are taken in float32 (float64), in a fixed order, and rounded once. On the CPU
+ * rows are checked to be rows of y; on TS_CUDA others count as zeros. On TS_CUDA matrices and their ld in
+ * bytes are aligned to 16 bytes. What is written overlaps nothing else. */
+TS_API ts_status_t ts_combine(int32_t device, int32_t dtype, int64_t tokens, int64_t choices,
+                              int64_t features, const ts_matrix* y, const int64_t* rows, const void* weights,
+                              const ts_matrix* result, ts_stream_t stream);
+TS_API ts_status_t ts_combine_gradient(int32_t device, int32_t dtype, int64_t tokens, int64_t choices,
+                                       int64_t features, const ts_matrix* y, const int64_t* rows,
+                                       const void* weights, const ts_matrix* gradient,
+                                       const ts_matrix* y_gradient, void* weights_gradient,
+                                       ts_stream_t stream);
+
 /* Makes the same plans on the GPU, from a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
  * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads

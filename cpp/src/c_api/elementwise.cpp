@@ -2,6 +2,7 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "combine.h"
 #include "device.h"
 #include "gate.h"
 #include "operands.h"
@@ -101,5 +102,37 @@ ts_status_t ts_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, i
         of.sums = sums;
         check_operands(of);
         sum_groups(of, stream);
+    });
+}
+
+ts_status_t ts_combine(int32_t device, int32_t dtype, int64_t tokens, int64_t choices, int64_t features,
+                       const ts_matrix* y, const int64_t* rows, const void* weights, const ts_matrix* result,
+                       ts_stream_t stream) {
+    return guard([&] {
+        Combination of = check_combination(device, dtype, tokens, choices, features, result, "result");
+        of.y = check_row_matrix(of, y, "y");
+        of.rows = rows;
+        of.weights = weights;
+        check_sum(of);
+        combine_rows(of, stream);
+    });
+}
+
+ts_status_t ts_combine_gradient(int32_t device, int32_t dtype, int64_t tokens, int64_t choices,
+                                int64_t features, const ts_matrix* y, const int64_t* rows,
+                                const void* weights, const ts_matrix* gradient, const ts_matrix* y_gradient,
+                                void* weights_gradient, ts_stream_t stream) {
+    return guard([&] {
+        Combination of = check_combination(device, dtype, tokens, choices, features, gradient, "gradient");
+        require(y_gradient != nullptr || weights_gradient != nullptr,
+                "y_gradient must not be null where weights_gradient is");
+        of.wants_y = y_gradient != nullptr;
+        if (of.wants_y) of.of_y = check_row_matrix(of, y_gradient, "y_gradient");
+        of.of_weights = weights_gradient;
+        if (weights_gradient != nullptr) of.y = check_row_matrix(of, y, "y");
+        of.rows = rows;
+        of.weights = weights;
+        check_gradients(of);
+        differentiate_combination(of, stream);
     });
 }

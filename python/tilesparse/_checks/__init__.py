@@ -28,6 +28,7 @@ from .arguments import (
     is_sequence,
     is_tensor,
 )
+from .combine import check_combination
 from .grouped import MAX_GROUPS, check_grouped_dds, check_grouped_sdd, flat_bias, group_count
 from .operands import (
     ALIGNMENT,
@@ -78,6 +79,7 @@ __all__ = [
     "block_columns",
     "check_activations",
     "check_block_shape",
+    "check_combination",
     "check_compressible",
     "check_content",
     "check_dds",

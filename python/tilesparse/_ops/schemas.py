@@ -45,6 +45,10 @@ LIB.define(
 )
 LIB.define(f"grouped_sdd_tn(Tensor y, Tensor x, {_PATTERN}, Tensor offsets) -> Tensor")
 LIB.define("group_sums(Tensor y, Tensor offsets) -> Tensor")
+# Tokens and their rows, which are in the order of groups: rows int64 [tokens, choices].
+LIB.define("spread(Tensor x, Tensor? weights, Tensor rows) -> Tensor")
+LIB.define("combine(Tensor y, Tensor? weights, Tensor rows) -> Tensor")
+LIB.define("combine_gradient(Tensor grad, Tensor y, Tensor? weights, Tensor rows) -> (Tensor, Tensor)")
 LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
 LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
