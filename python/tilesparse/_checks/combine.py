@@ -17,7 +17,8 @@ def check_combination(name: str, matrix: Tensor, weights: Tensor | None, rows: T
             f"rows must be [tokens, choices] of int64, got shape {tuple(rows.shape)} of {rows.dtype}"
         )
     if matrix.dtype not in DTYPES:
-        raise InvalidArgumentError(f"{name} must have dtype {', '.join(map(str, DTYPES))}, got {matrix.dtype}")
+        allowed = ", ".join(map(str, DTYPES))
+        raise InvalidArgumentError(f"{name} must have dtype {allowed}, got {matrix.dtype}")
     if matrix.dim() != 2 or matrix.shape[0] != lines or matrix.shape[1] % _FEATURES:
         raise InvalidArgumentError(
             f"{name} must be [{lines}, features] with a multiple of {_FEATURES} features, got shape "

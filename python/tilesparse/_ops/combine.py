@@ -7,7 +7,6 @@ gradients of each are the others.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._checks import check_combination
@@ -27,7 +26,8 @@ def combine(y: Tensor, weights: Weights, rows: Tensor) -> Tensor:
         weights: [tokens, choices] in the dtype of y, or None for ones.
         rows: int64 [tokens, choices], with each row of y once.
     """
-    return _COMBINE(y, weights, rows)
+    result: Tensor = _COMBINE(y, weights, rows)
+    return result
 
 
 def spread(x: Tensor, weights: Weights, rows: Tensor) -> Tensor:
@@ -38,7 +38,8 @@ def spread(x: Tensor, weights: Weights, rows: Tensor) -> Tensor:
         weights: [tokens, choices] in the dtype of x, or None for ones.
         rows: as of `combine`.
     """
-    return _SPREAD(x, weights, rows)
+    result: Tensor = _SPREAD(x, weights, rows)
+    return result
 
 
 def _combine_fake(y: Tensor, weights: Weights, rows: Tensor) -> Tensor:
