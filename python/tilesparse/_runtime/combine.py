@@ -34,9 +34,7 @@ def spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
     return result
 
 
-def combine_gradient(
-    grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor
-) -> tuple[Tensor, Tensor]:
+def combine_gradient(grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of y and the weights of `combine` from that of its result."""
     check_combination("grad", grad, weights, rows, rows.shape[0])
     check_combination("y", y, weights, rows, rows.numel())
