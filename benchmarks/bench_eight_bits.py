@@ -4,7 +4,8 @@
 
 η is measured against PyTorch's fastest dense product in 8 bits: `torch._scaled_mm` of float8 with a scale
 for each row and fast accumulation. Products of this library are given x in 8 bits, as that one is; what
-quantizing x takes is a result of its own. `float8_scaled` has scales inside of the sums, of 128 k of a token
+quantizing x takes is a result of its own, and so is the product of a weight that keeps two of each four
+values of its blocks. `float8_scaled` has scales inside of the sums, of 128 k of a token
 and of blocks of 128 x 128, and so has the dense product that it is measured against.
 """
 
@@ -53,8 +54,10 @@ SHAPES = {
 }
 QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float8_scaled": torch.float8_e4m3fn}
 GROUP = 128  # features of x, and sides of a block, that have one scale inside of the sums
+LEAST_COLUMNS = 64  # of blocks that kernels for 2:4 in 8 bits multiply
 REPETITIONS = 20
-TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3, "float8_scaled": 3e-3}  # in bfloat16
+TOLERANCE = {"int8": 3e-3, "float8": 4e-3, "float8 promoted": 3e-3, "float8_scaled": 3e-3}
+TOLERANCE |= {f"{name} 2:4": TOLERANCE[name] for name in ("int8", "float8")}  # all in bfloat16
 
 
 class Layer:
@@ -78,6 +81,11 @@ class Layer:
         per, pattern = ("block", None) if self.inside else ("feature", self.pattern)
         self.values, scales = storage.quantize(self.blocks, self.dtype, per=per, pattern=pattern)
         self.scales = scales[:, None] if self.inside else scales
+        self.compressible = not self.inside and case.block_shape[1] >= LEAST_COLUMNS
+        if self.compressible:
+            kept = torch.zeros_like(self.values, dtype=torch.bool)
+            kept[:, :, ::2] = True
+            self.compressed = storage.compress(self.values, kept)
 
     def quantize(self) -> tuple[Tensor, Tensor]:
         return functional.quantize(self.x, self.dtype, per="group" if self.inside else "token")
@@ -88,20 +96,28 @@ class Layer:
         stored = self.scales, None, None, *self.quantized, fast
         return dds_quantized(self.x, self.values, pattern, None, None, 0, False, *stored)
 
+    def sparse_2_4(self) -> Tensor:
+        """Multiply by the first and the third of each four values of a row."""
+        pattern = prepared(self.pattern.index_on(self.x.device))
+        values, metadata = self.compressed
+        stored = self.scales, None, metadata, *self.quantized, True
+        return dds_quantized(self.x, values, pattern, None, None, 0, False, *stored)
+
     def sparse_bf16(self) -> Tensor:
         return functional.linear(self.x, self.blocks, self.pattern)
 
     def dense_bf16(self) -> Tensor:
         return F.linear(self.x, self.weight)
 
-    def exact(self) -> Tensor:
-        """The product of the quantized factors in float32."""
+    def exact(self, every: int = 1) -> Tensor:
+        """The product of the quantized factors in float32; of `every` values in rows of blocks the first counts."""
         values, scales = self.quantized
         bn, bk = self.pattern.block_shape
         rows, cols = self.pattern.grid
         weight = torch.zeros(rows, cols, bn, bk, device="cuda")
         row, col = (index.cuda() for index in self.pattern.block_indices())
-        weight[row, col] = self.values.float() * (self.scales[:, None] if self.inside else 1)
+        kept = torch.arange(bk, device="cuda") % every == 0
+        weight[row, col] = self.values.float() * kept * (self.scales[:, None] if self.inside else 1)
         weight = weight.transpose(1, 2).reshape(self.pattern.shape)
         if self.inside:
             return (values.float() * scales.repeat_interleave(GROUP, 1)) @ weight.t()
@@ -186,6 +202,9 @@ def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
         errors["float8 promoted"] = relative_error(poisoned(promoted), exact)
         others["promoted"] = promoted
     del exact
+    if layer.compressible:
+        errors[f"{case.precision} 2:4"] = relative_error(poisoned(layer.sparse_2_4), layer.exact(every=2))
+        others["two_four"] = layer.sparse_2_4
     times = steady_times(layer.sparse, dense, timer, REPETITIONS)
     found = {f"{name}_us": round(timer.microseconds(call, REPETITIONS), 2) for name, call in others.items()}
     dense_us = sum(times.dense_us) / 2

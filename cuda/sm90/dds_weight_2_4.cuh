@@ -119,9 +119,7 @@ struct CompressedWeight : InSharedMemory {
         const uint32_t* first_;
     };
 
-    // The products of a step, sums (+)= weight tokens, and their end. They read the register with metadata
-    // while they run, which the compiler does not know: it would let what follows write to it. The other
-    // warpgroup multiplies meanwhile. `tokens`: where their operand is.
+    // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
     __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
                                     uint32_t tokens, bool add) {
@@ -136,7 +134,6 @@ struct CompressedWeight : InSharedMemory {
         wgmma<SparseAtom<Math, kMajor, kTokens, SparseSel::One>>(sums, a.at(weight, 1), b.at(tokens, 2), true,
                                                                  metadata);
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
     }
 
   private:

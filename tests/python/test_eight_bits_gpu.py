@@ -70,11 +70,11 @@ def plain_values(operands: Operands) -> Tensor:
     return expanded_by_definition(operands.values, words, None, operands.values.dtype)
 
 
-def store_values(operands: Operands, blocks: Tensor) -> None:
-    """Write dense blocks with at most two numbers of each four as the kernel reads them."""
+def store_values(operands: Operands, blocks: Tensor, kept: Tensor) -> None:
+    """Write dense blocks as the kernel reads them; 2:4 has those that are kept, two of each four at most."""
     metadata = operands.buffers.get("metadata")
     if metadata is not None:
-        blocks, words = compress(blocks, blocks.view(torch.int8) != 0)
+        blocks, words = compress(blocks, kept)
         metadata.lines.copy_(words.view_as(metadata.lines))
     operands.values.copy_(blocks)
 
@@ -145,8 +145,15 @@ def test_every_product_of_two_numbers_of_float8(row: Row) -> None:
         for k in range(5, problem.pattern.in_features, 27):
             weight = torch.zeros(problem.pattern.shape, device=DEVICE)
             weight[:, k] = numbers.float()
-            blocks = weight.view(rows, block_shape[0], columns, block_shape[1]).transpose(1, 2)
-            store_values(operands, blocks[problem.pattern.block_indices()].to(torch.float8_e4m3fn))
+            kept = torch.zeros_like(weight, dtype=torch.bool)
+            kept[:, k] = True
+            blocks, kept = (
+                matrix.view(rows, block_shape[0], columns, block_shape[1]).transpose(1, 2)[
+                    problem.pattern.block_indices()
+                ]
+                for matrix in (weight, kept)
+            )
+            store_values(operands, blocks.to(torch.float8_e4m3fn), kept)
             operands.x.zero_()
             operands.x[:, k] = numbers
             expected = numbers.float()[:, None] * numbers.float()

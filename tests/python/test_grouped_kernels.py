@@ -6,7 +6,7 @@ As in test_kernels.py all operands lie amid poison.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +54,8 @@ PLAIN_OPTIONS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
-    """Return True if the kernel computes grouped products of blocks of that shape."""
+def accepts(row: Row, block_shape: tuple[int, int], *, device: _C.DeviceInfo | None = None) -> bool:
+    """Return True if the kernel computes grouped products of blocks of that shape on a GPU, or on this."""
     if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
         return False
     pattern = BlockPattern.full((2 * block_shape[0], block_shape[1]), block_shape=block_shape)
@@ -63,14 +63,15 @@ def accepts(row: Row, block_shape: tuple[int, int]) -> bool:
     options = {"precision": row.precision, "kernel": row.number, "grouped": True, **form_of(row)}
     try:
         product = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, 8, **options)
-        product.select(_C.device_info(CUDA))
+        product.select(device or _C.device_info(CUDA))
     except (UnsupportedError, ValueError):
         return False
     return True
 
 
 @pytest.fixture(params=[row for row in EVERY_ROW if not row.of_8_bits], ids=str)
-def row(request: pytest.FixtureRequest) -> Row:
+def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Row:
+    record_property("kernel", request.param.name)
     if not runs_here(request.param):
         pytest.skip(f"needs compute capability {request.param.capability}")
     if not accepted_shapes(request.param):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, product
@@ -164,7 +164,8 @@ def fits(row: Row, device: _C.DeviceInfo) -> bool:
 
 
 @pytest.fixture(params=ROWS, ids=str)
-def row(request: pytest.FixtureRequest) -> Row:
+def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Row:
+    record_property("kernel", request.param.name)
     if not runs_here(request.param):
         pytest.skip(f"needs compute capability {request.param.capability}")
     # See test_other_gpus.py, which knows what is refused there.

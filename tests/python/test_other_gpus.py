@@ -9,16 +9,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import test_grouped_kernels
+import test_kernels
 import torch
-from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, fits, form_of, prepared_on
+from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, form_of, prepared_on
 
 import tilesparse
 from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError, selection
+from tilesparse._checks import BLOCK_SIZES
 from tilesparse.tuning.devices import runs_on
 
 NO_ROOM = ("the device has too little shared memory", "the device has no room for clusters of thread blocks")
@@ -41,8 +45,8 @@ try:
 except tilesparse.InvalidArgumentError as error:
     print(error)
 """
-TESTS = "test_small or test_many_tiles or test_each_group_meets_its_weight"
-SECONDS = 900  # the launches of one GPU take a minute
+TESTS = "test_small or test_more_tiles or (test_each_group and uneven)"
+SECONDS = 900
 
 needs_all = pytest.mark.skipif(
     not {"sm_80", "sm_90"} <= set(_C.architectures().split(",")),
@@ -62,10 +66,13 @@ def limited(limits: dict[str, int], device: Device = HOPPER) -> _C.DeviceInfo:
     )
 
 
-def kernels_of(rows: list[Row], device: _C.DeviceInfo) -> set[str]:
-    """Names of the kernels that a GPU has room for."""
+def kernels_of(
+    rows: list[Row], device: _C.DeviceInfo, accepts: Callable[..., bool] = test_kernels.accepts
+) -> set[str]:
+    """Names of the kernels that a GPU has room for, with blocks of some shape."""
     able = [row for row in rows if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability)]
-    return {row.name for row in able if fits(row, device)}
+    shapes = list(product(BLOCK_SIZES, BLOCK_SIZES))
+    return {row.name for row in able if any(accepts(row, shape, device=device) for shape in shapes)}
 
 
 def refusal(row: Row, device: _C.DeviceInfo) -> str:
@@ -117,12 +124,13 @@ def test_kernels_compute_what_they_should_on_a_smaller_gpu(name: str, tmp_path: 
     done = launch_all(LIMITS[name], tmp_path / "report.xml")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     passed = {
-        case.get("name", "").partition("[")[2].partition(" ")[0].partition("]")[0].partition("-")[0]
+        found.get("value")
         for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase")
-        if not list(case)
+        for found in case.iter("property")
+        if case.find("skipped") is None
     }
-    here = Device.find("cuda")
-    assert passed == kernels_of(EVERY_ROW, limited(LIMITS[name], here))
+    device = limited(LIMITS[name], Device.find("cuda"))
+    assert passed == kernels_of(ROWS, device) | kernels_of(EVERY_ROW, device, test_grouped_kernels.accepts)
 
 
 @pytest.mark.gpu
