@@ -110,7 +110,7 @@ class Layer:
         return F.linear(self.x, self.weight)
 
     def exact(self, every: int = 1) -> Tensor:
-        """The product of the quantized factors in float32; of `every` values in rows of blocks the first counts."""
+        """The product of the quantized factors in float32; only one of so many values of a row counts."""
         values, scales = self.quantized
         bn, bk = self.pattern.block_shape
         rows, cols = self.pattern.grid
