@@ -25,6 +25,7 @@ IN_SHORT = (  # of the README: what and how, as rows begin
     ("H100, 8192 → 28672 features, one token", "bfloat16"),
     ("H100, 8192 → 28672 features, one token", "int4"),
     ("H100, 128 experts", "bfloat16"),
+    ("H100, a Qwen3-MoE layer", "bfloat16"),
     ("two CPU cores, 4096 → 4096 features", "int8"),
     ("two CPU cores, all-MiniLM-L6-v2", "bfloat16"),
     ("two CPU cores, all-MiniLM-L6-v2", "int8"),
@@ -148,7 +149,7 @@ def _decode() -> Iterator[list[str]]:
 
 
 def _experts() -> Iterator[list[str]]:
-    """Products of experts, beside the faster of the two dense ways."""
+    """Products of experts, beside the faster of two dense ways, and a layer of them beside Transformers'."""
     found = {
         case["density"]: one["speedup"]
         for case in cases("h100_experts.json")
@@ -158,6 +159,19 @@ def _experts() -> Iterator[list[str]]:
     }
     yield _line(
         "H100, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
+    )
+    layers = {
+        case["density"]: one["speedup"]
+        for case in cases("h100_experts_layer.json")
+        if case["block_shape"] == [128, 128]
+        for one in case["results"]
+        if one["op"] == "layer forward"
+    }
+    yield _line(
+        "H100, a Qwen3-MoE layer, 8192 tokens",
+        "bfloat16",
+        [layers.get(density) for density in DENSITIES],
+        None,
     )
 
 

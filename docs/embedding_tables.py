@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
 from typing import Any
 
-from table_parts import cases, short, table
+from table_parts import RESULTS, cases, short, table
 
 SPEED, QUALITY = "cpu_embeddings.json", "cpu_embeddings_quality.json"
+RECOVERED = "h200_embeddings.json"
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
 
@@ -81,8 +84,39 @@ def quality() -> str:
     return table(["", *heads], lines)
 
 
+def recovered() -> str:
+    """Cosines to the dense model and passages found first, before and after recovery, by kind of text."""
+    document = json.loads((RESULTS / RECOVERED).read_text())
+    unseen = [kind for kind in document["dense"] if not kind.startswith(("of ", "validation"))]
+    firsts = [f"{document['dense'][kind]['first_1']:.2f}" for kind in unseen]
+    lines = [["dense", "", "", *("1" for _ in unseen), "1", *firsts]]
+    for case in sorted(document["cases"], key=lambda case: -case["density"]):
+        # The first point of a case that goes on from a higher density is of that one.
+        points = case["curve"] if case["start"] == case["density"] else case["curve"][-1:]
+        for point in (points[0], points[-1]) if len(points) > 1 else points:
+            quality = point["quality"]
+            seen = statistics.fmean(one["cosine"] for kind, one in quality.items() if kind.startswith("of "))
+            lines.append(
+                [
+                    short(case["density"]),
+                    f"{point['seconds']:.0f}",
+                    str(point["steps"]),
+                    *(f"{quality[kind]['cosine']:.3f}" for kind in unseen),
+                    f"{seen:.3f}",
+                    *(f"{quality[kind]['first_1']:.2f}" for kind in unseen),
+                ]
+            )
+    heads = [
+        *(f"cosine, {kind}" for kind in unseen),
+        "kinds it learned",
+        *(f"first, {kind}" for kind in unseen),
+    ]
+    return table(["density", "seconds", "steps", *heads], lines)
+
+
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-speed": speed,
     "embeddings-gains": gains,
     "embeddings-quality": quality,
+    "embeddings-recovered": recovered,
 }

@@ -42,14 +42,26 @@ def ladder(pattern: str) -> str:
     """Losses of all models; those on the front of size and loss are in bold."""
     (document,) = found(pattern)
     cases = sorted(document["cases"], key=lambda case: (case["width"], -case["density"]))
+    (timed,) = found("*_ladder_times.json")
+    forms = {case["name"]: case["results"] for case in timed["cases"]}
     best = front([(case["parameters"], case["loss"]) for case in cases])
     lines = []
     for case, is_best in zip(cases, best, strict=True):
         loss = f"**{case['loss']:.3f}**" if is_best else f"{case['loss']:.3f}"
         pruned = f"{case['loss_pruned']:.3f}" if "loss_pruned" in case else ""
         parameters = f"{case['parameters'] / 1e6:.0f} M"
-        lines.append([named(case), parameters, f"{case['seconds']:.0f}", str(case["steps"]), pruned, loss])
-    return table(["width", "parameters", "seconds of training", "steps", "loss when pruned", "loss"], lines)
+        times = [fastest(forms[case["name"]], of) for of in ("batch_ms", "one_byte_ms")]
+        training = f"{case['seconds']:.0f} s, {case['steps']} steps"
+        lines.append([named(case), parameters, training, pruned, loss, *times])
+    header = ["width", "parameters", "training", "loss when pruned", "loss", "a batch", "one byte"]
+    return table(header, lines)
+
+
+def fastest(forms: Sequence[dict[str, Any]], of: str) -> str:
+    """Return the milliseconds of the fastest form, and its name if it is not bfloat16."""
+    best = min((form for form in forms if form[of] is not None), key=lambda form: float(form[of]))
+    name = "" if best["form"] == "bfloat16" else f", {best['form']}"
+    return f"{best[of]:.3g} ms{name}"
 
 
 def kinds(pattern: str) -> str:
