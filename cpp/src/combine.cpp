@@ -181,10 +181,11 @@ void with_rows(const Combination& of, const Visit& visit) {
 }  // namespace
 
 void combine_rows(const Combination& of, void* stream) {
-    if (of.features == 0) return;
-    if (of.device == DeviceType::cpu)
+    if (of.device == DeviceType::cpu) {
+        if (of.features == 0) return;  // whose tokens may be as many as there are numbers
         return with_rows(
             of, [&](const auto& rows) { for_each(of.tokens, [&](int64_t token) { rows.add_up(token); }); });
+    }
 #ifdef TILESPARSE_CUDA
     cuda_device(-1);  // or why there is none
     launch_checked("combine", [&] { return combine::add_up(of, stream); });

@@ -166,7 +166,7 @@ inline void call_combine() {
               result = some_matrix(dtype, tokens, features), gradient = some_matrix(dtype, tokens, features);
     unsigned char *const weights = chance(80) ? take_some(bytes_of(1, count, dtype)) : nullptr,
                          *const of_weights = chance(80) ? take_some(bytes_of(1, count, dtype)) : nullptr;
-    if (chance(3)) result = y;
+    if (choices > 0 && chance(3)) result = y;  // which has as many rows then
     if (chance(3)) of_y = gradient;
     const void* const written[] = {result.data, of_y.data, of_weights};
     const bool on_device = device == TS_CUDA;
