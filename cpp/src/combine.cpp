@@ -1,7 +1,7 @@
 #include "combine.h"
 
+#include <algorithm>
 #include <cstddef>
-#include <cstring>
 
 #include "abi.h"
 #include "checks.h"
@@ -137,7 +137,7 @@ class HostRows {
 
     void spread(const Stored* from, Sum weight, Stored* to) const {
         if (of_.weights == nullptr) {
-            std::memcpy(to, from, of_.features * sizeof(Stored));
+            std::copy_n(from, of_.features, to);  // which may be none, from and to nowhere
             return;
         }
         for (int64_t i = 0; i < of_.features; i += kLanes)
