@@ -131,8 +131,9 @@ inline void call_group_sums() {
     const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16),
                   groups = chance(90) ? draw(1, 6) : wild_number();
     ts_matrix y = some_matrix(dtype, tokens, features);
-    unsigned char* sums = take_some(wide(bounded(groups)) * bytes_of(1, features, to));
-    if (chance(3)) sums = static_cast<unsigned char*>(y.data);
+    const wide bytes = wide(bounded(groups)) * bytes_of(1, features, to);
+    unsigned char* sums = take_some(bytes);
+    if (chance(3) && wide(held_at(y.data)) >= bytes) sums = static_cast<unsigned char*>(y.data);
     const int32_t* const offsets = some_offsets(groups, tokens);
     const bool on_device = device == TS_CUDA, given = !chance(2);
     void* const written = on_device ? for_device(sums) : sums;

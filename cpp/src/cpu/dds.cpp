@@ -1,7 +1,7 @@
 // y = x W^T and x = y W.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/memory.h"
 #include "cpu/products.h"
@@ -51,7 +51,7 @@ class Dds {
         // With gaps between its lines the memory is not the result's alone.
         if (output_.ld == (output_.layout == Layout::row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
-        if (steps_.x_offset) std::memset(zeros_, steps_.x_offset, input_features_);
+        if (steps_.x_offset) std::fill_n(zeros_, input_features_, static_cast<std::byte>(steps_.x_offset));
         in_parallel(threads_, [this](Member& member) { run(member); });
     }
 
