@@ -31,19 +31,16 @@ function(parse_row folder row)
 endfunction()
 
 # Compiles all rows of one architecture into an object library and links it into tilesparse, and with it what
-# says how long its kernels take, select.cpp.
+# is decided for its kernels, select.cpp, if there is something to decide.
 function(add_architecture architecture)
   string(REGEX REPLACE "[a-z]$" "" number ${architecture})
   set(folder sm${number})
   set(names "")
   set(sources "")
   set(select ${PROJECT_SOURCE_DIR}/cuda/${folder}/select.cpp)
-  if(NOT EXISTS ${select})
-    message(FATAL_ERROR "There is no cuda/${folder}/select.cpp, which estimates the times of the kernels for "
-                        "compute capability ${architecture}.")
+  if(EXISTS ${select})
+    target_sources(tilesparse PRIVATE ${select})
   endif()
-  target_sources(tilesparse PRIVATE ${select})
-  string(APPEND registry "TS_ARCHITECTURE(${folder})\n")
   read_rows(${folder} rows)
   set(unit "") # the name of the current translation unit
   foreach(row IN LISTS rows)

@@ -1,7 +1,7 @@
 """Write the tables of README and of the pages in docs from benchmarks/results, between their marks.
 
 ``<!-- table NAME -->`` is one of the tables in table_makers.py, eight_bit_tables.py, embedding_tables.py,
-expert_tables.py, compared_tables.py, language_tables.py and gpu_tables.py,
+estimate_tables.py, expert_tables.py, compared_tables.py, language_tables.py and gpu_tables.py,
 ``<!-- report FILE -->`` all that benchmarks/report.py prints of a file,
 ``<!-- report FILE without host -->`` the same without the host's time.
 
@@ -21,6 +21,7 @@ from contextlib import redirect_stdout
 from compared_tables import COMPARED_TABLES
 from eight_bit_tables import EIGHT_BIT_TABLES
 from embedding_tables import EMBEDDING_TABLES
+from estimate_tables import ESTIMATE_TABLES
 from expert_tables import EXPERT_TABLES
 from gpu_tables import GPU_TABLES
 from language_tables import LANGUAGE_TABLES
@@ -31,7 +32,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import report
 
 ALL_TABLES = TABLES | EIGHT_BIT_TABLES | EMBEDDING_TABLES | EXPERT_TABLES | COMPARED_TABLES
-ALL_TABLES |= LANGUAGE_TABLES | GPU_TABLES
+ALL_TABLES |= LANGUAGE_TABLES | GPU_TABLES | ESTIMATE_TABLES
 MARK = re.compile(r"<!-- (table|report) (\S+)( without host)? -->\n.*?<!-- /\1 -->", re.S)
 HOST = re.compile(r"### Host time.*?(?=###)", re.S)
 

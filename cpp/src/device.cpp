@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "common/machine.h"
 #include "cpu/cpu.h"
 #include "error.h"
 #include "registry.h"
@@ -109,8 +110,10 @@ NamedDevice limited(NamedDevice device) {
 NamedDevice query_device(int32_t ordinal, const LastError& last_error) {
     cudaDeviceProp properties;
     check_device_call(cudaGetDeviceProperties(&properties, ordinal), last_error);
-    return {{DeviceType::cuda, properties.major * 10 + properties.minor, properties.multiProcessorCount,
-             static_cast<int32_t>(properties.sharedMemPerBlockOptin)},
+    const int32_t capability = properties.major * 10 + properties.minor;
+    return {{DeviceType::cuda, capability, properties.multiProcessorCount,
+             static_cast<int32_t>(properties.sharedMemPerBlockOptin), 0,
+             find_gpu(properties.name, capability)},
             properties.name};
 }
 

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "common/estimate.h"
 #include "error.h"
 #include "problem.h"
 #include "registry.h"
@@ -61,28 +62,20 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     return kernel.refuses(problem, device);
 }
 
-// Microseconds of dequantizing values before a product.
-double dequantize_time(const Problem& problem) {
-    constexpr double kStart = 4, kBytes = 2.5e6;  // a microsecond, on an H200
-    const int64_t read = problem.values.bytes(problem.pattern);
-    return kStart + static_cast<double>(read + problem.dense_bytes()) / kBytes;
-}
-
 std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (kernel.estimate == nullptr) return std::nullopt;
-    if (!dequantizes(kernel, problem)) return kernel.estimate(kernel, problem, device);
-    return kernel.estimate(kernel, with_dense_blocks(problem, nullptr), device) + dequantize_time(problem);
+    if (!kernel.estimated) return std::nullopt;
+    if (!dequantizes(kernel, problem)) return ts::estimate(kernel, problem, device);
+    return ts::estimate(kernel, with_dense_blocks(problem, nullptr), device) +
+           estimate_dequantize(problem, device);
 }
 
-// Of the first architecture on whose devices dense products were measured.
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
-    if (device.type == DeviceType::cpu || problem.grouped()) return std::nullopt;
+    if (device.type == DeviceType::cpu || problem.grouped() || problem.input_dtype == DType::float64)
+        return std::nullopt;
     const bool dense =
         problem.values.storage == Storage::dense && problem.values.dtype == problem.input_dtype;
-    for (const DenseEstimate estimate : dense_estimates())
-        if (const std::optional<double> time = estimate(with_dense_blocks(problem, nullptr), device))
-            return *time + (dense ? 0 : dequantize_time(problem));
-    return std::nullopt;
+    return estimate_dense(with_dense_blocks(problem, nullptr), device) +
+           (dense ? 0 : estimate_dequantize(problem, device));
 }
 
 const char* reason_for(const Kernel& kernel) {
@@ -262,6 +255,17 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
     return estimate_of(checked_kernel(problem, device, kernel), problem, device);
 }
 
+std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t index) {
+    require(device.type == DeviceType::cuda, "device.device must be 1, which has estimates, got 0");
+    const Problem dense = with_dense_blocks(problem, nullptr);
+    if (index == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
+    const Kernel& kernel = checked_kernel(problem, device, index);
+    if (!dequantizes(kernel, problem))
+        return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
+    return {{family_of(kernel, dense), features_of(kernel, dense, device)},
+            {dequantize_family(problem), dequantize_features(problem, device)}};
+}
+
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice) {
     std::string text = choice.reason;
     if (choice.dequantizes) text += "; it is given dense blocks";
@@ -276,7 +280,7 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
         if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device.properties))
             text += microseconds("; estimated", *time) + by;
     if (device.properties.type == DeviceType::cpu || problem.grouped()) return text;
-    return text + (dense ? microseconds(", dense", *dense) : ", dense was not measured on such a device");
+    return text + (dense ? microseconds(", dense", *dense) : "");
 }
 
 void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice) {

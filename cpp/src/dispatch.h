@@ -5,7 +5,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "common/estimate.h"
 #include "common/problem.h"
 #include "measurements.h"
 
@@ -45,6 +47,14 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
 // Microseconds that are estimated for a kernel in the registry, or TS_RUN_DENSE. Throws
 // TS_UNSUPPORTED where the kernel does not compute the problem.
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
+
+// What an estimate is the sum of, see common/estimate.h, and the name of its coefficients; a second one where
+// values are dequantized first.
+struct FeatureList {
+    std::string family;
+    Features values;
+};
+std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t kernel);
 
 // With TILESPARSE_LOG=1, one line on standard error per shape: what was chosen and why.
 void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice);

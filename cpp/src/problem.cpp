@@ -7,6 +7,7 @@
 
 #include "abi.h"
 #include "checks.h"
+#include "common/machine.h"
 #include "error.h"
 
 namespace ts {
@@ -259,12 +260,14 @@ NamedDevice check_device(const ts_device_info& info) {
         return value;
     };
     check(info.reserved, 0, 0, "reserved");
-    const Device properties{
+    Device properties{
         type, check(info.compute_capability, is_cuda ? 10 : 0, is_cuda ? 999 : 0, "compute_capability"),
         check(info.multiprocessors, 1, kMaxProcessors, "multiprocessors"),
         check(info.shared_memory, 0, is_cuda ? kMaxSharedBytes : 0, "shared_memory"),
         check(info.max_cluster, 0, is_cuda ? kMaxCluster : 0, "max_cluster")};
-    return {properties, std::string(info.name, strnlen(info.name, sizeof info.name))};
+    const std::string name(info.name, strnlen(info.name, sizeof info.name));
+    properties.gpu = find_gpu(name, properties.compute_capability);
+    return {properties, name};
 }
 
 const char* to_string(Op op) { return kOps[static_cast<size_t>(op)]; }

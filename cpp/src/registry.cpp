@@ -5,12 +5,7 @@
 #include "cpu/cpu.h"
 #include "error.h"
 
-// Generated: one TS_ARCHITECTURE(folder) per architecture and one TS_KERNEL(folder, name) per row of its
-// tiles.def; empty without CUDA.
-#define TS_ARCHITECTURE(folder)                                          \
-    namespace folder {                                                   \
-    std::optional<double> estimate_dense(const Problem&, const Device&); \
-    }
+// Generated: one TS_KERNEL(folder, name) per row of an architecture's tiles.def; empty without CUDA.
 #define TS_KERNEL(folder, name) \
     namespace folder {          \
     const Kernel& name();       \
@@ -19,7 +14,6 @@ namespace ts {
 #include "tilesparse_kernels.inc"
 }  // namespace ts
 #undef TS_KERNEL
-#undef TS_ARCHITECTURE
 
 namespace ts {
 namespace {
@@ -27,11 +21,9 @@ namespace {
 std::vector<const Kernel*> collect() {
     std::vector<const Kernel*> kernels;
     for (const Kernel& kernel : cpu::kernels()) kernels.push_back(&kernel);
-#define TS_ARCHITECTURE(folder)
 #define TS_KERNEL(folder, name) kernels.push_back(&folder::name());
 #include "tilesparse_kernels.inc"
 #undef TS_KERNEL
-#undef TS_ARCHITECTURE
     return kernels;
 }
 
@@ -49,17 +41,6 @@ std::string list_architectures() {
 const std::vector<const Kernel*>& registry() {
     static const std::vector<const Kernel*> kernels = collect();
     return kernels;
-}
-
-const std::vector<DenseEstimate>& dense_estimates() {
-    static const std::vector<DenseEstimate> estimates = {
-#define TS_ARCHITECTURE(folder) folder::estimate_dense,
-#define TS_KERNEL(folder, name)
-#include "tilesparse_kernels.inc"
-#undef TS_KERNEL
-#undef TS_ARCHITECTURE
-    };
-    return estimates;
 }
 
 const std::string& architectures() {

@@ -1,7 +1,6 @@
 // The table of all kernels in the library.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,11 +10,6 @@ namespace ts {
 
 // CPU kernels, best instruction set first, then those of each GPU architecture in tiles.def's order.
 const std::vector<const Kernel*>& registry();
-
-// Microseconds to write W dense and run the dense product, one estimate per architecture; none where nothing
-// was measured on the device.
-using DenseEstimate = std::optional<double> (*)(const Problem&, const Device&);
-const std::vector<DenseEstimate>& dense_estimates();
 
 // The architectures that the library holds code for, e.g. "cpu,sm_80".
 const std::string& architectures();

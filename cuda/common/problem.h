@@ -189,6 +189,7 @@ struct Device {
     int32_t multiprocessors;     // cores on the CPU
     int32_t shared_memory;       // bytes a thread block may use
     int32_t max_cluster = 0;     // see ts_device_info
+    int32_t gpu = 0;             // in kGpus, the one whose limits it has
 };
 
 constexpr int kMaxDevices = 64;  // CUDA devices of a process
@@ -266,8 +267,8 @@ struct Kernel {
     uint32_t result_dtypes = 0;
     // nullptr where there is nothing to decide.
     Decision (*decide)(const Kernel&, const Problem&, const Device&) = nullptr;
-    // Microseconds the product would take; nullptr where kernels go by their place in the registry.
-    double (*estimate)(const Kernel&, const Problem&, const Device&) = nullptr;
+    // Whether its time is estimated (common/estimate.h); otherwise kernels go by their place in the registry.
+    bool estimated = false;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
     size_t (*packed_size)(const Problem&) = nullptr;

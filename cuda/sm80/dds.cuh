@@ -17,7 +17,7 @@
 // of 2 to 8 stages (cp.async, mbarriers), on into the next tile. Warps skip the parts of W that do not exist.
 // Grouped products: a tile has tokens and features of one group. CTAs count the tiles of each group first,
 // from offsets that only they read.
-// Chosen where estimate_dds is least among the kernels that compute the product.
+// Chosen where its estimate is least among the kernels that compute the product.
 #pragma once
 
 #include <type_traits>
@@ -28,7 +28,6 @@
 #include "sm80/dds_traits.cuh"
 #include "sm80/dds_weight_2_4.cuh"
 #include "sm80/launch.cuh"
-#include "sm80/select.h"
 
 namespace ts::sm80 {
 
@@ -199,7 +198,7 @@ struct Dds {
         row.tile_features = kTileFeatures;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
-        row.estimate = estimate_dds;
+        row.estimated = true;
         return row;
     }
 

@@ -9,7 +9,7 @@
 // (cp.async): that keeps more bytes under way than registers could hold, and no team waits for another.
 // Grouped products: a CTA computes its features for all tokens of its group, 16 at a time, and ends at once
 // where the group has none: the values of such groups are not read.
-// Chosen where estimate_decode is least, for at most 1024 tokens, of all groups together.
+// Chosen where its estimate is least, for at most 1024 tokens, of all groups together.
 #pragma once
 
 #include "common/problem.h"
@@ -24,7 +24,6 @@
 #include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
-#include "sm80/select.h"
 
 namespace ts::sm80 {
 
@@ -196,7 +195,7 @@ struct Decode {
         row.max_tokens = kMaxTokens;
         row.storages = Formats::kStorages;
         row.values_dtypes = Formats::kDTypes;
-        row.estimate = estimate_decode;
+        row.estimated = true;
         return row;
     }
 

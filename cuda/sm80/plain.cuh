@@ -15,7 +15,6 @@
 #include "common/problem.h"
 #include "common/token_groups.h"
 #include "sm80/launch.cuh"
-#include "sm80/select.h"
 
 namespace ts::sm80 {
 

@@ -11,7 +11,7 @@
 // kernel adds them in a fixed order.
 // Grouped products: a tile has blocks of one group and sums over this group's tokens, which only the device
 // knows; they are not split.
-// Chosen where estimate_sdd is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
+// Chosen where its estimate is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
 #pragma once
 
 #include "common/problem.h"
@@ -20,7 +20,6 @@
 #include "sm80/sdd_epilogue.cuh"
 #include "sm80/sdd_loader.cuh"
 #include "sm80/sdd_traits.cuh"
-#include "sm80/select.h"
 #include "sm80/tile.cuh"
 
 namespace ts::sm80 {
@@ -201,7 +200,7 @@ struct Sdd {
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_features = kTileRows;
-        row.estimate = estimate_sdd;
+        row.estimated = true;
         return row;
     }
 

@@ -15,7 +15,7 @@
 // for steps that only the other needs.
 // Split-K: where tiles are few, those of 128 or 64 tokens are cut along k; a second kernel adds the sums
 // in a fixed order (dds_reduce.cuh).
-// Chosen where its estimate is least (estimate_dds): blocks of 64 and 128, blocks with more features
+// Chosen where its estimate is least: blocks of 64 and 128, blocks with more features
 // than k, which dds_narrow does not take, and batches that are too large for decode.
 #pragma once
 

@@ -4,7 +4,7 @@
 // Operands: as in dds.cuh, but values [nnz * bn, bk / 2] and metadata, both in a stage of the weight
 // (dds_weight_2_4.cuh). CTA, cluster, warps and K loop: as in dds.cuh. The two warps that load the
 // weight copy the metadata beside each box by cp.async.
-// Chosen where its estimate is least (estimate_dds_2_4), for compressed values.
+// Chosen where its estimate is least, for compressed values.
 #pragma once
 
 #include "sm90/dds_launch.cuh"

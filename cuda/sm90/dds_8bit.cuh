@@ -5,7 +5,7 @@
 // CTA, cluster, warps: as in dds.cuh. K loop: steps of 128 k, which have the bytes of 64 k of 16 bits.
 // Sums: int32, exact, of int8. Of float8 those of tensor cores, or promoted: the sums of each step are
 // added to others in float32, for which only tiles of 128 tokens to a CTA have the registers.
-// Chosen where its estimate is least (estimate_dds_8bit).
+// Chosen where its estimate is least.
 #pragma once
 
 #include "sm90/dds_launch.cuh"

@@ -6,7 +6,7 @@
 // Sums: those of a step, of tensor cores, are multiplied by both scales as they are added to others in
 // float32. Meanwhile the other warpgroup multiplies: adding takes half as long as products do. A thread reads
 // the scales of its 32 tokens while its own products are under way.
-// Chosen where its estimate is least (estimate_dds_8bit).
+// Chosen where its estimate is least.
 #pragma once
 
 #include "sm90/dds_launch.cuh"

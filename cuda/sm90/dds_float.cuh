@@ -4,7 +4,7 @@
 // tf32x3 takes two parts of each and leaves out the product of the second ones (dds_split.cuh).
 // CTA: 128 features x 256 or 128 tokens; clusters of 2 share the weight. Steps of 32 k.
 // Warps: as in dds.cuh; tf32x3 has 4 more, which write the second parts of activations beside the first.
-// Chosen where its estimate is least (estimate_dds_float).
+// Chosen where its estimate is least.
 #pragma once
 
 #include "sm90/dds_launch.cuh"

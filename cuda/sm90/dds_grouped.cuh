@@ -2,7 +2,7 @@
 // weight of its own. A tile has tokens of one group and block rows of its weight. Where groups begin is known
 // on the GPU alone: a kernel before this one counts spans of tokens (tma/groups.cuh), from which the schedule
 // finds its work. The last tile of a group loads tokens of the next, which meet the wrong weight, and does
-// not store them (encode_ranges). Chosen where its estimate is least (estimate_grouped_dds).
+// not store them (encode_ranges). Chosen where its estimate is least.
 #pragma once
 
 #include "sm90/dds_launch.cuh"

@@ -59,11 +59,10 @@ struct Dds {
         row.splits = Traits::kSplits;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
-        row.estimate = Weight::kEstimate;
+        row.estimated = true;
         if (kGrouped) {
             row.grouped = bits_of(1);
             row.splits = false;
-            row.estimate = estimate_grouped_dds;
             return row;
         }
         row.decide = decide_dds;

@@ -19,7 +19,7 @@
 // (NarrowKinds).
 // Split-K: where tiles are few a cluster has two CTAs for each of up to 4 parts, which add their sums
 // through distributed shared memory.
-// Chosen where its estimate is least (estimate_narrow), for such blocks.
+// Chosen where its estimate is least, for such blocks.
 #pragma once
 
 #include "sm90/dds_narrow_launch.cuh"

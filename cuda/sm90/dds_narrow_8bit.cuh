@@ -4,7 +4,7 @@
 // Operands: as in dds_narrow.cuh, but X row-major alone, in lines of 64 bytes, and the scales of
 // dds_8bit.cuh. A product has 32 of k, those of one block. CTA, cluster, warps, steps and splits: as in
 // dds_narrow.cuh, with half of the bytes.
-// Chosen where its estimate is least (estimate_narrow), for such blocks.
+// Chosen where its estimate is least, for such blocks.
 #pragma once
 
 #include "sm90/dds_narrow_launch.cuh"

@@ -74,7 +74,7 @@ struct DdsNarrow {
         row.values_dtypes = Weight<Math, 32>::kDTypes;
         row.packed_size = packed_size;
         row.pack = pack;
-        row.estimate = estimate_narrow;
+        row.estimated = true;
         row.decide = decide_narrow;
         return row;
     }

@@ -55,7 +55,6 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static constexpr int kBoxBytes = kFeatures * kStep * kValueBytes;
     static constexpr int kStageBytes = kBoxBytes;
     static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
-    static constexpr auto kEstimate = estimate_dds;
 
     static constexpr int most_stages(int tile_tokens) { return tile_tokens == 64 ? 6 : 3; }
 

@@ -39,7 +39,6 @@ struct CompressedWeight : InSharedMemory {
     static constexpr int kBoxBytes = kFeatures * kStep / 2 * 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
     static constexpr int kOtherFills = 32;  // one by each lane
-    static constexpr auto kEstimate = estimate_dds_2_4;
 
     // As many as fit: steps are short.
     static constexpr int most_stages(int) { return INT_MAX; }

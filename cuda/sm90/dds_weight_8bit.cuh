@@ -10,7 +10,6 @@ namespace ts::sm90 {
 template <class Math>
 struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
     static constexpr bool kAlongK = true;
-    static constexpr auto kEstimate = estimate_dds_8bit;
 
     template <int kTokens>
     using Atom = typename Math::template ByteAtom<kTokens>;

@@ -23,7 +23,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     static constexpr int kLine = 4 * kWidth;
     static constexpr int kBoxBytes = kFeatures * kStep * 4;
     static constexpr int kStageBytes = kBoxBytes;
-    static constexpr auto kEstimate = estimate_dds_float;
 
     static const char* refuses(const Problem& problem) {
         if (problem.row_block() < kWidth || problem.k_block() < kStep)

@@ -13,7 +13,7 @@
 // Loop over tokens: steps of 64, in a ring of 3 stages of large tiles or 4 of small ones.
 // Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
 // the sums.
-// Chosen where its estimate is least (estimate_sdd).
+// Chosen where its estimate is least.
 //
 // A small batch leaves little time to begin and to end: what is read one thing after another is fetched
 // ahead, and TMA stores the results of one tile while the next is computed.

@@ -51,7 +51,7 @@ struct GroupedSdd {
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
         row.grouped = bits_of(1);
-        row.estimate = estimate_grouped_sdd;
+        row.estimated = true;
         return row;
     }
 

@@ -96,7 +96,7 @@ struct Sdd {
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
-        row.estimate = estimate_sdd;
+        row.estimated = true;
         row.decide = decide_sdd;
         return row;
     }

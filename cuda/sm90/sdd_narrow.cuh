@@ -11,7 +11,7 @@
 // those of Y where they change: shared memory is the limit, at 512 bytes for each block and 16 tokens.
 // Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
 // the sums.
-// Chosen where its estimate is least (estimate_sdd_narrow), where few blocks are kept.
+// Chosen where its estimate is least, where few blocks are kept.
 #pragma once
 
 #include "sm90/sdd_narrow_launch.cuh"

@@ -1,25 +1,9 @@
-// The choice among the kernels of this folder: estimates of their times, in microseconds, and what is decided
-// for the one that is chosen. Host code.
+// What is decided for a kernel of this folder that is chosen. Host code.
 #pragma once
-
-#include <optional>
 
 #include "common/problem.h"
 
 namespace ts::sm90 {
-
-double estimate_dds(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_grouped_dds(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_dds_2_4(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_dds_8bit(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_dds_float(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_grouped_sdd(const Kernel& kernel, const Problem& problem, const Device& device);
-double estimate_sdd_narrow(const Kernel& kernel, const Problem& problem, const Device& device);
-
-// Writing W out dense and leaving the product to cuBLAS, where it was measured on such a device.
-std::optional<double> estimate_dense(const Problem& problem, const Device& device);
 
 // See Kernel::decide.
 Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& device);

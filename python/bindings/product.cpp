@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 namespace bindings {
 
@@ -17,6 +18,7 @@ void bind_products(nb::module_& m) {
              "gated"_a = false, "bias_gradient"_a = false, "bias_gradient_dtype"_a = -1,
              "accumulate_bias"_a = false, "grouped"_a = false, "x_scales_ld"_a = 0)
         .def("estimate", &Product::estimate, "device_info"_a, "kernel"_a)
+        .def("features", &Product::features, "device_info"_a, "kernel"_a)
         .def("add_measurement", &Product::add_measurement, "device_info"_a, "kernel"_a, "microseconds"_a,
              "dense_microseconds"_a)
         .def("select", &Product::select, "device_info"_a)

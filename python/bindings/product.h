@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "devices.h"
 #include "support.h"
@@ -60,6 +61,17 @@ class Product {
         double microseconds = 0;
         check(ts_matmul_estimate(&desc, &device, kernel, &microseconds));
         return microseconds;
+    }
+
+    // What an estimate is made of, and the name of its coefficients, see ts_matmul_features.
+    std::pair<std::string, std::vector<double>> features(const ts_device_info& device, int32_t kernel) const {
+        const auto desc = described();
+        std::vector<double> values(64);
+        auto count = static_cast<int32_t>(values.size());
+        char family[128];
+        check(ts_matmul_features(&desc, &device, kernel, values.data(), &count, family, sizeof family));
+        values.resize(count);
+        return {family, values};
     }
 
     void add_measurement(const ts_device_info& device, int32_t kernel, double microseconds,

@@ -18,7 +18,9 @@ from tilesparse.cli import bench, demo, info
 from tilesparse.cli import command as cli
 from tilesparse.selection import OPS
 from tilesparse.tuning import measuring as tuning
+from tilesparse.tuning.devices import MEASURED
 
+LIMITS = "and to clock, bandwidth and rate of tensor cores"
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]
 
 
@@ -71,9 +73,10 @@ def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("gpu", "says"),
     [
+        ("H100", "measured on this GPU"),
         ("H200", "measured on this GPU"),
-        ("H100 PCIe", "those of an H200, scaled from 132 to 114 multiprocessors"),
-        ("L40S", "those of an H200 with kernels for 8.0, scaled from 132 to 142 multiprocessors"),
+        ("H100 PCIe", f"those of an H100, scaled to 114 multiprocessors {LIMITS}"),
+        ("L40S", f"those of an H100 with kernels for 8.0, scaled to 142 multiprocessors {LIMITS}"),
     ],
 )
 def test_info_says_what_estimates_rest_on(gpu: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +85,7 @@ def test_info_says_what_estimates_rest_on(gpu: str, says: str, capsys: pytest.Ca
     lines = text[text.index(f"cuda: {gpu},") :].splitlines()
     line = next(line for line in lines if "estimated times" in line)
     assert line.endswith(says)
-    assert ("nothing was measured on this GPU" in line) == (gpu != "H200")
+    assert ("nothing was measured on this GPU" in line) == (gpu not in MEASURED)
 
 
 def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from tilesparse._runtime.private import tf32_allowed
 KERNELS = _C.kernels()
 CUDA = 1
 A100 = _C.DeviceInfo(CUDA, 80, 108, 166912)
-H200 = _C.DeviceInfo(CUDA, 90, 132, 232448)
+H200 = _C.DeviceInfo(CUDA, 90, 132, 232448, "NVIDIA H200")
 RTX4090 = _C.DeviceInfo(CUDA, 89, 128, 101376)
 B200 = _C.DeviceInfo(CUDA, 100, 148, 232448)
 

@@ -1,7 +1,9 @@
 // The public functions on products: the choice of a kernel, memory, and the product itself.
 
+#include <algorithm>
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "abi.h"
 #include "c_api/guard.h"
@@ -70,6 +72,28 @@ ts_status_t ts_matmul_estimate(const ts_matmul_desc* source, const ts_device_inf
         const NamedDevice device = described_device(info, problem);
         if (kernel != TS_RUN_DENSE) kernel_at(kernel);
         *microseconds = estimate(problem, device.properties, kernel).value_or(0);
+    });
+}
+
+ts_status_t ts_matmul_features(const ts_matmul_desc* source, const ts_device_info* info, int32_t kernel,
+                               double* features, int32_t* count, char* family, size_t family_bytes) {
+    return guard([&] {
+        const ts_matmul_desc desc = read_struct(source, "desc");
+        check_pointer(features, "features");
+        check_pointer(count, "count");
+        const Problem problem = check_problem(desc);
+        const NamedDevice device = described_device(info, problem);
+        if (kernel != TS_RUN_DENSE) kernel_at(kernel);
+        const std::vector<FeatureList> found = ts::features(problem, device.properties, kernel);
+        const auto needed = static_cast<int32_t>(found.size()) * kFeatureCount;
+        require(*count >= needed, "count must be at least ", needed, ", got ", *count);
+        std::string names;
+        for (const FeatureList& list : found) {
+            features = std::copy(list.values.begin(), list.values.end(), features);
+            names += (names.empty() ? "" : "+") + list.family;
+        }
+        *count = needed;
+        if (family != nullptr && family_bytes > 0) family[names.copy(family, family_bytes - 1)] = '\0';
     });
 }
 

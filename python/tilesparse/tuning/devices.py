@@ -17,7 +17,7 @@ KINDS = ("cpu", "cuda")  # likewise, device
 OF_ONE_CAPABILITY = (90,)  # whose kernels use what only GPUs of that compute capability have
 # Compute capability, multiprocessors, and KiB of shared memory that a thread block may use. The first GPU of
 # a compute capability stands for it.
-_GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
+GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
     "V100": ((7, 0), 80, 96),
     "T4": ((7, 5), 40, 64),
     "A100": ((8, 0), 108, 163),
@@ -38,7 +38,8 @@ _GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
     "GB10": ((12, 1), 48, 99),
 }
 
-MEASURED = "H200"  # on which kernels and dense products were measured, and all estimates fitted
+# The GPUs that estimates were fitted on, as in cuda/common/coefficients.inc; others are scaled from the first one.
+MEASURED = ("H100", "H200")
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ class Device:
         kind, _, ordinal = text.partition(":")
         if kind in KINDS and (not ordinal or (ordinal.isdecimal() and len(ordinal) < 10)):
             return cls.of(_C.device_info(KINDS.index(kind), int(ordinal) if ordinal else -1))
-        for name, (capability, multiprocessors, kibibytes) in _GPUS.items():
+        for name, (capability, multiprocessors, kibibytes) in GPUS.items():
             if text == name or text == f"{capability[0]}.{capability[1]}":
                 return cls(name, capability, multiprocessors, kibibytes << 10)
         raise InvalidArgumentError(
-            f'device must be "cpu", "cuda", "cuda:N", one of {list(_GPUS)}, or the compute capability of '
+            f'device must be "cpu", "cuda", "cuda:N", one of {list(GPUS)}, or the compute capability of '
             f"one of these, got {what!r}"
         )
 
@@ -151,14 +152,15 @@ def _checked_capability(capability: object) -> tuple[int, int]:
 
 def describe_estimates(device: Device) -> str:
     """Say what estimated times of a GPU rest on: measurements of it, or of which other GPU."""
-    measured = Device.find(MEASURED)
-    if MEASURED in device.name.split() and device.multiprocessors == measured.multiprocessors:
+    reference = Device.find(MEASURED[0])
+    name = next((name for name in MEASURED if name in device.name.split()), None)
+    if name is not None and device.multiprocessors == Device.find(name).multiprocessors:
         return "measured on this GPU"
-    kernels = "" if device.compute_capability == measured.compute_capability else " with kernels for 8.0"
-    scaled = f"scaled from {measured.multiprocessors} to {device.multiprocessors} multiprocessors"
-    if device.multiprocessors == measured.multiprocessors:
-        scaled = "as they are"
-    return f"nothing was measured on this GPU; those of an {MEASURED}{kernels}, {scaled}"
+    kernels = "" if device.compute_capability == reference.compute_capability else " with kernels for 8.0"
+    return (
+        f"nothing was measured on this GPU; those of an {reference.name}{kernels}, scaled to "
+        f"{device.multiprocessors} multiprocessors and to clock, bandwidth and rate of tensor cores"
+    )
 
 
 def runs_on(kernel: _C.KernelInfo, device: int, compute_capability: int) -> bool:

@@ -1,0 +1,239 @@
+"""Coefficients of estimates: what they are fitted by, and how kernels that are chosen by them compare.
+
+An estimate is a sum of features times coefficients that are not negative (docs/developers/estimates.md). For each
+family of kernels and each block they are found in two steps: non-negative least squares of relative errors, in which
+a family's coefficients for one block stay near those for all blocks, and those for groups near those for one weight;
+then all of them together by L-BFGS-B, which lessens errors and what choices cost at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize, nnls
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Key = tuple[str, int, int]  # family, and the block along features and along k, (0, 0) for all
+Coefficients = dict[Key, Array]
+
+NEAR = 10.0  # measurements that the coefficients of more count as
+MOST = 1500  # measurements that are enough for least squares
+ROUNDS = 4  # of least squares, in which large errors count less and less
+STEADY = 0.05  # relative error from which they do
+ITERATIONS = 100
+CHOICES = 4.0  # what costs of choices weigh beside errors
+SHARP = 0.06  # relative difference of estimates by which a choice becomes certain
+MOST_COST = 1.0  # of a choice: more are measurements that something interrupted
+GROUPED = "_grouped"  # ends families that stay near those without it
+
+
+class Row(NamedTuple):
+    """One kernel of one case; what is dequantized first has a second key and features of its own."""
+
+    kernel: str
+    case: int
+    time: float  # microseconds
+    parts: tuple[tuple[Key, Array], ...]
+    chosen: bool = True  # False: dense, which is not among the kernels that are chosen from
+
+
+class Loss(NamedTuple):
+    """How much longer than the best kernel of a case the chosen one takes, and the best of three."""
+
+    case: int
+    chosen: float
+    of_three: float
+
+
+def parent(key: Key) -> Key | None:
+    """The key whose coefficients speak for this one where little was measured."""
+    family, rows, columns = key
+    if rows != columns:
+        return family, min(rows, columns), min(rows, columns)
+    if rows and family.endswith(GROUPED):
+        return family.removesuffix(GROUPED), rows, columns
+    return (family, 0, 0) if rows else None
+
+
+def _depth(key: Key) -> int:
+    above = parent(key)
+    return 0 if above is None else 1 + _depth(above)
+
+
+class Table:
+    """Rows as arrays: a row of coefficients for each key and each of its parents."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.keys: dict[Key, int] = {}
+        for row in rows:
+            for key, _ in row.parts:
+                above: Key | None = key
+                while above is not None:
+                    self.keys.setdefault(above, len(self.keys))
+                    above = parent(above)
+        self.parents = [self.keys[above] if (above := parent(key)) else -1 for key in self.keys]
+        self.times = np.array([row.time for row in rows])
+        self.cases = np.array([row.case for row in rows])
+        self.chosen = np.array([row.chosen for row in rows])
+        owned = [(number, self.keys[key], one) for number, row in enumerate(rows) for key, one in row.parts]
+        self.row, self.key = (np.array(column) for column in list(zip(*owned, strict=True))[:2])
+        self.features = np.array([one for _, _, one in owned])
+        self.relative = self.features / self.times[self.row][:, None]
+        self.count = self.features.shape[1]
+
+    def estimates(self, coefficients: Array) -> Array:
+        """Microseconds of each row."""
+        terms = np.einsum("ij,ij->i", self.features, coefficients[self.key])
+        return np.maximum(np.bincount(self.row, terms, len(self.times)), 1e-3)
+
+    def array(self, found: Coefficients) -> Array:
+        """The coefficients that speak for each key."""
+        result = np.zeros((len(self.keys), self.count))
+        for key, number in self.keys.items():
+            above: Key | None = key
+            while above is not None and above not in found:
+                above = parent(above)
+            if above is not None:
+                result[number] = found[above]
+        return result
+
+
+def fit(rows: Sequence[Row], first: Coefficients | None = None) -> Coefficients:
+    """Coefficients for each key of some rows; `first` are those of another GPU, to which they stay near."""
+    table = Table(rows)
+    start = least_squares(table, first or {})
+    found = _of_choices(table, start)
+    own = set(table.key) if first else set(table.keys.values())  # those of the other GPU speak for the rest
+    return {key: found[number] for key, number in table.keys.items() if number in own}
+
+
+def least_squares(table: Table, first: Coefficients) -> Array:
+    """Coefficients of all keys, those that speak for others first."""
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for place, key in enumerate(table.key):
+        above = int(key)
+        while above >= 0:
+            rows_of[above].append(place)
+            above = table.parents[above]
+    result = np.zeros((len(table.keys), table.count))
+    for key, number in sorted(table.keys.items(), key=lambda item: _depth(item[0])):
+        own = np.array(rows_of[number])[:: 1 + len(rows_of[number]) // MOST]
+        near = first.get(key, result[table.parents[number]] if table.parents[number] >= 0 else None)
+        result[number] = _solve(table.relative[own], near)
+    return result
+
+
+def _solve(relative: Array, near: Array | None) -> Array:
+    """Non-negative least squares of relative errors; large errors count as their roots, nearly."""
+    sizes = np.sqrt((relative**2).mean(0)) + 1e-12
+    scaled, weights = relative / sizes, np.ones(len(relative))
+    tie = np.sqrt(NEAR) if near is not None else 0.02 * np.sqrt(len(relative))
+    aim = np.zeros(len(sizes)) if near is None else near * sizes
+    for _ in range(ROUNDS):
+        matrix = np.vstack([scaled * weights[:, None], tie * np.eye(len(sizes))])
+        result, _ = nnls(matrix, np.concatenate([weights, tie * aim]), maxiter=3000)
+        found = np.maximum(scaled @ result, 1e-3)
+        weights = 1 / np.sqrt(found * np.maximum(np.abs(np.log(found)), STEADY) / STEADY)
+    return result / sizes
+
+
+def _of_choices(table: Table, start: Array) -> Array:
+    """Lessens the mean error and the mean cost of choices together, with coefficients near those at the start."""
+    sizes = np.sqrt(
+        _sums(table, table.relative**2) / np.maximum(np.bincount(table.key, minlength=len(start)), 1)[:, None]
+    )
+    scale = np.where(sizes > 1e-9, 1 / np.maximum(sizes, 1e-9), 0)
+    features, aim = table.features * scale[table.key], start * sizes
+    choice = _Choices(table)
+    count = len(table.times)
+
+    def cost(flat: Array) -> tuple[float, Array]:
+        scaled = flat.reshape(start.shape)
+        terms = np.einsum("ij,ij->i", features, scaled[table.key])
+        found = np.maximum(np.bincount(table.row, terms, count), 1e-3)
+        error = np.log(found / table.times)
+        sizes = np.sqrt(error**2 + 0.01)
+        of_choices, slopes = choice.cost(np.log(found))
+        apart = scaled - aim
+        slopes = (error / sizes / count + CHOICES * slopes) / found
+        gradient = _sums(table, features * slopes[table.row][:, None]) + 2 * NEAR / count * apart
+        total = sizes.mean() + CHOICES * of_choices + NEAR / count * (apart**2).sum()
+        return float(total), gradient.ravel()
+
+    bounds = [(0, None if one > 0 else 0) for one in scale.ravel()]
+    begin = np.maximum(aim, 1e-3 * (scale > 0)).ravel()
+    options = {"maxiter": ITERATIONS, "maxfun": 2 * ITERATIONS}
+    found = minimize(cost, begin, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    has_rows = np.isin(np.arange(len(start)), table.key)
+    return np.where(has_rows[:, None], found.reshape(start.shape) * scale, start)
+
+
+def _sums(table: Table, values: Array) -> Array:
+    """Sums over the features of each key."""
+    columns = [np.bincount(table.key, column, len(table.keys)) for column in values.T]
+    return np.array(columns).T
+
+
+class _Choices:
+    """The cost of choices as a smooth function: each kernel is chosen the likelier the less its estimate."""
+
+    def __init__(self, table: Table) -> None:
+        self._rows = np.flatnonzero(table.chosen)
+        cases = table.cases[self._rows]
+        self._starts = np.flatnonzero(np.r_[True, cases[1:] != cases[:-1]])
+        self._case = np.cumsum(np.r_[True, cases[1:] != cases[:-1]]) - 1
+        times = table.times[self._rows]
+        best = np.minimum.reduceat(times, self._starts)
+        self._costs = np.minimum(times / best[self._case] - 1, MOST_COST)
+        self._count = len(table.times)
+
+    def cost(self, logarithms: Array) -> tuple[float, Array]:
+        """The mean over cases, and its slope for the logarithm of each estimate."""
+        scores = -logarithms[self._rows] / SHARP
+        likely = np.exp(scores - np.maximum.reduceat(scores, self._starts)[self._case])
+        likely /= np.add.reduceat(likely, self._starts)[self._case]
+        means = np.add.reduceat(likely * self._costs, self._starts)
+        slopes = np.zeros(self._count)
+        slopes[self._rows] = -likely * (self._costs - means[self._case]) / SHARP / len(self._starts)
+        return float(means.mean()), slopes
+
+
+def losses(rows: Sequence[Row], estimates: Iterable[float]) -> list[Loss]:
+    """Of all cases with several kernels."""
+    cases: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for row, estimate in zip(rows, estimates, strict=True):
+        if row.chosen:
+            cases[row.case].append((estimate, row.time))
+    found = []
+    for case, kernels in cases.items():
+        times = [time for _, time in sorted(kernels)]
+        if len(times) > 1:
+            found.append(Loss(case, times[0] / min(times) - 1, min(times[:3]) / min(times) - 1))
+    return found
+
+
+def left_out(
+    rows: Sequence[Row], layer_of: Callable[[int], tuple[int, int]], first: Coefficients | None = None
+) -> list[Loss]:
+    """Of the cases of each layer, by the coefficients of all others."""
+    found: list[Loss] = []
+    for layer in sorted({layer_of(row.case) for row in rows}):
+        own = [row for row in rows if layer_of(row.case) == layer]
+        coefficients = fit([row for row in rows if layer_of(row.case) != layer], first)
+        table = Table(own)
+        found += losses(own, table.estimates(table.array({**(first or {}), **coefficients})))
+    return found
+
+
+def summary(found: Sequence[Loss]) -> Mapping[str, float]:
+    """Shares: the mean loss, how often it is over 10 %, and the mean of the best of three."""
+    chosen, of_three = (np.array(column) for column in list(zip(*found, strict=True))[1:])
+    return {
+        "cases": len(found),
+        "mean": round(float(chosen.mean()), 5),
+        "over_10": round(float((chosen > 0.1).mean()), 5),
+        "best_of_three": round(float(of_three.mean()), 5),
+    }

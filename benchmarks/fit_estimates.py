@@ -1,0 +1,225 @@
+"""Fits the coefficients of estimates to times of kernels, and writes them where the library is built from.
+
+    python benchmarks/fit_estimates.py
+    python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
+
+Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. The library
+says what the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
+compared with the best kernels that were measured, with --left-out also those for each layer by coefficients that
+were fitted without it. Times that something interrupted are left out: a kernel that took several times its estimate.
+No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import estimate_fit
+import numpy as np
+from estimate_fit import Coefficients, Loss, Row, Table
+from kernel_cases import product_of
+from report import rows_of
+
+from tilesparse import _C, Device
+from tilesparse.tuning.devices import GPUS, MEASURED
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
+RESULTS = ROOT / "benchmarks" / "results"
+SUMMARY = RESULTS / "estimates.json"
+DENSE = -1  # in the place of a kernel
+INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
+
+
+class Measured(NamedTuple):
+    """The cases that were measured on one GPU, and a row for each of their kernels."""
+
+    gpu: str
+    cases: list[Mapping[str, Any]]
+    rows: list[Row]
+
+    def layer_of(self, case: int) -> tuple[int, int]:
+        """What is left out together: out_features and in_features."""
+        return self.cases[case]["out_features"], self.cases[case]["in_features"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fits, compares and writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="*", help="of bench_kernels.py (all)")
+    parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
+    parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
+    parser.add_argument("--left-out", action="store_true", help="fit without each layer, too, and compare")
+    arguments = parser.parse_args(argv)
+    fitted: dict[str, Coefficients] = {}
+    summaries = {}
+    files = _by_gpu(arguments.results or sorted(RESULTS.glob("*.json")))
+    for gpu, paths in files.items():
+        first = next(iter(fitted.values()), {})
+        measured, interrupted = uninterrupted(load(gpu, paths), first)
+        fitted[gpu] = estimate_fit.fit(measured.rows, first)
+        found = losses(measured, {**first, **fitted[gpu]})
+        summaries[gpu] = {
+            "files": [path.name for path in paths],
+            "interrupted": interrupted,
+            "all": estimate_fit.summary(found),
+            "kinds": {kind: estimate_fit.summary(own) for kind, own in _kinds(measured, found).items()},
+        }
+        if arguments.left_out:
+            left = estimate_fit.left_out(measured.rows, measured.layer_of, first)
+            summaries[gpu]["left_out"] = estimate_fit.summary(left)
+            if len(paths) > 1:
+                summaries[gpu]["unseen"] = estimate_fit.summary(unseen(load(gpu, paths[:1]), measured, first))
+        report(gpu, summaries[gpu], len(fitted[gpu]))
+    arguments.output.write_text(as_text(fitted, [path.name for paths in files.values() for path in paths]))
+    arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
+    return 0
+
+
+def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """Those files that have times of all kernels of a case, of each GPU the one with most cases first.
+
+    The GPU that others stay near is the first one.
+    """
+    found: dict[str, list[tuple[int, Path]]] = defaultdict(list)
+    for path in paths:
+        document = json.loads(path.read_text())
+        cases = document.get("cases")
+        gpu = gpu_of(document.get("environment", {}).get("gpu") or "")
+        if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
+            found[gpu].append((-len(cases), path))
+    by_gpu = sorted(found.items(), key=lambda item: item[0] != MEASURED[0])
+    return {gpu: [path for _, path in sorted(files)] for gpu, files in by_gpu}
+
+
+def gpu_of(name: str) -> str | None:
+    """What the library calls a GPU that the driver names so, if it knows it."""
+    known = [gpu for gpu in GPUS if re.search(rf"\b{re.escape(gpu)}\b", name)]
+    return max(known, key=len, default=None)
+
+
+def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
+    return any("kernels_us" in one for case in cases for one in case.get("results", ()))
+
+
+def load(gpu: str, paths: Sequence[Path]) -> Measured:
+    """All that was measured on one GPU."""
+    measured = Measured(gpu, [], [])
+    device, kernels = Device.find(gpu).info(), {kernel.name: i for i, kernel in enumerate(_C.kernels())}
+    for path in paths:
+        for case, result in rows_of([json.loads(path.read_text())]):
+            if result["contender"] == "tilesparse":
+                measured.rows.extend(_rows(case, result, len(measured.cases), device, kernels))
+                measured.cases.append(case)
+    return measured
+
+
+def _rows(
+    case: Mapping[str, Any],
+    result: Mapping[str, Any],
+    number: int,
+    device: _C.DeviceInfo,
+    kernels: Mapping[str, int],
+) -> Iterator[Row]:
+    times = {name: time for name, time in result.get("kernels_us", {}).items() if name in kernels}
+    if not times:
+        return
+    if case.get("storage", "plain") == "plain" and result.get("expanded_us"):
+        times["dense"] = result["expanded_us"]
+    bn, bk = case["block_shape"]
+    blocks = case["density"] * (case["out_features"] // bn) * (case["in_features"] // bk)
+    product = product_of(case, round(blocks))
+    rows, columns = (bk, bn) if case["op"] == "dds_nn" else (bn, bk)
+    for name, time in times.items():
+        names, values = product.features(device, kernels.get(name, DENSE))
+        families = names.split("+")
+        keys = [(family, rows, columns) if name in kernels else (family, 0, 0) for family in families]
+        parts = tuple(zip(keys, np.array(values).reshape(len(families), -1), strict=True))
+        yield Row(name, number, max(time, 0.5), parts, name in kernels)
+
+
+def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, int]:
+    """Without cases in which something interrupted a kernel, and how many these were.
+
+    Such a kernel took 2.5 times its estimate, by a fit that no case sways, and 50 microseconds more, and the other
+    kernels of its case did not.
+    """
+    table = Table(measured.rows)
+    estimates = table.estimates(estimate_fit.least_squares(table, first))
+    ratios = table.times / estimates
+    of_case: dict[int, list[float]] = defaultdict(list)
+    for case, ratio in zip(table.cases.tolist(), ratios.tolist(), strict=True):
+        of_case[case].append(ratio)
+    usual = np.array([max(statistics.median_low(of_case[case]), 1.0) for case in table.cases.tolist()])
+    late = table.chosen & (ratios > INTERRUPTED * usual) & (table.times > usual * estimates + LONG)
+    without = set(table.cases[late].tolist())
+    return measured._replace(rows=[row for row in measured.rows if row.case not in without]), len(without)
+
+
+def losses(measured: Measured, coefficients: Coefficients) -> list[Loss]:
+    """What choices by these coefficients cost."""
+    table = Table(measured.rows)
+    return estimate_fit.losses(measured.rows, table.estimates(table.array(coefficients)))
+
+
+def unseen(some: Measured, measured: Measured, first: Coefficients) -> list[Loss]:
+    """What choices cost for products that are not among some, by coefficients that were fitted to these alone."""
+    known = {_product(case) for case in some.cases}
+    coefficients = estimate_fit.fit(uninterrupted(some, first)[0].rows, first)
+    rows = [row for row in measured.rows if _product(measured.cases[row.case]) not in known]
+    return losses(measured._replace(rows=rows), {**first, **coefficients})
+
+
+def _product(case: Mapping[str, Any]) -> str:
+    return json.dumps([value for name, value in case.items() if name != "results"])
+
+
+def _kinds(measured: Measured, found: Sequence[Loss]) -> dict[str, list[Loss]]:
+    kinds: dict[str, list[Loss]] = defaultdict(list)
+    for loss in found:
+        case = measured.cases[loss.case]
+        kinds[f"{case.get('kind', case['dtype'])} {case['op']}"].append(loss)
+    return dict(sorted(kinds.items()))
+
+
+def report(gpu: str, summary: Mapping[str, Any], count: int) -> None:
+    """A line for each kind of product, for all, and for layers that were left out."""
+    print(f"{gpu}: {count} rows of coefficients, {summary['interrupted']} cases were interrupted")
+    lines = {**summary["kinds"], "all": summary["all"]}
+    if "left_out" in summary:
+        lines["layers left out"] = summary["left_out"]
+    if "unseen" in summary:
+        lines["first file, others' products"] = summary["unseen"]
+    for kind, one in lines.items():
+        print(
+            f"  {kind:26}{one['cases']:6} cases, mean loss {one['mean']:6.2%}, over 10 % "
+            f"{one['over_10']:6.1%}, best of three {one['best_of_three']:.2%}"
+        )
+
+
+def as_text(fitted: Mapping[str, Coefficients], names: Sequence[str]) -> str:
+    """Rows of C++, sorted as the library looks for them."""
+    rows = sorted((gpu, *key) for gpu, found in fitted.items() for key in found)
+    lines = [
+        "// Generated by benchmarks/fit_estimates.py; not to be edited. From:\n",
+        *(f"//   {name}\n" for name in names),
+        "// GPU, family, block (along features, along k; 0: any), a coefficient for each feature of estimate.h.\n",
+    ]
+    for gpu, family, along, across in rows:
+        numbers = ", ".join(f"{value:.4g}" for value in fitted[gpu][family, along, across])
+        lines.append(f'{{"{gpu}", "{family}", {along}, {across}, {{{numbers}}}}},\n')
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

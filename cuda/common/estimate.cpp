@@ -1,0 +1,164 @@
+#include "common/estimate.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+namespace ts {
+namespace {
+
+struct Coefficients {
+    const char* gpu;
+    const char* family;
+    int32_t rows, columns;  // of a block, along features and k; 0 for all
+    Features of;
+};
+
+// Sorted by GPU, family and block.
+constexpr Coefficients kCoefficients[] = {
+#include "common/coefficients.inc"
+};
+constexpr const char* kMeasured[] = {"H100", "H200"};  // those that speak for others first
+
+// Of kept products, at the peak of tensor cores.
+double product_time(const Problem& problem, double density, double rate, const Machine& machine) {
+    const double products = 2.0 * static_cast<double>(problem.tokens) *
+                            static_cast<double>(problem.pattern.group_out_features()) *
+                            static_cast<double>(problem.pattern.in_features) * density;
+    return products / (rate * machine.multiprocessors);
+}
+
+// By binary search; nullptr if there are none.
+const Coefficients* find(std::string_view gpu, std::string_view family, int32_t rows, int32_t columns) {
+    const auto* const end = std::end(kCoefficients);
+    const auto* const found =
+        std::lower_bound(std::begin(kCoefficients), end, 0, [&](const Coefficients& one, int) {
+            if (const int order = std::string_view(one.gpu).compare(gpu)) return order < 0;
+            if (const int order = std::string_view(one.family).compare(family)) return order < 0;
+            return one.rows != rows ? one.rows < rows : one.columns < columns;
+        });
+    const bool is = found != end && found->gpu == gpu && found->family == family && found->rows == rows &&
+                    found->columns == columns;
+    return is ? found : nullptr;
+}
+
+// Of a family that no measurement is near: twice what the limits of the machine allow.
+constexpr Features limits() {
+    Features result{};
+    at(result, Feature::launch) = 8;
+    for (const Feature feature :
+         {Feature::whole_steps, Feature::whole_products, Feature::memory, Feature::packing})
+        at(result, feature) = 2;
+    return result;
+}
+
+// Tokens by features, at the end of a name.
+bool is_tile(std::string_view word) {
+    return !word.empty() && word.front() >= '0' && word.front() <= '9' && word.find('x') != word.npos;
+}
+
+constexpr std::string_view kGrouped = "_grouped";
+
+// The family that speaks for one of which nothing was measured: of one weight, or else of the same tile with
+// one word less, or none.
+std::string relative_of(std::string family) {
+    const size_t grouped = family.rfind(kGrouped);
+    if (grouped != family.npos && grouped + kGrouped.size() == family.size()) return family.substr(0, grouped);
+    const size_t last = family.rfind('_');
+    if (last == family.npos) return {};
+    const bool has_tile = is_tile(std::string_view(family).substr(last + 1));
+    const std::string name = has_tile ? family.substr(0, last) : family;
+    const size_t word = name.rfind('_');
+    if (word == name.npos) return {};
+    return name.substr(0, word) + (has_tile ? family.substr(last) : "");
+}
+
+const Coefficients* find_measured(const Device& device, std::string_view family, int32_t rows, int32_t columns) {
+    const Coefficients* found = find(kGpus[device.gpu].name, family, rows, columns);
+    for (const char* const gpu : kMeasured)
+        if (found == nullptr) found = find(gpu, family, rows, columns);
+    return found;
+}
+
+// What was fitted on this GPU, or else on another one, whose features were those of its own limits; for the
+// family, or else for kernels like it; for the block, or else for square ones or any.
+const Features& coefficients_of(const Device& device, std::string family, const Problem& problem) {
+    static constexpr Features kLimits = limits();
+    const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);
+    for (; !family.empty(); family = relative_of(family))
+        for (const auto& block : {std::pair(rows, columns), std::pair(side, side), std::pair(0, 0)})
+            if (const Coefficients* const found = find_measured(device, family, block.first, block.second))
+                return found->of;
+    return kLimits;
+}
+
+double sum(const Features& coefficients, const Features& features) {
+    double result = 0;
+    for (int i = 0; i < kFeatureCount; ++i) result += coefficients[i] * features[i];
+    return result;
+}
+
+}  // namespace
+
+std::string family_of(const Kernel& kernel, const Problem& problem) {
+    constexpr std::string_view kNumbers[] = {"int8", "float8", "i8", "f8", "promoted", "scaled", "tf32", "tf32x3"};
+    std::string name, numbers, tile;
+    std::string_view rest = kernel.name;
+    bool has_op = problem.op == Op::sdd_tn;
+    while (!rest.empty()) {
+        const std::string_view word = rest.substr(0, rest.find('_'));
+        rest.remove_prefix(std::min(rest.size(), word.size() + 1));
+        if (word == "bf16" || word == "f16" || word == "f32") continue;
+        has_op |= word == "nt" || word == "nn";
+        const bool is_number = std::count(std::begin(kNumbers), std::end(kNumbers), word) > 0;
+        std::string& part = rest.empty() && is_tile(word) ? tile : is_number ? numbers : name;
+        part.append(name.empty() ? "" : "_").append(word);
+    }
+    if (!has_op) name += problem.forward() ? "_nt" : "_nn";
+    name += numbers + tile;
+    if (problem.grouped() && name.find(kGrouped) == name.npos) name += kGrouped;
+    return name;
+}
+
+std::string dense_family(const Problem& problem) {
+    const char* const op = problem.op == Op::sdd_tn ? "dense_tn"
+                           : problem.forward()      ? "dense_nt"
+                                                    : "dense_nn";
+    if (problem.input_dtype != DType::float32) return op;
+    return std::string(op) + (problem.precision == Precision::tf32 ? "_tf32" : "_fp32");
+}
+
+std::string dequantize_family(const Problem& problem) {
+    const bool bytes = problem.values.dtype == DType::int8 || problem.values.dtype == DType::float8_e4m3fn;
+    return std::string("dequantize") + (problem.values.is_compressed() ? "_2_4" : "") +
+           (bytes                                ? "_8_bits"
+            : is_quantized(problem.values.dtype) ? "_4_bits"
+                                                 : "");
+}
+
+double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
+    const std::string family = family_of(kernel, problem);
+    const double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
+    const Machine machine = machine_of(device);
+    // Values of groups without tokens need not be read.
+    const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);
+    const double rate = rate_of(kernel, problem, machine);
+    return std::max(
+        {time, product_time(problem, problem.pattern.density(), rate, machine), bytes / machine.memory});
+}
+
+double estimate_dense(const Problem& problem, const Device& device) {
+    const double time =
+        sum(coefficients_of(device, dense_family(problem), problem), dense_features(problem, device));
+    const Machine machine = machine_of(device);
+    return std::max({time, product_time(problem, 1, dense_rate(problem, machine), machine),
+                     activation_bytes(problem) / machine.memory});
+}
+
+double estimate_dequantize(const Problem& problem, const Device& device) {
+    return sum(coefficients_of(device, dequantize_family(problem), problem),
+               dequantize_features(problem, device));
+}
+
+}  // namespace ts
