@@ -199,7 +199,7 @@ def report(gpu: str, summary: Mapping[str, Any], count: int) -> None:
     if "left_out" in summary:
         lines["layers left out"] = summary["left_out"]
     if "unseen" in summary:
-        lines["first file, others' products"] = summary["unseen"]
+        lines["one file, products of others"] = summary["unseen"]
     for kind, one in lines.items():
         print(
             f"  {kind:26}{one['cases']:6} cases, mean loss {one['mean']:6.2%}, over 10 % "

@@ -64,7 +64,8 @@ constexpr std::string_view kGrouped = "_grouped";
 // one word less, or none.
 std::string relative_of(std::string family) {
     const size_t grouped = family.rfind(kGrouped);
-    if (grouped != family.npos && grouped + kGrouped.size() == family.size()) return family.substr(0, grouped);
+    if (grouped != family.npos && grouped + kGrouped.size() == family.size())
+        return family.substr(0, grouped);
     const size_t last = family.rfind('_');
     if (last == family.npos) return {};
     const bool has_tile = is_tile(std::string_view(family).substr(last + 1));
@@ -74,7 +75,8 @@ std::string relative_of(std::string family) {
     return name.substr(0, word) + (has_tile ? family.substr(last) : "");
 }
 
-const Coefficients* find_measured(const Device& device, std::string_view family, int32_t rows, int32_t columns) {
+const Coefficients* find_measured(const Device& device, std::string_view family, int32_t rows,
+                                  int32_t columns) {
     const Coefficients* found = find(kGpus[device.gpu].name, family, rows, columns);
     for (const char* const gpu : kMeasured)
         if (found == nullptr) found = find(gpu, family, rows, columns);
@@ -102,7 +104,8 @@ double sum(const Features& coefficients, const Features& features) {
 }  // namespace
 
 std::string family_of(const Kernel& kernel, const Problem& problem) {
-    constexpr std::string_view kNumbers[] = {"int8", "float8", "i8", "f8", "promoted", "scaled", "tf32", "tf32x3"};
+    constexpr std::string_view kNumbers[] = {"int8",     "float8", "i8",   "f8",
+                                             "promoted", "scaled", "tf32", "tf32x3"};
     std::string name, numbers, tile;
     std::string_view rest = kernel.name;
     bool has_op = problem.op == Op::sdd_tn;

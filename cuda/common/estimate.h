@@ -61,8 +61,8 @@ double estimate_dequantize(const Problem& problem, const Device& device);
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
 // The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product; "_grouped" where others are computed, too. Where a name has none, those of one weight count, or else
-// those of the name with one word less before the tile.
+// product; "_grouped" where others are computed, too. Where a name has none, those of one weight count, or
+// else those of the name with one word less before the tile.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 
 // Operations of a multiprocessor in a microsecond, of a kernel and of cuBLAS.

@@ -130,6 +130,38 @@ static void test_estimates(void) {
     CHECK(time > 0, "%g us", time);
 }
 
+static void test_features(void) {
+    static operands o;
+    init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
+    ts_device_info cpu = {.struct_size = sizeof cpu}, gpu = h100();
+    SUCCEEDS(ts_device_get(TS_CPU, -1, &cpu));
+    double features[64] = {-1};
+    char family[64] = "untouched";
+    int32_t count = 64;
+    FAILS(ts_matmul_features(&o.desc, &cpu, TS_RUN_DENSE, features, &count, family, sizeof family),
+          TS_INVALID_ARGUMENT, "device.device must be 1");
+    o.desc.device = TS_CUDA;
+    FAILS(ts_matmul_features(NULL, &gpu, TS_RUN_DENSE, features, &count, NULL, 0), TS_INVALID_ARGUMENT,
+          "desc");
+    FAILS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, NULL, &count, NULL, 0), TS_INVALID_ARGUMENT,
+          "features");
+    FAILS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, NULL, NULL, 0), TS_INVALID_ARGUMENT,
+          "count");
+    FAILS(ts_matmul_features(&o.desc, &gpu, 0, features, &count, NULL, 0), TS_UNSUPPORTED,
+          "it is for another kind of device");
+    count = 1;
+    FAILS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, &count, family, sizeof family),
+          TS_INVALID_ARGUMENT, "count must be at least");
+    CHECK(count == 1 && features[0] == -1 && strcmp(family, "untouched") == 0, "%d features, of %s",
+          (int)count, family);
+    count = 64;
+    SUCCEEDS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, &count, NULL, 0));
+    CHECK(count > 1 && count < 64 && features[0] == 1, "%d features, %g launches", (int)count, features[0]);
+    count = 64;
+    SUCCEEDS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, &count, family, 6));
+    CHECK(strcmp(family, "dense") == 0, "%s", family);
+}
+
 /* What is chosen on the CPU, and why. */
 static int32_t chosen(const operands* o, const ts_device_info* cpu, char* reason) {
     int32_t kernel = -7;
@@ -241,6 +273,7 @@ void test_selection(void) {
     test_select_without_clusters();
     test_preferences();
     test_estimates();
+    test_features();
     test_measurements();
     test_select_few_tokens();
 }

@@ -81,6 +81,14 @@ void call_estimate() {
                          check_status("ts_matmul_estimate",
                                       ts_matmul_estimate(as_caller_has_it(desc), as_caller_has_it(device),
                                                          kernel, time.as<double>())));
+    int32_t count = static_cast<int32_t>(chance(80) ? 64 : draw(-1, 63));
+    const Result features(8 * static_cast<size_t>(std::max(count, 0))), family(16);
+    features.check_untouched(
+        "ts_matmul_features",
+        check_status("ts_matmul_features",
+                     ts_matmul_features(as_caller_has_it(desc), as_caller_has_it(device), kernel,
+                                        features.as<double>(), chance(2) ? nullptr : &count,
+                                        family.as<char>(), family.as<char>() == nullptr ? 0 : 16)));
     check_status("ts_measurement_add",
                  ts_measurement_add(as_caller_has_it(desc), as_caller_has_it(device), kernel,
                                     static_cast<double>(wild_number()), static_cast<double>(draw(-1, 9))));

@@ -53,7 +53,7 @@ def tune(
     For each product the kernels with the least estimates and the dense product are measured; on the CPU,
     which has no estimates, the first kernels that the library prefers. The result counts in this process
     from then on and is written to the file after each product. The policy "auto" then compares measured
-    times, also on the CPU and on GPUs without estimates.
+    times, also on the CPU.
 
     Args:
         products: products of any number of layers; see `Product.of`. Equal products are measured once.
