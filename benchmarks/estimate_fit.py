@@ -1,9 +1,9 @@
 """Coefficients of estimates: what they are fitted by, and how kernels that are chosen by them compare.
 
-An estimate is a sum of features times coefficients that are not negative (docs/developers/estimates.md). For each
-family of kernels and each block they are found in two steps: non-negative least squares of relative errors, in which
-a family's coefficients for one block stay near those for all blocks, and those for groups near those for one weight;
-then all of them together by L-BFGS-B, which lessens errors and what choices cost at the same time.
+An estimate is a sum of features times coefficients that are not negative (docs/developers/estimates.md). For
+each family of kernels and each block they are found in two steps: non-negative least squares of relative
+errors, in which a family's coefficients for one block stay near those for all blocks, and those for groups
+near those for one weight; then all of them together by L-BFGS-B, which lessens errors and what choices cost.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def _solve(relative: Array, near: Array | None) -> Array:
     aim = np.zeros(len(sizes)) if near is None else near * sizes
     for _ in range(ROUNDS):
         matrix = np.vstack([scaled * weights[:, None], tie * np.eye(len(sizes))])
-        result, _ = nnls(matrix, np.concatenate([weights, tie * aim]), maxiter=3000)
+        result = nnls(matrix, np.concatenate([weights, tie * aim]), maxiter=3000)[0]
         found = np.maximum(scaled @ result, 1e-3)
         weights = 1 / np.sqrt(found * np.maximum(np.abs(np.log(found)), STEADY) / STEADY)
-    return result / sizes
+    return np.asarray(result / sizes)
 
 
 def _of_choices(table: Table, start: Array) -> Array:
-    """Lessens the mean error and the mean cost of choices together, with coefficients near those at the start."""
+    """Lessens the mean error and the mean cost of choices together, near the coefficients at the start."""
     sizes = np.sqrt(
         _sums(table, table.relative**2) / np.maximum(np.bincount(table.key, minlength=len(start)), 1)[:, None]
     )
@@ -174,7 +174,7 @@ def _of_choices(table: Table, start: Array) -> Array:
 def _sums(table: Table, values: Array) -> Array:
     """Sums over the features of each key."""
     columns = [np.bincount(table.key, column, len(table.keys)) for column in values.T]
-    return np.array(columns).T
+    return np.stack(columns, axis=1)
 
 
 class _Choices:

@@ -14,9 +14,7 @@ def estimates() -> str:
     for gpu, found in json.loads((RESULTS / "estimates.json").read_text())["gpus"].items():
         lines.append(_line(f"{gpu}, all", found["all"], found.get("left_out")))
         if "unseen" in found:
-            lines.append(
-                _line(f"{gpu}, fitted to one run, other products of another", found["unseen"])
-            )
+            lines.append(_line(f"{gpu}, fitted to one run, other products of another", found["unseen"]))
         if len(found["kinds"]) > 1:
             lines += [_line(f"{gpu}, {kind}", one) for kind, one in found["kinds"].items()]
     return table(["", "cases", "chosen", "best of three", "layers left out"], lines)

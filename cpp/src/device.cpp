@@ -111,10 +111,10 @@ NamedDevice query_device(int32_t ordinal, const LastError& last_error) {
     cudaDeviceProp properties;
     check_device_call(cudaGetDeviceProperties(&properties, ordinal), last_error);
     const int32_t capability = properties.major * 10 + properties.minor;
-    return {{DeviceType::cuda, capability, properties.multiProcessorCount,
-             static_cast<int32_t>(properties.sharedMemPerBlockOptin), 0,
-             find_gpu(properties.name, capability)},
-            properties.name};
+    return {
+        {DeviceType::cuda, capability, properties.multiProcessorCount,
+         static_cast<int32_t>(properties.sharedMemPerBlockOptin), 0, find_gpu(properties.name, capability)},
+        properties.name};
 }
 
 // Adds the clusters that the current device has room for. Every kernel with clusters takes one multiprocessor

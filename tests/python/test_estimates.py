@@ -95,31 +95,8 @@ def test_nothing_is_faster_than_the_limits_of_the_gpu(name: str) -> None:
 def test_more_tokens_take_more_time(name: str) -> None:
     """By the kernel that is chosen. Those that cut sums into parts may take less where they no longer do."""
     device = Device.find(name)
-    tokens = [
-        1,
-        2,
-        8,
-        16,
-        17,
-        32,
-        63,
-        64,
-        65,
-        96,
-        128,
-        129,
-        192,
-        256,
-        257,
-        400,
-        512,
-        513,
-        768,
-        1023,
-        1024,
-        1025,
-    ]
-    tokens += [1500, 2048, 2049, 3000, 4096, 4097, 6144, 6145, 8192, 8193, 16384]
+    tokens = [1, 2, 8, 16, 17, 32, 63, 64, 65, 96, 128, 129, 192, 256, 257, 400, 512, 513, 768, 1023, 1024]
+    tokens += [1025, 1500, 2048, 2049, 3000, 4096, 4097, 6144, 6145, 8192, 8193, 16384]
     for layer, block, op in product(LAYERS, (16, 32, 64, 128), (DDS_NT, DDS_NN, SDD_TN)):
         problems = [described(layer, count, block=block, op=op) for count in tokens]
         times = [min(estimates(problem, device).values()) for problem in problems]
@@ -129,7 +106,7 @@ def test_more_tokens_take_more_time(name: str) -> None:
 @needs_sm90
 @pytest.mark.parametrize("name", ["H100", "H200", "A100", "L40S", "B200"])
 def test_nothing_jumps_where_one_way_to_estimate_would_end(name: str) -> None:
-    """The time of the chosen kernel, from one number of tokens to the next, where there are no further tiles."""
+    """The time of the chosen kernel, from one number of tokens to the next, with as many tiles."""
     device = Device.find(name)
     for layer, block, op in product(LAYERS, (16, 32, 64, 128), (DDS_NT, DDS_NN, SDD_TN)):
         for count in (1000, 1022, 1030, 2000, 4100, 6140, 6150, 8200):
@@ -154,7 +131,9 @@ def test_dense_scales_as_sparse_does() -> None:
 
 
 @needs_sm90
-@pytest.mark.parametrize("file", ["h100_kernels.json", "h100_kernels_second.json", "h200_kernels_second.json"])
+@pytest.mark.parametrize(
+    "file", ["h100_kernels.json", "h100_kernels_second.json", "h200_kernels_second.json"]
+)
 def test_chosen_kernels_are_close_to_the_best(file: str) -> None:
     """Of products that coefficients were fitted to; what takes more than twice as long counts as twice.
 

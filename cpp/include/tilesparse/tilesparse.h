@@ -453,17 +453,16 @@ TS_API ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_
 
 /* Microseconds that a kernel (index for ts_kernel_get), or TS_RUN_DENSE, is estimated to take for
  * a product on that device; 0 where there is no estimate. Estimates of GPUs that were not measured are scaled
- * by what these can do. They read what ts_matmul_select reads, and neither desc->kernel, prefer and policy nor
- * measurements.
- * TS_UNSUPPORTED: the kernel does not compute the product on that device, and why. */
+ * by what these can do. They read what ts_matmul_select reads, and neither desc->kernel, prefer and policy
+ * nor measurements. TS_UNSUPPORTED: the kernel does not compute the product on that device, and why. */
 TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double* microseconds);
 
 /* What an estimate is made of, for programs that fit estimates to measurements: the features of a product, a
  * kernel or TS_RUN_DENSE and a device, and the name of the coefficients that they are multiplied by
- * (docs/developers/estimates.md). Where values are dequantized first, the features of that follow, and the name of
- * their coefficients after a "+". `count` is the room in `features` and becomes their number, which may differ
- * between versions of the library; 64 suffice. `family` may be NULL. */
+ * (docs/developers/estimates.md). Where values are dequantized first, the features of that follow, and the
+ * name of their coefficients after a "+". `count` is the room in `features` and becomes their number, which
+ * may differ between versions of the library; 64 suffice. `family` may be NULL. */
 TS_API ts_status_t ts_matmul_features(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double* features, int32_t* count, char* family,
                                       size_t family_bytes);

@@ -38,7 +38,7 @@ GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
     "GB10": ((12, 1), 48, 99),
 }
 
-# The GPUs that estimates were fitted on, as in cuda/common/coefficients.inc; others are scaled from the first one.
+# The GPUs that estimates were fitted on, as in cuda/common/coefficients.inc; the first stands for others.
 MEASURED = ("H100", "H200")
 
 
