@@ -23,7 +23,8 @@ NEAR = 10.0  # measurements that the coefficients of more count as
 MOST = 1500  # measurements that are enough for least squares
 ROUNDS = 4  # of least squares, in which large errors count less and less
 STEADY = 0.05  # relative error from which they do
-ITERATIONS = 100
+ITERATIONS = 200
+CLOSE, LARGE = 4.0, 0.3  # powers by which errors count, see _weights
 CHOICES = 4.0  # what costs of choices weigh beside errors
 SHARP = 0.06  # relative difference of estimates by which a choice becomes certain
 MOST_COST = 1.0  # of a choice: more are measurements that something interrupted
@@ -147,7 +148,7 @@ def _of_choices(table: Table, start: Array) -> Array:
     )
     scale = np.where(sizes > 1e-9, 1 / np.maximum(sizes, 1e-9), 0)
     features, aim = table.features * scale[table.key], start * sizes
-    choice = _Choices(table)
+    choice, weights = _Choices(table), _weights(table)
     count = len(table.times)
 
     def cost(flat: Array) -> tuple[float, Array]:
@@ -158,9 +159,9 @@ def _of_choices(table: Table, start: Array) -> Array:
         sizes = np.sqrt(error**2 + 0.01)
         of_choices, slopes = choice.cost(np.log(found))
         apart = scaled - aim
-        slopes = (error / sizes / count + CHOICES * slopes) / found
+        slopes = (weights * error / sizes / count + CHOICES * slopes) / found
         gradient = _sums(table, features * slopes[table.row][:, None]) + 2 * NEAR / count * apart
-        total = sizes.mean() + CHOICES * of_choices + NEAR / count * (apart**2).sum()
+        total = (weights * sizes).mean() + CHOICES * of_choices + NEAR / count * (apart**2).sum()
         return float(total), gradient.ravel()
 
     bounds = [(0, None if one > 0 else 0) for one in scale.ravel()]
@@ -169,6 +170,15 @@ def _of_choices(table: Table, start: Array) -> Array:
     found = minimize(cost, begin, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
     has_rows = np.isin(np.arange(len(start)), table.key)
     return np.where(has_rows[:, None], found.reshape(start.shape) * scale, start)
+
+
+def _weights(table: Table) -> Array:
+    """What errors count, 1 in the mean: more of kernels that are close to the best, and of long times."""
+    best = np.full(table.cases.max() + 1, np.inf)
+    np.minimum.at(best, table.cases, np.where(table.chosen, table.times, np.inf))
+    close = np.minimum(best[table.cases] / table.times, 1.0)
+    weights = close**CLOSE * table.times**LARGE
+    return np.asarray(weights / weights.mean())
 
 
 def _sums(table: Table, values: Array) -> Array:

@@ -72,10 +72,7 @@ std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, 
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
     if (device.type == DeviceType::cpu || problem.grouped() || problem.input_dtype == DType::float64)
         return std::nullopt;
-    const bool dense =
-        problem.values.storage == Storage::dense && problem.values.dtype == problem.input_dtype;
-    return estimate_dense(with_dense_blocks(problem, nullptr), device) +
-           (dense ? 0 : estimate_dequantize(problem, device));
+    return estimate_dense(with_dense_blocks(problem, nullptr), device) + estimate_dequantize(problem, device);
 }
 
 const char* reason_for(const Kernel& kernel) {
@@ -275,12 +272,11 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
         text += microseconds("; measured", choice.measured->time) + by;
         return choice.measured->dense > 0 ? text + microseconds(", dense", choice.measured->dense) : text;
     }
-    const std::optional<double> dense = estimate_of_dense(problem, device.properties);
     if (choice.kernel != nullptr)
         if (const std::optional<double> time = estimate_of(*choice.kernel, problem, device.properties))
             text += microseconds("; estimated", *time) + by;
-    if (device.properties.type == DeviceType::cpu || problem.grouped()) return text;
-    return text + (dense ? microseconds(", dense", *dense) : "");
+    const std::optional<double> dense = estimate_of_dense(problem, device.properties);
+    return dense ? text + microseconds(", dense", *dense) : text;
 }
 
 void log_choice(const Problem& problem, const NamedDevice& device, const Choice& choice) {

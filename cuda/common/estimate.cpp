@@ -95,6 +95,13 @@ const Features& coefficients_of(const Device& device, std::string family, const 
     return kLimits;
 }
 
+// Not less than the machine needs. Kernels that it limits keep their order.
+double within_limits(double time, double products, double bytes) {
+    constexpr double kOrder = 1e-3;
+    const double least = std::max(products, bytes);
+    return std::max(time, least + kOrder * time);
+}
+
 double sum(const Features& coefficients, const Features& features) {
     double result = 0;
     for (int i = 0; i < kFeatureCount; ++i) result += coefficients[i] * features[i];
@@ -147,19 +154,21 @@ double estimate(const Kernel& kernel, const Problem& problem, const Device& devi
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);
     const double rate = rate_of(kernel, problem, machine);
-    return std::max(
-        {time, product_time(problem, problem.pattern.density(), rate, machine), bytes / machine.memory});
+    return within_limits(time, product_time(problem, problem.pattern.density(), rate, machine),
+                         bytes / machine.memory);
 }
 
 double estimate_dense(const Problem& problem, const Device& device) {
     const double time =
         sum(coefficients_of(device, dense_family(problem), problem), dense_features(problem, device));
     const Machine machine = machine_of(device);
-    return std::max({time, product_time(problem, 1, dense_rate(problem, machine), machine),
-                     activation_bytes(problem) / machine.memory});
+    return within_limits(time, product_time(problem, 1, dense_rate(problem, machine), machine),
+                         activation_bytes(problem) / machine.memory);
 }
 
 double estimate_dequantize(const Problem& problem, const Device& device) {
+    const Values& values = problem.values;
+    if (values.storage == Storage::dense && values.dtype == problem.input_dtype) return 0;
     return sum(coefficients_of(device, dequantize_family(problem), problem),
                dequantize_features(problem, device));
 }

@@ -52,7 +52,7 @@ Features dense_features(const Problem& problem, const Device& device);
 double estimate_dense(const Problem& problem, const Device& device);
 std::string dense_family(const Problem& problem);
 
-// Of writing values with metadata or scales as dense blocks.
+// Of writing values with metadata or scales as dense blocks; nothing where they are dense.
 Features dequantize_features(const Problem& problem, const Device& device);
 std::string dequantize_family(const Problem& problem);
 double estimate_dequantize(const Problem& problem, const Device& device);

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import check_estimates
 import pytest
 import torch
+from kernel_cases import product_of
+from report import rows_of
 
 from tilesparse import _C, Device, UnsupportedError
 from tilesparse._checks import DTYPES
@@ -144,6 +147,35 @@ def test_chosen_kernels_are_close_to_the_best(file: str) -> None:
     assert len(losses) > 2500
     assert statistics.mean(losses) < 0.015
     assert sum(loss > 0.1 for loss in losses) < 0.04 * len(losses)
+
+
+@needs_sm90
+@pytest.mark.parametrize("file", ["h100_kernels_second.json", "h200_kernels_second.json"])
+def test_auto_takes_the_faster_of_sparse_and_dense(file: str) -> None:
+    """Where the measured times are apart by a quarter; dense is with writing W out, or copying its blocks."""
+    document = json.loads((RESULTS / file).read_text())
+    device = Device.find("H100" if file.startswith("h100") else "H200").info()
+    numbers = {kernel.name: number for number, kernel in enumerate(KERNELS)}
+    clear, wrong = 0, 0
+    for case, result in rows_of([document]):
+        times = {name: time for name, time in result.get("kernels_us", {}).items() if name in numbers}
+        if not times or not result.get("expanded_us") or case.get("storage", "plain") != "plain":
+            continue
+        ratio = result["expanded_us"] / min(times.values())
+        if 0.8 < ratio < 1.25:
+            continue
+        problem = product_of(case, round(case["density"] * blocks_of(case)))
+        sparse = min(problem.estimate(device, numbers[name]) for name in times)
+        clear += 1
+        wrong += (problem.estimate(device, RUN_DENSE) < sparse) != (ratio < 1)
+    assert clear > 1500
+    assert wrong < 0.01 * clear
+
+
+def blocks_of(case: Mapping[str, Any]) -> int:
+    block_rows, block_cols = case["block_shape"]
+    blocks: int = (case["out_features"] // block_rows) * (case["in_features"] // block_cols)
+    return blocks
 
 
 def test_what_estimates_rest_on_is_what_was_fitted() -> None:
