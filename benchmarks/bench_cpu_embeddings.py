@@ -8,7 +8,8 @@ Each contender has a process of its own, which waits while another one is timed;
 rounds, each with every batch and number of threads. Of a turn the median counts, and of the turns the least,
 since others may share the machine. Inputs are random tokens without padding. Blocks are drawn at random in
 all linear layers of the encoder: speed does not depend on which are kept. OpenVINO's int8 is calibrated by
-NNCF with docstrings of this installation, the other dense int8 is quantized dynamically.
+NNCF with docstrings of this installation, the other dense int8 is quantized dynamically. "Compiled" models
+are so by torch.compile, for one batch and number of threads at a time, before anything is timed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from common import packaged
 from spans import docstrings, passages
 
 NAMES = ("input_ids", "attention_mask")
-SPARSE = ("tilesparse bfloat16", "tilesparse int8 bfloat16")
+COMPILED = " compiled"  # ends the names of what torch.compile compiles
+COMPILED_DENSE = ("torch compiled", "torch bfloat16 compiled")
+SPARSE = ("tilesparse bfloat16", "tilesparse int8 bfloat16", "tilesparse int8 compiled")
 SHAPES = ((1, 32), (32, 64), (32, 128))  # texts, tokens of each
 Hidden = Callable[[Tensor, Tensor], Any]
 
@@ -105,15 +108,16 @@ def calibration() -> list[list[Any]]:
 
 
 def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidden:
-    encoder = loaded(variant)
-    if sparse:
-        return sparsified(encoder, variant, density, block)
+    numbers = variant.removesuffix(COMPILED.strip()).strip()
+    encoder = loaded(numbers)
     model: nn.Module = encoder
-    if variant == "bfloat16":
+    if sparse:
+        model = sparsified(encoder, numbers, density, block)
+    elif numbers == "bfloat16":
         model = model.bfloat16()
-    if variant == "int8":
+    elif numbers == "int8":
         model = quantize_dynamic(model, {nn.Linear})  # type: ignore[no-untyped-call]
-    return model
+    return model if numbers == variant else torch.compile(model, dynamic=False)
 
 
 def onnx_hidden(folder: Path, variant: str, threads: int) -> Hidden:
@@ -215,9 +219,12 @@ class Process:
         self._process.wait()
 
 
+Turn = tuple[Process, int, tuple[int, int]]  # with threads, texts, and tokens of each
+
+
 def started(arguments: argparse.Namespace) -> list[Process]:
     """Start the contenders one after the other."""
-    names = [(name, 1.0, 0) for name in DENSE]
+    names = [(name, 1.0, 0) for name in (*DENSE, *COMPILED_DENSE)]
     names += [(name, d, b) for name in SPARSE for d in arguments.densities for b in arguments.blocks]
     processes = []
     for name, density, block in names:
@@ -232,19 +239,14 @@ def started(arguments: argparse.Namespace) -> list[Process]:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    processes, start = started(arguments), time.perf_counter()
-    best: dict[tuple[Process, int, tuple[int, int]], float] = {}
-    rounds = 0
+    processes = started(arguments)
     document: dict[str, Any] = {"environment": machine(arguments.commit)}
+    one_round(arguments, processes, seconds=0)  # compiles, and does not count
+    best: dict[Turn, float] = {}
+    rounds, start = 0, time.perf_counter()
     while rounds == 0 or time.perf_counter() - start < arguments.seconds * rounds / (rounds + 1):
-        for threads in arguments.threads:
-            for batch, tokens in SHAPES:
-                for process in processes:
-                    turn = {"batch": batch, "tokens": tokens, "threads": threads, "seconds": arguments.turn}
-                    key, found = (process, threads, (batch, tokens)), process.answer(turn)
-                    if found is None:
-                        raise SystemExit(f"{process.name} ended in a turn of {batch} texts")
-                    best[key] = min(found, best.get(key, found))
+        for key, found in one_round(arguments, processes, arguments.turn).items():
+            best[key] = min(found, best.get(key, found))
         rounds += 1
         document["arguments"] = {"rounds": rounds, "turn": arguments.turn}
         document["cases"] = cases(processes, best)
@@ -255,6 +257,20 @@ def compare(arguments: argparse.Namespace) -> None:
         process.end()
     for case in document["cases"]:
         print(case)
+
+
+def one_round(arguments: argparse.Namespace, processes: list[Process], seconds: float) -> dict[Turn, float]:
+    """Return the milliseconds of a turn of each contender with every batch and number of threads."""
+    times = {}
+    for threads in arguments.threads:
+        for batch, tokens in SHAPES:
+            for process in processes:
+                turn = {"batch": batch, "tokens": tokens, "threads": threads, "seconds": seconds}
+                found = process.answer(turn)
+                if found is None:
+                    raise SystemExit(f"{process.name} ended in a turn of {batch} texts")
+                times[process, threads, (batch, tokens)] = found
+    return times
 
 
 def machine(commit: str | None) -> dict[str, Any]:
