@@ -39,7 +39,7 @@ from common import packaged
 from spans import docstrings, passages
 
 NAMES = ("input_ids", "attention_mask")
-COMPILED = " compiled"  # ends the names of what torch.compile compiles
+COMPILED = "compiled"  # ends the names of what torch.compile compiles
 COMPILED_DENSE = ("torch compiled", "torch bfloat16 compiled")
 SPARSE = ("tilesparse bfloat16", "tilesparse int8 bfloat16", "tilesparse int8 compiled")
 SHAPES = ((1, 32), (32, 64), (32, 128))  # texts, tokens of each
@@ -108,7 +108,7 @@ def calibration() -> list[list[Any]]:
 
 
 def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidden:
-    numbers = variant.removesuffix(COMPILED.strip()).strip()
+    numbers = variant.removesuffix(COMPILED).strip()
     encoder = loaded(numbers)
     model: nn.Module = encoder
     if sparse:
