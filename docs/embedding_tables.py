@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from table_parts import RESULTS, cases, short, table
 
-SPEED, QUALITY = "cpu_embeddings.json", "cpu_embeddings_quality.json"
+SPEED, COMPILED, QUALITY = (f"cpu_embeddings{what}.json" for what in ("", "_compiled", "_quality"))
 RECOVERED = "h200_embeddings.json"
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
@@ -29,9 +30,9 @@ def shown(ms: float) -> str:
     return f"{ms:.3g}" if ms < 999 else f"{ms:.0f}"
 
 
-def speed() -> str:
+def speed(file: str = SPEED) -> str:
     """Milliseconds of all contenders, the least of a column in bold."""
-    found = cases(SPEED)
+    found = cases(file)
     settings = list(milliseconds(found[0]))
     least = {setting: min(milliseconds(case)[setting] for case in found) for setting in settings}
     lines = []
@@ -48,9 +49,9 @@ def speed() -> str:
     return table(["", *heads], lines)
 
 
-def gains() -> str:
+def gains(file: str = SPEED) -> str:
     """The best dense contender's time over that of the best sparse one, by density."""
-    found = cases(SPEED)
+    found = cases(file)
     lines = []
     for setting in milliseconds(found[0]):
         dense = min(
@@ -117,6 +118,8 @@ def recovered() -> str:
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-speed": speed,
     "embeddings-gains": gains,
+    "embeddings-compiled": partial(speed, COMPILED),
+    "embeddings-compiled-gains": partial(gains, COMPILED),
     "embeddings-quality": quality,
     "embeddings-recovered": recovered,
 }
