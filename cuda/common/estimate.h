@@ -35,7 +35,7 @@ enum class Feature : int {
     input_misses,  // as far as L2 does not keep them between tiles
     value_loads,   // likewise values
     value_misses,
-    packing,  // values that are written and read anew before the product
+    packing,  // values that are written and read again before the product
     count
 };
 constexpr int kFeatureCount = static_cast<int>(Feature::count);
@@ -56,6 +56,16 @@ std::string dense_family(const Problem& problem);
 Features dequantize_features(const Problem& problem, const Device& device);
 std::string dequantize_family(const Problem& problem);
 double estimate_dequantize(const Problem& problem, const Device& device);
+
+// Whose steps are whole ones of k.
+constexpr bool is_narrow(const Kernel& kernel) {
+    return kernel.plan.kind == PlanKind::aligned || kernel.plan.kind == PlanKind::lists;
+}
+
+// Multiprocessors that compute a tile of a dds kernel together.
+constexpr int cluster_of(const Kernel& kernel) { return kernel.min_compute_capability == 90 ? 2 : 1; }
+
+double tiles_of(const Kernel& kernel, const Problem& problem);
 
 // Into how many parts the sums of a dds kernel's tiles are cut, see Decision::parts.
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);

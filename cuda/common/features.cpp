@@ -14,11 +14,7 @@ double divide_up(double a, double b) { return std::ceil(a / b); }
 // The share of the columns of a random pattern in which at least one of some block rows has a block.
 double present(double density, double rows) { return 1 - std::pow(1 - density, std::max(1.0, rows)); }
 
-bool is_narrow(const Kernel& kernel) {
-    return kernel.plan.kind == PlanKind::aligned || kernel.plan.kind == PlanKind::lists;
-}
 bool is_decode(const Kernel& kernel) { return kernel.max_tokens > 0; }
-int cluster_of(const Kernel& kernel) { return kernel.min_compute_capability == 90 ? 2 : 1; }
 
 // Bytes that are read again by each of some tiles, as far as L2 does not keep them.
 double misses(double bytes, double times, double l2) { return bytes * times * bytes / (bytes + l2); }
@@ -202,25 +198,6 @@ double stored_bytes(const Problem& problem) {
     const Pattern& pattern = problem.pattern;
     return static_cast<double>(values.bytes(pattern) + values.metadata_bytes(pattern) +
                                values.scale_bytes(pattern));
-}
-
-int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (!kernel.splits) return 1;
-    Problem counted = problem;
-    if (is_quantized(problem.input_dtype) && !is_narrow(kernel)) {  // steps have twice as much k
-        counted.pattern.in_features /= 2;
-        counted.pattern.block_cols /= 2;
-    }
-    const double tiles = divide_up(static_cast<double>(problem.tokens), kernel.tile_tokens) *
-                         divide_up(static_cast<double>(problem.features()), kernel.tile_features);
-    const int64_t workers = device.multiprocessors / cluster_of(kernel);
-    int64_t parts = part_count(counted, static_cast<int64_t>(tiles), workers);
-    if (!is_narrow(kernel)) return parts;
-    constexpr int64_t kMost = 4;      // eight thread blocks
-    constexpr double kFilled = 0.92;  // such clusters leave some multiprocessors idle
-    parts = std::min(parts, kMost);
-    while (parts > 1 && tiles * static_cast<double>(parts) > kFilled * static_cast<double>(workers)) --parts;
-    return parts;
 }
 
 Features features_of(const Kernel& kernel, const Problem& problem, const Device& device) {

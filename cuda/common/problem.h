@@ -194,30 +194,6 @@ struct Device {
 
 constexpr int kMaxDevices = 64;  // CUDA devices of a process
 
-// Steps of so many k, of those k in which 64 features of the result of dds have a block if it is a random
-// pattern.
-inline double dds_steps(const Problem& problem, int step = 64) {
-    const int rows = std::max(1, 64 / problem.row_block());
-    return static_cast<double>(problem.k_size()) / step * (1 - std::pow(1 - problem.pattern.density(), rows));
-}
-
-// Of the time of a dds product of few tiles, what is left where the sums are cut into parts over k and added
-// by a second kernel, which takes as long as some steps.
-inline double split_time(double steps, int64_t parts) {
-    constexpr int kReductionSteps = 8;
-    return 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
-}
-
-// The number of parts for some tiles, so that all `workers`, which take one at a time, have work. The partial
-// sums need no more memory than one tile of each worker.
-inline int64_t part_count(const Problem& problem, int64_t tiles, int64_t workers) {
-    constexpr int64_t kMost = 8, kLeastSteps = 4;
-    if (tiles == 0 || workers / tiles < 2) return 1;
-    const double steps = dds_steps(problem);
-    const int64_t parts = std::min({workers / tiles, static_cast<int64_t>(steps) / kLeastSteps, kMost});
-    return parts > 1 && split_time(steps, parts) < 1 ? parts : 1;
-}
-
 enum class PlanKind : int32_t { tiles = 0, aligned = 1, strips = 2, lists = 3 };
 
 // The geometry a plan is built for. Kernels of one shape share plans.

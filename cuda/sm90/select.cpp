@@ -11,17 +11,16 @@ namespace {
 
 // Whether reading blocks of 16 x 16 and 32 x 32 one by one takes less time than packing them first, in
 // microseconds of an H200.
-bool reads_blocks(const Problem& problem, const Device& device, const PlanShape& plan, int64_t parts) {
-    constexpr double kBlock = 0.032, kCtaFeatures = 256, kTile = 512 * 128;
+bool reads_blocks(const Kernel& kernel, const Problem& problem, const Device& device, int64_t parts) {
+    constexpr double kBlock = 0.032, kCtaFeatures = 256;
     constexpr double kPacking = 1.3, kRate = 3.3e6;
     const Pattern& pattern = problem.pattern;
     const bool small = pattern.block_rows == pattern.block_cols && pattern.block_rows <= 32;
     if (problem.packed != nullptr || !problem.forward() || !small ||
         pattern.nnz * pattern.block_rows > std::numeric_limits<int32_t>::max())
         return false;
-    const double tiles = std::ceil(static_cast<double>(problem.features()) / plan.tile) *
-                         std::ceil(static_cast<double>(problem.tokens) / (kTile / plan.tile));
-    const double rounds = std::ceil(tiles * static_cast<double>(parts) / (device.multiprocessors / 2));
+    const double pieces = tiles_of(kernel, problem) * static_cast<double>(parts);
+    const double rounds = std::ceil(pieces / (device.multiprocessors / cluster_of(kernel)));
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kCtaFeatures /
                           pattern.block_rows * pattern.density();
     const double bytes = static_cast<double>(pattern.value_count()) * element_size(problem.values.dtype);
@@ -36,7 +35,7 @@ Decision decide_dds(const Kernel& kernel, const Problem& problem, const Device& 
 
 Decision decide_narrow(const Kernel& kernel, const Problem& problem, const Device& device) {
     const int64_t parts = parts_of(kernel, problem, device);
-    return {parts, reads_blocks(problem, device, kernel.plan, parts)};
+    return {parts, reads_blocks(kernel, problem, device, parts)};
 }
 
 // Beside products, which take most of what L2 gives, the warps that load nothing read so many bytes of y in a
