@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kernel_cases import product_of
+from kernel_cases import gpu_of, product_of
 from report import rows_of
 
-from tilesparse import _C
+from tilesparse import _C, Device
 
-DEVICES = {name: _C.DeviceInfo(1, 90, 132, 232448, name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")}
 KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 
 
@@ -104,9 +103,10 @@ def print_choices(choices: Sequence[Choice], worst: int) -> None:
 def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
     """Of every measured kernel that this library has, on a GPU that is known here."""
     for document in documents:
-        device = DEVICES.get(document["environment"].get("gpu"))
-        if device is None or "op" not in document["cases"][0]:
+        gpu = gpu_of(document["environment"].get("gpu") or "")
+        if gpu is None or "op" not in document["cases"][0]:
             continue
+        device = Device.find(gpu).info()
         for case, result in rows_of([document]):
             packed = result["contender"] == "packed"
             times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
@@ -129,8 +129,7 @@ def choices_of(pairs: Sequence[Pair]) -> list[Choice]:
 
 def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, packed: bool = False) -> float:
     """What the library says of a kernel for a case."""
-    (bn, bk), density = case["block_shape"], case["density"]
-    product = product_of(case, round(density * (case["out_features"] // bn) * (case["in_features"] // bk)))
+    product = product_of(case)
     if packed:
         product.use_packed(256, 1 << 40, 0)  # an address that nothing reads
     microseconds = product.estimate(device, kernel)

@@ -9,7 +9,7 @@ near those for one weight; then all of them together by L-BFGS-B, which lessens 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,12 @@ def parent(key: Key) -> Key | None:
     return (family, 0, 0) if rows else None
 
 
-def _depth(key: Key) -> int:
-    above = parent(key)
-    return 0 if above is None else 1 + _depth(above)
+def lineage(key: Key) -> Iterator[Key]:
+    """Yield the key, its parent, and so on."""
+    above: Key | None = key
+    while above is not None:
+        yield above
+        above = parent(above)
 
 
 class Table:
@@ -71,10 +74,8 @@ class Table:
         self.keys: dict[Key, int] = {}
         for row in rows:
             for key, _ in row.parts:
-                above: Key | None = key
-                while above is not None:
-                    self.keys.setdefault(above, len(self.keys))
-                    above = parent(above)
+                for own in lineage(key):
+                    self.keys.setdefault(own, len(self.keys))
         self.parents = [self.keys[above] if (above := parent(key)) else -1 for key in self.keys]
         self.times = np.array([row.time for row in rows])
         self.cases = np.array([row.case for row in rows])
@@ -94,11 +95,9 @@ class Table:
         """The coefficients that speak for each key."""
         result = np.zeros((len(self.keys), self.count))
         for key, number in self.keys.items():
-            above: Key | None = key
-            while above is not None and above not in found:
-                above = parent(above)
-            if above is not None:
-                result[number] = found[above]
+            known = next((above for above in lineage(key) if above in found), None)
+            if known is not None:
+                result[number] = found[known]
         return result
 
 
@@ -120,7 +119,7 @@ def least_squares(table: Table, first: Coefficients) -> Array:
             rows_of[above].append(place)
             above = table.parents[above]
     result = np.zeros((len(table.keys), table.count))
-    for key, number in sorted(table.keys.items(), key=lambda item: _depth(item[0])):
+    for key, number in sorted(table.keys.items(), key=lambda item: len(list(lineage(item[0])))):
         own = np.array(rows_of[number])[:: 1 + len(rows_of[number]) // MOST]
         near = first.get(key, result[table.parents[number]] if table.parents[number] >= 0 else None)
         result[number] = _solve(table.relative[own], near)
@@ -173,7 +172,7 @@ def _of_choices(table: Table, start: Array) -> Array:
 
 
 def _weights(table: Table) -> Array:
-    """What errors count, 1 in the mean: more of kernels that are close to the best, and of long times."""
+    """Return weights of errors, 1 in the mean: larger for kernels close to the best and for long times."""
     best = np.full(table.cases.max() + 1, np.inf)
     np.minimum.at(best, table.cases, np.where(table.chosen, table.times, np.inf))
     close = np.minimum(best[table.cases] / table.times, 1.0)
@@ -193,8 +192,8 @@ class _Choices:
     def __init__(self, table: Table) -> None:
         self._rows = np.flatnonzero(table.chosen)
         cases = table.cases[self._rows]
-        self._starts = np.flatnonzero(np.r_[True, cases[1:] != cases[:-1]])
-        self._case = np.cumsum(np.r_[True, cases[1:] != cases[:-1]]) - 1
+        begins = np.r_[True, cases[1:] != cases[:-1]]
+        self._starts, self._case = np.flatnonzero(begins), np.cumsum(begins) - 1
         times = table.times[self._rows]
         best = np.minimum.reduceat(times, self._starts)
         self._costs = np.minimum(times / best[self._case] - 1, MOST_COST)
@@ -212,7 +211,7 @@ class _Choices:
 
 
 def losses(rows: Sequence[Row], estimates: Iterable[float]) -> list[Loss]:
-    """Of all cases with several kernels."""
+    """Return the loss of each case with several kernels."""
     cases: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for row, estimate in zip(rows, estimates, strict=True):
         if row.chosen:
@@ -228,7 +227,7 @@ def losses(rows: Sequence[Row], estimates: Iterable[float]) -> list[Loss]:
 def left_out(
     rows: Sequence[Row], layer_of: Callable[[int], tuple[int, int]], first: Coefficients | None = None
 ) -> list[Loss]:
-    """Of the cases of each layer, by the coefficients of all others."""
+    """Return the losses of each layer's cases, by coefficients fitted to all other layers."""
     found: list[Loss] = []
     for layer in sorted({layer_of(row.case) for row in rows}):
         own = [row for row in rows if layer_of(row.case) == layer]

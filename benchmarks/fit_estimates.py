@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -25,11 +24,11 @@ from typing import Any, NamedTuple
 import estimate_fit
 import numpy as np
 from estimate_fit import Coefficients, Loss, Row, Table
-from kernel_cases import product_of
+from kernel_cases import gpu_of, product_of
 from report import rows_of
 
 from tilesparse import _C, Device
-from tilesparse.tuning.devices import GPUS, MEASURED
+from tilesparse.tuning.devices import MEASURED
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
@@ -47,7 +46,7 @@ class Measured(NamedTuple):
     rows: list[Row]
 
     def layer_of(self, case: int) -> tuple[int, int]:
-        """What is left out together: out_features and in_features."""
+        """Return what is left out together: out_features and in_features."""
         return self.cases[case]["out_features"], self.cases[case]["in_features"]
 
 
@@ -102,12 +101,6 @@ def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
     return {gpu: [path for _, path in sorted(files)] for gpu, files in by_gpu}
 
 
-def gpu_of(name: str) -> str | None:
-    """What the library calls a GPU that the driver names so, if it knows it."""
-    known = [gpu for gpu in GPUS if re.search(rf"\b{re.escape(gpu)}\b", name)]
-    return max(known, key=len, default=None)
-
-
 def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
     return any("kernels_us" in one for case in cases for one in case.get("results", ()))
 
@@ -137,8 +130,7 @@ def _rows(
     if case.get("storage", "plain") == "plain" and result.get("expanded_us"):
         times["dense"] = result["expanded_us"]
     bn, bk = case["block_shape"]
-    blocks = case["density"] * (case["out_features"] // bn) * (case["in_features"] // bk)
-    product = product_of(case, round(blocks))
+    product = product_of(case)
     rows, columns = (bk, bn) if case["op"] == "dds_nn" else (bn, bk)
     for name, time in times.items():
         names, values = product.features(device, kernels.get(name, DENSE))
@@ -167,13 +159,13 @@ def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, in
 
 
 def losses(measured: Measured, coefficients: Coefficients) -> list[Loss]:
-    """What choices by these coefficients cost."""
+    """Return what choices by these coefficients cost."""
     table = Table(measured.rows)
     return estimate_fit.losses(measured.rows, table.estimates(table.array(coefficients)))
 
 
 def unseen(some: Measured, measured: Measured, first: Coefficients) -> list[Loss]:
-    """What choices cost for products that are not among some, by coefficients fitted to these alone."""
+    """Return what choices cost for products that are not in `some`, by coefficients fitted to `some`."""
     known = {_product(case) for case in some.cases}
     coefficients = estimate_fit.fit(uninterrupted(some, first)[0].rows, first)
     rows = [row for row in measured.rows if _product(measured.cases[row.case]) not in known]

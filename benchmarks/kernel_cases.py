@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from tilesparse._runtime.products import dds, sdd
 from tilesparse._runtime.scaled import dds_quantized
 from tilesparse.config import LayerSpec
 from tilesparse.storage.registry import storage_of
+from tilesparse.tuning.devices import GPUS
 
 LAYERS = (
     (768, 768),
@@ -150,8 +152,8 @@ def draw(
             return case
 
 
-def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
-    """Describe a case of any benchmark to the library."""
+def product_of(case: Mapping[str, Any], nnz: int | None = None) -> _C.Product:
+    """Describe a case of any benchmark to the library; by default with the blocks that its density says."""
     op, layout = OPS.index(case["op"]), LAYOUTS.index(case["x_layout"])
     dtype = DTYPES[PRECISIONS[case["dtype"]].dtype] if case["dtype"] in PRECISIONS else 0
     precision, groups = int(case["dtype"] == "tf32"), case.get("groups", 1)
@@ -165,6 +167,8 @@ def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
     elif case.get("storage", "plain") != "plain":
         options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)
     bn, bk = case["block_shape"]
+    if nnz is None:
+        nnz = round(case["density"] * (shape[0] // bn) * (shape[1] // bk))
     return _C.Product(
         _C.Pattern(bn, bk, *shape, nnz, 0, 0, 0, groups=groups),
         op,
@@ -177,6 +181,12 @@ def product_of(case: Mapping[str, Any], nnz: int) -> _C.Product:
         grouped=groups > 1,
         **options,
     )
+
+
+def gpu_of(name: str) -> str | None:
+    """Return the library's name of a GPU, given the driver's; None for one that it does not know."""
+    known = [gpu for gpu in GPUS if re.search(rf"\b{re.escape(gpu)}\b", name)]
+    return max(known, key=len, default=None)
 
 
 class Calls:

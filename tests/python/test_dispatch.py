@@ -363,7 +363,7 @@ def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
 @needs_sm90
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_estimates_are_close_to_what_was_measured(gpu: str) -> None:
-    """Of kernels that are nearly the best; `benchmarks/check_estimates.py` prints all."""
+    """Kernels that are nearly the best; `benchmarks/check_estimates.py` prints all."""
     families: dict[str, list[float]] = defaultdict(list)
     for path in sorted(RESULTS.glob(f"{gpu}_kernels*.json")):
         pairs = list(check_estimates.pairs_of([json.loads(path.read_text())]))

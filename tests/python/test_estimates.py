@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import check_estimates
 import pytest
@@ -57,7 +56,7 @@ def described(
 
 
 def estimates(problem: _C.Product, device: Device) -> dict[str, float]:
-    """Of all kernels that compute the product there."""
+    """Return the time of each kernel that computes the product there."""
     found = {}
     for number, kernel in enumerate(KERNELS):
         try:
@@ -138,7 +137,7 @@ def test_dense_scales_as_sparse_does() -> None:
     "file", ["h100_kernels.json", "h100_kernels_second.json", "h200_kernels_second.json"]
 )
 def test_chosen_kernels_are_close_to_the_best(file: str) -> None:
-    """Of products that coefficients were fitted to; what takes more than twice as long counts as twice.
+    """Products that coefficients were fitted to; a kernel that takes over twice as long counts as twice.
 
     Some took much longer as something interrupted a kernel (`fit_estimates.py` leaves them out).
     """
@@ -164,18 +163,12 @@ def test_auto_takes_the_faster_of_sparse_and_dense(file: str) -> None:
         ratio = result["expanded_us"] / min(times.values())
         if 0.8 < ratio < 1.25:
             continue
-        problem = product_of(case, round(case["density"] * blocks_of(case)))
+        problem = product_of(case)
         sparse = min(problem.estimate(device, numbers[name]) for name in times)
         clear += 1
         wrong += (problem.estimate(device, RUN_DENSE) < sparse) != (ratio < 1)
     assert clear > 1500
     assert wrong < 0.01 * clear
-
-
-def blocks_of(case: Mapping[str, Any]) -> int:
-    block_rows, block_cols = case["block_shape"]
-    blocks: int = (case["out_features"] // block_rows) * (case["in_features"] // block_cols)
-    return blocks
 
 
 def test_what_estimates_rest_on_is_what_was_fitted() -> None:
@@ -186,7 +179,7 @@ def test_what_estimates_rest_on_is_what_was_fitted() -> None:
 
 
 def test_limits_of_all_gpus_are_known() -> None:
-    """Of those that have names here and kernels; multiprocessors agree."""
+    """GPUs that have names and kernels have figures, too; multiprocessors agree."""
     text = (ROOT / "cuda/common/machine.h").read_text()
     known = {
         name: (int(capability), int(count))

@@ -163,7 +163,7 @@ def strip_shapes(tiles: int, units: int, unit_blocks: int) -> dict[str, tuple[in
 
 
 def takes_bytes(index: int) -> bool:
-    """Whether both factors of a kernel have 8 bits."""
+    """Return True if both factors of a kernel have 8 bits."""
     return any(_C.kernels()[index].dtypes >> dtype & 1 for dtype in QUANTIZED.values())
 
 
