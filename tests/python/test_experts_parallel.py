@@ -6,6 +6,7 @@ import datetime
 import json
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from tilesparse.errors import InvalidArgumentError, InvalidPatternError, Unsuppo
 from tilesparse.parallel import ColwiseParallel, ExpertParallel, ExpertTensorParallel
 
 STYLES: dict[str, Callable[[], Any]] = {"experts": ExpertParallel, "features": ExpertTensorParallel}
-KINDS = ["mixtral", "gpt_oss", "nemotron_h", "muse_spark"]
+KINDS = ["mixtral", "gpt_oss", "nemotron_h"]
+if find_spec("transformers.models.muse_spark") is not None:  # not every version of Transformers 5 has it
+    KINDS.append("muse_spark")
 
 
 def mesh() -> DeviceMesh:

@@ -1009,6 +1009,62 @@ def test_autocast_and_forward() -> None:
     assert dtypes == [torch.bfloat16] * 2
 
 
+@pytest.mark.gpu
+def test_a_graph_trains_as_plain_steps_do() -> None:
+    teacher = dense("llama").cuda()
+    first = pruned(teacher, "llama")
+    batches = texts(7)
+    batches[5] = {name: tensor[:2] for name, tensor in batches[5].items()}  # not replayed
+    found = []
+    for graph in (False, True):
+        model = copy.deepcopy(first)
+        rate = torch.tensor(3e-3, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), rate, capturable=True)
+        history = distill(
+            model,
+            teacher,
+            batches * 2,
+            optimizer,
+            loss=DistillationLoss(logits=1.0, hidden_states=1.0),
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+            clip=1.0,
+            graph=graph,
+        )
+        assert history.replayed == (14 - 3 - 2 if graph else 0)
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        found.append((history, tensors_of(model)))
+    (plain, expected), (replayed, tensors) = found
+    torch.testing.assert_close(replayed.loss, plain.loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(replayed.gradient_norm, plain.gradient_norm, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(tensors, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_refused() -> None:
+    teacher = dense("llama").cuda()
+    model = pruned(teacher, "llama")
+    rate = torch.tensor(1e-3, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), rate, capturable=True)
+    plain = torch.optim.AdamW(model.parameters(), 1e-3)
+    constant = torch.optim.AdamW(model.parameters(), 1e-3, capturable=True)
+    given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(1), "optimizer": optimizer}
+    before = tensors_of(model)
+    for change, error, message in [
+        ({"optimizer": plain}, InvalidArgumentError, "optimizer must have capturable=True in all groups"),
+        (
+            {"optimizer": constant, "scheduler": torch.optim.lr_scheduler.ExponentialLR(constant, 0.9)},
+            InvalidArgumentError,
+            "optimizer must have a tensor as its lr",
+        ),
+        ({"teacher": lambda batch: batch}, InvalidArgumentError, "teacher must be a torch.nn.Module on cuda"),
+        ({"teacher": dense("llama")}, InvalidArgumentError, "teacher must be .* got one on cpu"),
+        ({"schedule": Mover(model)}, UnsupportedError, "schedule must be None where graph is True"),
+    ]:
+        with pytest.raises(error, match=message):
+            distill(**(given | change), graph=True)
+        assert same(tensors_of(model), before), message
+
+
 def test_distillation_refuses_and_leaves_the_model() -> None:
     model, teacher = pair("llama")
     before, old = tensors_of(model), adam(teacher)
@@ -1047,6 +1103,8 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"scheduler": plateau}, "scheduler must have a step"),
         ({"schedule": masks}, "schedule must have step"),
         ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),
+        ({"graph": True}, "model must be on a CUDA device where graph is True, got cpu"),
+        ({"graph": 1}, "graph must be"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             distill(**(given | change))

@@ -25,6 +25,7 @@ from .._replay.batches import (
 )
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
+from .graphs import GraphedStep, check_graph
 from .losses import DistillationLoss
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -38,11 +39,13 @@ class DistillationHistory:
         loss: the loss, averaged over the batches of a step.
         terms: its terms by name, see `DistillationLoss.terms`.
         gradient_norm: the norm of all gradients before it was clipped; empty without ``clip``.
+        replayed: how many steps were replays of a CUDA graph.
     """
 
     loss: list[float] = field(default_factory=list)
     terms: dict[str, list[float]] = field(default_factory=dict)
     gradient_norm: list[float] = field(default_factory=list)
+    replayed: int = 0
 
 
 @checked
@@ -61,6 +64,7 @@ def distill(
     accumulate: int = 1,
     clip: float | None = None,
     autocast: torch.dtype | None = None,
+    graph: bool = False,
     callback: Callable[[int, Mapping[str, Tensor]], None] | None = None,
 ) -> DistillationHistory:
     """Train a model to give what its teacher gives, once through the batches.
@@ -94,6 +98,10 @@ def distill(
         accumulate: batches per step, whose gradients are averaged. The last step takes what is left.
         clip: largest norm of all gradients together; None leaves them.
         autocast: torch.bfloat16 to run the model in mixed precision; None does not.
+        graph: capture a step, teacher to optimizer, in a CUDA graph and replay it: small models are bound
+            by the host otherwise. Batches must have one form: others run as without it, and so do the first
+            three. Neither models nor loss may wait for the GPU; what they decide on the host is decided once.
+            The optimizer must be capturable, and its ``lr`` a tensor on the GPU where there is a scheduler.
         callback: ``callback(step, terms)`` after each step, the first being 1. ``terms`` are scalars on the
             device: reading one waits for it.
 
@@ -108,7 +116,7 @@ def distill(
             f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
         )
     if optimizer is None:
-        optimizer = _adamw(model, checked_number("lr", lr, above_zero=True))
+        optimizer = _adamw(model, checked_number("lr", lr, above_zero=True), capturable=graph)
     loss = DistillationLoss(logits=1.0) if loss is None else loss
     _check_models(model, teacher, optimizer)
     accumulate = checked_count("accumulate", accumulate)
@@ -121,30 +129,40 @@ def distill(
     check_autocast(autocast)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def update(group: Sequence[Any]) -> dict[str, Tensor]:
+        terms = _backward(model, teacher, group, loss, forward, autocast)
+        if clip is not None:
+            terms["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+        return terms
+
+    graphed = None
+    if graph:
+        graphed = GraphedStep(update, check_graph(model, teacher, optimizer, schedulers, schedule))
     seen: list[dict[str, Tensor]] = []
     with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
         optimizer.zero_grad()
         for step, group in enumerate(islice(_groups(batches, accumulate), steps), 1):
-            terms = _backward(model, teacher, group, loss, forward, autocast)
-            if clip is not None:
-                terms["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
+            terms = (graphed or update)(group)
             for one in schedulers:
                 one.step()
-            optimizer.zero_grad()
             seen.append(terms)
             if callback is not None:
                 callback(step, terms)
-    return _history(seen)
+    return _history(seen, graphed.replayed if graphed else 0)
 
 
-def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, lr: float, capturable: bool) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise InvalidArgumentError("model must have parameters that require gradients")
-    return torch.optim.AdamW(trained, lr, weight_decay=0.0)
+    return torch.optim.AdamW(
+        trained, lr, weight_decay=0.0, capturable=capturable and device_of(model).type == "cuda"
+    )
 
 
 @torch.enable_grad()
@@ -224,12 +242,12 @@ def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     return chain([first], iter(lambda: list(islice(remaining, size)), []))
 
 
-def _history(seen: Sequence[Mapping[str, Tensor]]) -> DistillationHistory:
+def _history(seen: Sequence[Mapping[str, Tensor]], replayed: int) -> DistillationHistory:
     names = list(seen[0])
     # One copy to the host for each name: it waits no more often.
     values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in names}
     loss, norms = values.pop("loss"), values.pop("gradient_norm", [])
-    return DistillationHistory(loss, values, norms)
+    return DistillationHistory(loss, values, norms, replayed)
 
 
 def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
