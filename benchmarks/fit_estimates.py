@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "estimates.json"
+NAMES = "*_kernels*.json", "*_pair_*.json", "*_chosen_*.json"  # of those that estimates are fitted to
 DENSE = -1  # in the place of a kernel
 INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
 
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     fitted: dict[str, Coefficients] = {}
     summaries = {}
-    files = _by_gpu(arguments.results or sorted(RESULTS.glob("*.json")))
+    files = _by_gpu(arguments.results or sorted(path for name in NAMES for path in RESULTS.glob(name)))
     for gpu, paths in files.items():
         first = next(iter(fitted.values()), {})
         measured, interrupted = uninterrupted(load(gpu, paths), first)
@@ -102,19 +104,31 @@ def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
-    return any("kernels_us" in one for case in cases for one in case.get("results", ()))
+    return any(one.keys() & {"kernels_us", "kernel"} for case in cases for one in case.get("results", ()))
 
 
 def load(gpu: str, paths: Sequence[Path]) -> Measured:
     """All that was measured on one GPU."""
     measured = Measured(gpu, [], [])
     device, kernels = Device.find(gpu).info(), {kernel.name: i for i, kernel in enumerate(_C.kernels())}
-    for path in paths:
-        for case, result in rows_of([json.loads(path.read_text())]):
-            if result["contender"] == "tilesparse":
-                measured.rows.extend(_rows(case, result, len(measured.cases), device, kernels))
-                measured.cases.append(case)
+    for case, result in timed(paths):
+        measured.rows.extend(_rows(case, result, len(measured.cases), device, kernels))
+        measured.cases.append(case)
     return measured
+
+
+def timed(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield cases and times of kernels; results of bench_ops.py for one product are a case together."""
+    several: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+    for case, result in rows_of(json.loads(path.read_text()) for path in paths):
+        if result["contender"] != "tilesparse":
+            continue
+        if "kernels_us" in result:
+            yield case, result
+        else:
+            times = several.setdefault(_product(case), (case, {"kernels_us": {}}))[1]["kernels_us"]
+            times[result["kernel"]] = min(result["t_us"], times.get(result["kernel"], math.inf))
+    yield from several.values()
 
 
 def _rows(

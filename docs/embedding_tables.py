@@ -12,7 +12,7 @@ from table_parts import RESULTS, cases, short, table
 
 SPEED, COMPILED = "cpu_embeddings.json", "cpu_embeddings_compiled.json"
 QUALITY = "cpu_embeddings_quality.json"
-RECOVERED = "h200_embeddings.json"
+RECOVERED = "h100_embeddings.json", "h200_embeddings.json"
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
 
@@ -88,11 +88,13 @@ def quality() -> str:
 
 def recovered() -> str:
     """Cosines to the dense model and passages found first, before and after recovery, by kind of text."""
-    document = json.loads((RESULTS / RECOVERED).read_text())
-    unseen = [kind for kind in document["dense"] if not kind.startswith(("of ", "validation"))]
-    firsts = [f"{document['dense'][kind]['first_1']:.2f}" for kind in unseen]
+    documents = [json.loads((RESULTS / file).read_text()) for file in RECOVERED]
+    of_dense = documents[0]["dense"]
+    unseen = [kind for kind in of_dense if not kind.startswith(("of ", "validation"))]
+    firsts = [f"{of_dense[kind]['first_1']:.2f}" for kind in unseen]
     lines = [["dense", "", "", *("1" for _ in unseen), "1", *firsts]]
-    for case in sorted(document["cases"], key=lambda case: -case["density"]):
+    found = [case for document in documents for case in document["cases"]]
+    for case in sorted(found, key=lambda case: (-case["density"], case["seconds"])):
         # The first point of a case that goes on from a higher density is of that one.
         points = case["curve"] if case["start"] == case["density"] else case["curve"][-1:]
         for point in (points[0], points[-1]) if len(points) > 1 else points:

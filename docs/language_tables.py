@@ -76,11 +76,13 @@ def kinds(pattern: str) -> str:
         (case,) = document["cases"]
         for result in case["results"][1:]:
             ratios = {kind: result["perplexity"][kind] / of_dense[kind] for kind in of_dense}
-            name = f"{LAYERS[case['layers']]}, {short(case['density'])}, {result['stage']}"
+            name = f"{LAYERS[case['layers']]}, {result['stage']} at {short(result['density'])}"
+            if result["density"] != case["density"]:
+                name += f", on the way to {short(case['density'])}"
             ours = f"{statistics.geometric_mean(ratios[kind] for kind in seen):.2f}×"
             line = [name, f"{result['seconds']:.0f}", ours]
             lines.append(line + [f"{ratios[kind]:.2f}×" for kind in unseen])
-    return table(["", "seconds", "seven kinds of training", *unseen], lines)
+    return table(["", "seconds", "kinds of training", *unseen], lines)
 
 
 def columns(pattern: str) -> str:

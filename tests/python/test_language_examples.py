@@ -16,7 +16,9 @@ import pytest
 import recover_kinds
 import texts
 import torch
+import write_texts
 from helpers import seeded
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilesparse import BlockSparseLinear
 from tilesparse.demo import GPT, Size
@@ -115,15 +117,51 @@ def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch:
         file.parent.mkdir()
         file.write_text("\f".join(letters[number % 3] * (40 + number) for number in range(200)))
     monkeypatch.setattr(recover_kinds, "code", lambda seed: iter(["d" * 400]))
+    written = tmp_path / "written.txt"
+    written.write_text("\f".join("e" * (40 + number) for number in range(20)))
     arguments = argparse.Namespace(
-        texts=tmp_path, characters=10**6, context=16, windows=8, seed=0, batch=2, calibration=8, device="cpu"
+        texts=tmp_path,
+        characters=10**6,
+        written=written,
+        context=16,
+        windows=8,
+        seed=0,
+        batch=2,
+        calibration=8,
+        device="cpu",
     )
     found = recover_kinds.Texts(Tokenizer(), arguments)
-    assert found.held_out.keys() == {"of one", "other"} and found.tokens.keys() == {"one", "code"}
+    assert {"of one", "other"} <= found.held_out.keys() and found.tokens.keys() == {"one", "code", "written"}
     trained = torch.cat([batch["input_ids"] for batch in found.batches(recover_kinds.Course(0.05))])
-    assert set(map(chr, trained.unique().tolist())) <= set("\0abcd")
+    assert set(map(chr, trained.unique().tolist())) <= set("\0abcde")
     assert set(map(chr, found.held_out["other"].unique().tolist())) <= set("\0xyz")
     assert len(found.calibration()) == 2
+
+
+def test_windows_go_on_from_how_documents_begin(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/one.txt").write_text("\f".join("abcdefghijklmnop" for _ in range(3)) + "\fshort")
+    arguments = argparse.Namespace(texts=tmp_path, seed=0, batch=2)
+    starts = write_texts.documents_begin(Tokenizer(), arguments)
+    known = [0, *map(ord, "abcdefghijkl")]
+    found = [next(starts) for _ in range(8)]  # three documents are one batch, and one too few for another
+    assert found == [[0], [0], known, known, [0], [0], [0], [0]]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, eos_token_id=1)).eval()
+    windows = write_texts.drawn(model, torch.tensor([known, known]), 64)
+    assert windows.shape == (2, 64) and windows[:, : len(known)].tolist() == [known, known]
+    assert not torch.equal(*windows)  # drawn, and not the likeliest
+
+
+def test_attention_sees_the_past_alone() -> None:
+    query, key, value = (torch.randn(2, heads, 5, 8, generator=seeded(1)) for heads in (4, 2, 2))
+    found, weights = recover_kinds.causal(torch.nn.Module(), query, key, value, None, 0.3)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    assert weights is None
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_a_front_has_what_nothing_beats_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
