@@ -25,7 +25,7 @@ class GraphedStep:
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._form: Any = None
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
