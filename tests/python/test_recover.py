@@ -44,7 +44,7 @@ from tilesparse import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from tilesparse.recover import DistillationLoss, distill, reconstruct, reconstruction
+from tilesparse.recover import DistillationLoss, distill, graphs, reconstruct, reconstruction
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
 
@@ -1039,15 +1039,18 @@ def test_a_graph_trains_as_plain_steps_do() -> None:
     torch.testing.assert_close(tensors, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
-def test_what_cannot_be_captured_is_refused() -> None:
-    teacher = dense("llama").cuda()
-    model = pruned(teacher, "llama")
-    rate = torch.tensor(1e-3, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), rate, capturable=True)
-    plain = torch.optim.AdamW(model.parameters(), 1e-3)
-    constant = torch.optim.AdamW(model.parameters(), 1e-3, capturable=True)
-    given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(1), "optimizer": optimizer}
+def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, teacher = pair("llama")
+    elsewhere = dense("llama")
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    monkeypatch.setattr(graphs, "device_of", lambda module: cpu if module is elsewhere else gpu)
+    tensor = torch.tensor(1e-3)
+    good, plain, constant, hooked = (
+        torch.optim.AdamW(model.parameters(), rate, capturable=capturable)
+        for rate, capturable in ((tensor, True), (1e-3, False), (1e-3, True), (tensor, True))
+    )
+    hooked.register_step_post_hook(lambda *_: None)
+    given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(1), "optimizer": good}
     before = tensors_of(model)
     for change, error, message in [
         ({"optimizer": plain}, InvalidArgumentError, "optimizer must have capturable=True in all groups"),
@@ -1056,8 +1059,9 @@ def test_what_cannot_be_captured_is_refused() -> None:
             InvalidArgumentError,
             "optimizer must have a tensor as its lr",
         ),
+        ({"optimizer": hooked}, UnsupportedError, "optimizer must have no hooks where graph is True"),
         ({"teacher": lambda batch: batch}, InvalidArgumentError, "teacher must be a torch.nn.Module on cuda"),
-        ({"teacher": dense("llama")}, InvalidArgumentError, "teacher must be .* got one on cpu"),
+        ({"teacher": elsewhere}, InvalidArgumentError, "teacher must be .* got one on cpu"),
         ({"schedule": Mover(model)}, UnsupportedError, "schedule must be None where graph is True"),
     ]:
         with pytest.raises(error, match=message):

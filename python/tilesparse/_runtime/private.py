@@ -144,6 +144,12 @@ def is_leaf_added_to(node: Any) -> bool | None:
         return None
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if something is called before or after each step of this optimizer."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
+    return any(map(len, hooks))
+
+
 def default_store() -> Any:
     """Return the store of the default process group, or None if PyTorch does not expose it."""
     ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)

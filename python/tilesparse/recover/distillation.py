@@ -107,9 +107,11 @@ def distill(
 
     Raises:
         InvalidArgumentError: an argument is not allowed, there is no batch, the optimizer lacks the weight of
-            a block-sparse layer, teacher and model share parameters, or outputs do not fit each other. The
-            model is as it was.
-        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients.
+            a block-sparse layer, teacher and model share parameters, or outputs do not fit each other; with
+            ``graph``, model and teacher are not on one GPU, or the optimizer is not capturable. The model is
+            as it was.
+        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; with ``graph``, there
+            is a ``schedule`` or the optimizer has hooks, which a graph would not call again.
     """
     if (optimizer is None) == (lr is None):
         raise InvalidArgumentError(

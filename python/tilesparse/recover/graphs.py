@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._arguments import shown
 from .._replay.batches import device_of, mapped, moved, tensors_in
+from .._runtime.private import has_step_hooks
 from ..errors import InvalidArgumentError, UnsupportedError
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile
@@ -88,6 +89,11 @@ def check_graph(
         )
     if schedule is not None:
         raise UnsupportedError("schedule must be None where graph is True: a captured step moves no blocks")
+    if has_step_hooks(optimizer):
+        raise UnsupportedError(
+            "optimizer must have no hooks where graph is True, as those of MaskSchedule are: a captured step "
+            "repeats what they decided once"
+        )
     for group in optimizer.param_groups:
         if not group.get("capturable"):
             raise InvalidArgumentError(
