@@ -3,7 +3,8 @@
     python benchmarks/fit_estimates.py
     python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
 
-Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. The library says what
+Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. Those of bench_ops.py
+count as well, which has the time of the chosen kernel alone. The library says what
 the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
 compared with the best kernels that were measured, with --left-out also those for each layer by coefficients
 that were fitted without it. Times that something interrupted are left out: a kernel that took several times
@@ -57,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="*", help="of bench_kernels.py (all)")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="*",
+        help="of bench_kernels.py and bench_ops.py (all that are named for it)",
+    )
     parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
     parser.add_argument("--left-out", action="store_true", help="fit without each layer, too, and compare")
