@@ -4,11 +4,11 @@
     python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
 
 Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. Those of bench_ops.py
-count as well, which has the time of the chosen kernel alone. The library says what
-the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
-compared with the best kernels that were measured, with --left-out also those for each layer by coefficients
-that were fitted without it. Times that something interrupted are left out: a kernel that took several times
-its estimate. No GPU is needed.
+count as well, which has the time of the chosen kernel alone. The library says what the features of a product
+and a kernel are; coefficients are found as estimate_fit.py says. Choices are then compared with the best
+kernels that were measured, with --left-out also those for each layer by coefficients that were fitted without
+it. Times that something interrupted are left out: a kernel that took several times its estimate. No GPU is
+needed.
 """
 
 from __future__ import annotations
