@@ -44,7 +44,7 @@ from tilesparse import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from tilesparse.recover import DistillationLoss, distill, graphs, reconstruct, reconstruction
+from tilesparse.recover import DistillationLoss, distill, graphs, losses, reconstruct, reconstruction
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
 
@@ -1037,6 +1037,35 @@ def test_a_graph_trains_as_plain_steps_do() -> None:
     torch.testing.assert_close(replayed.loss, plain.loss, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(replayed.gradient_norm, plain.gradient_norm, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(tensors, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_logits_are_compared_some_texts_at_a_time(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = (torch.randn(7, 5, 96, generator=seeded(seed)).bfloat16() for seed in (1, 2))
+    mask = torch.ones(7, 5) if masked else None
+    if mask is not None:
+        mask[3], mask[5, 2:] = 0, 0  # a text without any token that counts, and one with two
+        student[mask == 0] = torch.nan
+    loss, found = DistillationLoss(logits=1.0, temperature=2.0), []
+    for at_once in (losses.AT_ONCE, 2 * 5 * 96, 1):
+        monkeypatch.setattr(losses, "AT_ONCE", at_once)
+        ours, kept = student.clone().requires_grad_(), 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            value = loss(ours, teacher, mask)
+        value.backward()
+        assert ours.grad is not None
+        found.append((value.detach(), ours.grad, kept))
+    (expected, gradient, all_kept), *others = found
+    for value, other, kept in others:
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(other, gradient)
+        assert kept < 0.3 * all_kept  # the gradient, in the dtype of the logits
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

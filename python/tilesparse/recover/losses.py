@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .._arguments import checked
@@ -17,6 +18,7 @@ from .._checks import checked_number
 from ..errors import InvalidArgumentError
 
 SIMILARITY_TEMPERATURE = 0.05
+AT_ONCE = 1 << 27  # logits that are compared at once: 512 MiB in float32, and some copies
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class DistillationLoss:
 
     Outputs are what models of Transformers give, or mappings or objects with such entries; a plain tensor
     stands for logits. Tokens that the attention mask leaves out do not count, whatever is computed for them.
-    Everything is computed in float32, or in float64 where the student is in float64.
+    Everything is computed in float32, or in float64 where the student is in float64. More than 2^27 logits
+    are compared some texts at a time, without gradients of gradients: only those are in float32 at once.
 
     Args:
         task: weight of the student's own ``loss``, which it gives where the batch has labels.
@@ -105,12 +108,56 @@ class DistillationLoss:
         return {name: weight for name, weight in weights.items() if weight > 0}
 
     def _logits(self, student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
-        ours, theirs = _pair("logits", _output(student, "logits"), _output(teacher, "logits", "teacher"))
-        ours, theirs, counted = _counted("logits", ours, theirs, mask)
-        log_ours = F.log_softmax(ours / self.temperature, -1)
-        log_theirs = F.log_softmax(theirs / self.temperature, -1)
-        divergence = F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
+        ours, theirs = _output(student, "logits"), _output(teacher, "logits", "teacher")
+        _check_shapes("logits", ours, theirs)
+        counted = _count("logits", ours, mask)
+        if ours.numel() <= AT_ONCE or torch.compiler.is_compiling():  # which fuses what takes memory
+            divergence = _divergence(*_logarithms(ours, theirs, mask, self.temperature))
+        else:
+            parts = _parts(ours, theirs, mask)
+            apply: Any = _DivergenceOfMany.apply
+            divergence = torch.stack([apply(*part, self.temperature) for part in parts]).sum()
         return torch.mul(divergence / counted, self.temperature**2)
+
+
+def _logarithms(
+    ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of what student and teacher give each class, the same for tokens that do not count."""
+    both = _without_padding(_pair("logits", ours, theirs), mask)
+    log_ours, log_theirs = (F.log_softmax(one / temperature, -1) for one in both)
+    return log_ours, log_theirs
+
+
+def _divergence(log_ours: Tensor, log_theirs: Tensor) -> Tensor:
+    """KL(teacher ‖ student), added up over tokens or samples."""
+    return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
+
+
+def _parts(ours: Any, theirs: Any, mask: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield as many texts at a time as are compared at once, at least one."""
+    texts = max(1, AT_ONCE * len(ours) // ours.numel())
+    parts = ours.split(texts), theirs.split(texts)
+    masks = [None] * len(parts[0]) if mask is None else mask.split(texts)
+    yield from zip(*parts, masks, strict=True)
+
+
+class _DivergenceOfMany(torch.autograd.Function):
+    """The divergence of some texts of many: its gradient comes with it, and nothing in float32 is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+        log_ours, log_theirs = _logarithms(ours, theirs, mask, temperature)
+        if ctx.needs_input_grad[0]:
+            slope = (log_ours.exp() - log_theirs.exp()) / temperature
+            ctx.save_for_backward(slope.to(ours.dtype))
+        return _divergence(log_ours, log_theirs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (gradient * slope).to(slope.dtype), None, None, None
 
 
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
@@ -128,7 +175,8 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     errors = []
     for index, both in enumerate(zip(ours, theirs, strict=True)):
         name = f"hidden_states[{index}]"
-        one, other, _ = _counted(name, *_pair(name, *both), mask)
+        _count(name, both[0], mask)
+        one, other = _without_padding(_pair(name, *both), mask)
         errors.append((one - other).square().sum() / other.square().sum().clamp_min(_tiny(other)))
     return torch.stack(errors).mean()
 
@@ -160,30 +208,29 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     tokens = tokens.to(_precision(tokens))
     if mask is None:
         return tokens.mean(1)
-    tokens, _, _ = _counted("last_hidden_state", tokens, tokens, mask)
+    _count("last_hidden_state", tokens, mask)
+    tokens, _ = _without_padding((tokens, tokens), mask)
     return tokens.sum(1) / mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
 
 
-def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
-    """Both in one dtype on one device; the teacher's without gradient."""
+def _check_shapes(name: str, student: Any, teacher: Any) -> None:
     if student.shape != teacher.shape:
         what = "classes" if name == "logits" and student.shape[:-1] == teacher.shape[:-1] else "shape"
         sizes = [tuple(one.shape) if what == "shape" else one.shape[-1] for one in (student, teacher)]
         raise InvalidArgumentError(
             f"teacher must give {name} with the student's {what}, {sizes[0]}, got {sizes[1]}"
         )
+
+
+def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
+    """Both in one dtype on one device; the teacher's without gradient."""
+    _check_shapes(name, student, teacher)
     dtype = _precision(student)
     return student.to(dtype), teacher.detach().to(student.device).to(dtype)
 
 
-def _counted(
-    name: str, student: Tensor, teacher: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Both with zeros for tokens that do not count, and how many tokens or samples do.
-
-    Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
-    reaches neither the loss nor a gradient; and nothing waits for the number of tokens.
-    """
+def _count(name: str, student: Tensor, mask: Tensor | None) -> Tensor | int:
+    """How many tokens or samples count; nothing waits for it."""
     samples = math.prod(student.shape[:-1])
     of_texts = student.dim() == 2  # one row for each
     if mask is not None and student.shape[: 1 if of_texts else 2] != mask.shape[: 1 if of_texts else 2]:
@@ -192,12 +239,23 @@ def _counted(
             f"got {tuple(mask.shape)}"
         )
     if mask is None or of_texts:
-        return student, teacher, max(samples, 1)
+        return max(samples, 1)
+    others = samples // max(mask.numel(), 1)
+    return mask.to(student.device).ne(0).sum().clamp_min(1) * others
+
+
+def _without_padding(both: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both with zeros for tokens that do not count.
+
+    Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
+    reaches neither the loss nor a gradient.
+    """
+    student, teacher = both
+    if mask is None or student.dim() == 2:
+        return both
     left_out = mask.to(student.device).eq(0)
-    size = (*left_out.shape, *(1,) * (student.dim() - 2))
-    student, teacher = (one.masked_fill(left_out.view(size), 0) for one in (student, teacher))
-    others = samples // max(left_out.numel(), 1)
-    return student, teacher, (~left_out).sum().clamp_min(1) * others
+    left_out = left_out.view(*left_out.shape, *(1,) * (student.dim() - 2))
+    return student.masked_fill(left_out, 0), teacher.masked_fill(left_out, 0)
 
 
 def _output(outputs: Any, name: str, whose: str = "student") -> Any:
