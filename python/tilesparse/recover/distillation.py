@@ -162,9 +162,7 @@ def _adamw(model: nn.Module, lr: float, capturable: bool) -> torch.optim.Optimiz
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise InvalidArgumentError("model must have parameters that require gradients")
-    return torch.optim.AdamW(
-        trained, lr, weight_decay=0.0, capturable=capturable and device_of(model).type == "cuda"
-    )
+    return torch.optim.AdamW(trained, lr, weight_decay=0.0, capturable=capturable)
 
 
 @torch.enable_grad()

@@ -110,27 +110,27 @@ class DistillationLoss:
     def _logits(self, student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
         ours, theirs = _output(student, "logits"), _output(teacher, "logits", "teacher")
         _check_shapes("logits", ours, theirs)
-        counted = _count("logits", ours, mask)
+        _check_mask("logits", ours, mask)
         if ours.numel() <= AT_ONCE or torch.compiler.is_compiling():  # which fuses what takes memory
             divergence = _divergence(*_logarithms(ours, theirs, mask, self.temperature))
         else:
             parts = _parts(ours, theirs, mask)
             apply: Any = _DivergenceOfMany.apply
             divergence = torch.stack([apply(*part, self.temperature) for part in parts]).sum()
-        return torch.mul(divergence / counted, self.temperature**2)
+        return torch.mul(divergence / _count(ours, mask), self.temperature**2)
 
 
 def _logarithms(
     ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Logarithms of what student and teacher give each class, the same for tokens that do not count."""
-    both = _without_padding(_pair("logits", ours, theirs), mask)
+    """Return the logarithms of both models' softmax, which are the same for tokens that do not count."""
+    both = _without_padding(_alike(ours, theirs), mask)
     log_ours, log_theirs = (F.log_softmax(one / temperature, -1) for one in both)
     return log_ours, log_theirs
 
 
 def _divergence(log_ours: Tensor, log_theirs: Tensor) -> Tensor:
-    """KL(teacher ‖ student), added up over tokens or samples."""
+    """Return KL(teacher ‖ student), added up over tokens or samples."""
     return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
 
 
@@ -175,8 +175,9 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     errors = []
     for index, both in enumerate(zip(ours, theirs, strict=True)):
         name = f"hidden_states[{index}]"
-        _count(name, both[0], mask)
-        one, other = _without_padding(_pair(name, *both), mask)
+        both = _pair(name, *both)
+        _check_mask(name, both[0], mask)
+        one, other = _without_padding(both, mask)
         errors.append((one - other).square().sum() / other.square().sum().clamp_min(_tiny(other)))
     return torch.stack(errors).mean()
 
@@ -208,7 +209,7 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     tokens = tokens.to(_precision(tokens))
     if mask is None:
         return tokens.mean(1)
-    _count("last_hidden_state", tokens, mask)
+    _check_mask("last_hidden_state", tokens, mask)
     tokens, _ = _without_padding((tokens, tokens), mask)
     return tokens.sum(1) / mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
 
@@ -225,33 +226,45 @@ def _check_shapes(name: str, student: Any, teacher: Any) -> None:
 def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
     """Both in one dtype on one device; the teacher's without gradient."""
     _check_shapes(name, student, teacher)
+    return _alike(student, teacher)
+
+
+def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     dtype = _precision(student)
     return student.to(dtype), teacher.detach().to(student.device).to(dtype)
 
 
-def _count(name: str, student: Tensor, mask: Tensor | None) -> Tensor | int:
-    """How many tokens or samples count; nothing waits for it."""
-    samples = math.prod(student.shape[:-1])
-    of_texts = student.dim() == 2  # one row for each
-    if mask is not None and student.shape[: 1 if of_texts else 2] != mask.shape[: 1 if of_texts else 2]:
+def _check_mask(name: str, student: Tensor, mask: Tensor | None) -> None:
+    dims = 1 if _is_of_texts(student) else 2
+    if mask is not None and student.shape[:dims] != mask.shape[:dims]:
         raise InvalidArgumentError(
             f"attention_mask must be [batch, tokens] of {name} of shape {tuple(student.shape)}, "
             f"got {tuple(mask.shape)}"
         )
-    if mask is None or of_texts:
+
+
+def _is_of_texts(tensor: Tensor) -> bool:
+    """Return True if there is one row for each text, for which a mask of tokens says nothing."""
+    return tensor.dim() == 2
+
+
+def _count(student: Tensor, mask: Tensor | None) -> Tensor | int:
+    """Return how many tokens or samples count; nothing waits for it."""
+    samples = math.prod(student.shape[:-1])
+    if mask is None or _is_of_texts(student):
         return max(samples, 1)
     others = samples // max(mask.numel(), 1)
     return mask.to(student.device).ne(0).sum().clamp_min(1) * others
 
 
 def _without_padding(both: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both with zeros for tokens that do not count.
+    """Return both with zeros for tokens that do not count.
 
     Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
     reaches neither the loss nor a gradient.
     """
     student, teacher = both
-    if mask is None or student.dim() == 2:
+    if mask is None or _is_of_texts(student):
         return both
     left_out = mask.to(student.device).eq(0)
     left_out = left_out.view(*left_out.shape, *(1,) * (student.dim() - 2))
