@@ -98,8 +98,8 @@ def kinds_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     for file in sorted((arguments.texts / "training").glob("*.txt")):
         yield file.stem, limited(iter(file.read_text().split("\f")), arguments.characters)
     yield "code", limited(code(arguments.seed), arguments.characters)
-    if arguments.written is not None:
-        yield "written", arguments.written.read_text().split("\f")
+    if arguments.written:
+        yield "written", [text for file in arguments.written for text in file.read_text().split("\f")]
 
 
 def limited(documents: Iterator[str], characters: int) -> list[str]:
@@ -275,7 +275,7 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--texts", type=Path, required=True, help="a folder that texts.py has written")
-    parser.add_argument("--written", type=Path, help="a file that write_texts.py has written")
+    parser.add_argument("--written", type=Path, nargs="*", help="files that write_texts.py has written")
     parser.add_argument("--output", type=Path, required=True, help="as JSON")
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--layers", choices=PARTS, default="all", help="that are pruned (%(default)s)")

@@ -17,7 +17,7 @@ import recover_kinds
 import texts
 import torch
 import write_texts
-from helpers import seeded
+from helpers import DEVICES, seeded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilesparse import BlockSparseLinear
@@ -107,6 +107,9 @@ class Tokenizer:
 
     eos_token_id = 0
 
+    def __len__(self) -> int:
+        return 128
+
     def __call__(self, documents: list[str]) -> dict[str, Any]:
         return {"input_ids": [[ord(character) for character in document] for document in documents]}
 
@@ -122,7 +125,7 @@ def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch:
     arguments = argparse.Namespace(
         texts=tmp_path,
         characters=10**6,
-        written=written,
+        written=[written],
         context=16,
         windows=8,
         seed=0,
@@ -144,13 +147,25 @@ def test_windows_go_on_from_how_documents_begin(tmp_path: Path) -> None:
     arguments = argparse.Namespace(texts=tmp_path, seed=0, batch=2)
     starts = write_texts.documents_begin(Tokenizer(), arguments)
     known = [0, *map(ord, "abcdefghijkl")]
-    found = [next(starts) for _ in range(8)]  # three documents are one batch, and one too few for another
-    assert found == [[0], [0], known, known, [0], [0], [0], [0]]
+    found = [next(starts) for _ in range(10)]  # three documents are one batch, and one too few for another
+    assert found[:2] == found[6:8] == [[0], [0]] and found[4:6] == [known, known]
+    for end, token in (*found[2:4], *found[8:]):
+        assert end == 0 and 0 <= token < len(Tokenizer())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_writes_what_it_generates(device: str) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, eos_token_id=1)).eval()
-    windows = write_texts.drawn(model, torch.tensor([known, known]), 64)
-    assert windows.shape == (2, 64) and windows[:, : len(known)].tolist() == [known, known]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, eos_token_id=None))
+    model.eval().to(device)
+    begun = torch.randint(128, (2, 3), device=device)
+    likeliest = model.generate(begun, max_length=200, do_sample=False, pad_token_id=0)
+    arguments = argparse.Namespace(batch=2, context=200, device=device, temperature=1e-9)
+    assert torch.equal(write_texts.Writer(model, arguments).windows(begun), likeliest)
+    arguments.temperature = 1.0
+    windows = write_texts.Writer(model, arguments).windows(begun[:1].expand(2, 3))
+    assert torch.equal(windows[:, :3], begun[:1].expand(2, 3))
     assert not torch.equal(*windows)  # drawn, and not the likeliest
 
 
