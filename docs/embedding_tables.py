@@ -12,7 +12,12 @@ from table_parts import RESULTS, cases, short, table
 
 SPEED, COMPILED = "cpu_embeddings.json", "cpu_embeddings_compiled.json"
 QUALITY = "cpu_embeddings_quality.json"
-RECOVERED = "h100_embeddings.json", "h200_embeddings.json"
+RECOVERED = (
+    "h100_embeddings.json",
+    "h100_embeddings_75.json",
+    "h100_embeddings_420s.json",
+    "h200_embeddings.json",
+)
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
 
@@ -94,10 +99,12 @@ def recovered() -> str:
     firsts = [f"{of_dense[kind]['first_1']:.2f}" for kind in unseen]
     lines = [["dense", "", "", *("1" for _ in unseen), "1", *firsts]]
     found = [case for document in documents for case in document["cases"]]
+    begun = set[float]()  # densities of which the first point is shown
     for case in sorted(found, key=lambda case: (-case["density"], case["seconds"])):
         # The first point of a case that goes on from a higher density is of that one.
-        points = case["curve"] if case["start"] == case["density"] else case["curve"][-1:]
-        for point in (points[0], points[-1]) if len(points) > 1 else points:
+        first = case["start"] == case["density"] and case["density"] not in begun
+        begun.add(case["density"])
+        for point in (*case["curve"][: int(first)], case["curve"][-1]):
             quality = point["quality"]
             seen = statistics.fmean(one["cosine"] for kind, one in quality.items() if kind.startswith("of "))
             lines.append(

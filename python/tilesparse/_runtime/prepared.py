@@ -243,14 +243,18 @@ class Prepared:
             other.forget_calls()
 
     def follow_writes(self) -> bool:
-        """Follow tensors on a CUDA device that were written to; return False if they were not."""
+        """Follow tensors on a CUDA device that were written to; return whether PyTorch has not counted it.
+
+        What it has counted, products of this pattern would have noticed: none has read the former one since.
+        """
         index = self._held()
         self.wait()  # what a thread wrote on another stream is no write that was missed
         if index is None or all(map(torch.equal, index[:3], self._snapshot)):
             return False
+        uncounted = state_of(index) == self.state
         validate(index)
         self.rewrite(index)
-        return True
+        return uncounted
 
     def distrust(self) -> None:
         """Have the next call validate the tensors, which hold no pattern."""
