@@ -20,6 +20,7 @@ Key = tuple[str, int, int]  # family, and the block along features and along k, 
 Coefficients = dict[Key, Array]
 
 NEAR = 10.0  # measurements that the coefficients of more count as
+OF_FAMILY = 0.3  # of what a feature amounts to in a family, if it amounts to less in a block
 MOST = 1500  # measurements that are enough for least squares
 ROUNDS = 4  # of least squares, in which large errors count less and less
 STEADY = 0.05  # relative error from which they do
@@ -85,6 +86,23 @@ class Table:
         self.features = np.array([one for _, _, one in owned])
         self.relative = self.features / self.times[self.row][:, None]
         self.count = self.features.shape[1]
+        self.typical = self._typical()
+
+    def _typical(self) -> Array:
+        """What features amount to, relative to times: the root mean square for each key [keys, features].
+
+        The few products that were measured of one block may be small, and say little of what counts in large
+        ones: a part of the mean over all blocks of the family is the least.
+        """
+        squares, counts = np.zeros((len(self.keys), self.count)), np.zeros(len(self.keys))
+        number = self.key
+        while (has := number >= 0).any():
+            np.add.at(squares, number[has], self.relative[has] ** 2)
+            np.add.at(counts, number[has], 1)
+            number = np.where(has, np.array(self.parents)[number], -1)
+        own = np.sqrt(squares / np.maximum(counts, 1)[:, None])
+        roots = [self.keys[list(lineage(key))[-1]] for key in self.keys]
+        return np.asarray(np.maximum(own, OF_FAMILY * own[roots]))
 
     def estimates(self, coefficients: Array) -> Array:
         """Microseconds of each row."""
@@ -122,13 +140,12 @@ def least_squares(table: Table, first: Coefficients) -> Array:
     for key, number in sorted(table.keys.items(), key=lambda item: len(list(lineage(item[0])))):
         own = np.array(rows_of[number])[:: 1 + len(rows_of[number]) // MOST]
         near = first.get(key, result[table.parents[number]] if table.parents[number] >= 0 else None)
-        result[number] = _solve(table.relative[own], near)
+        result[number] = _solve(table.relative[own], near, table.typical[number] + 1e-12)
     return result
 
 
-def _solve(relative: Array, near: Array | None) -> Array:
+def _solve(relative: Array, near: Array | None, sizes: Array) -> Array:
     """Non-negative least squares of relative errors; large errors count as their roots, nearly."""
-    sizes = np.sqrt((relative**2).mean(0)) + 1e-12
     scaled, weights = relative / sizes, np.ones(len(relative))
     tie = np.sqrt(NEAR) if near is not None else 0.02 * np.sqrt(len(relative))
     aim = np.zeros(len(sizes)) if near is None else near * sizes
@@ -142,9 +159,7 @@ def _solve(relative: Array, near: Array | None) -> Array:
 
 def _of_choices(table: Table, start: Array) -> Array:
     """Lessens the mean error and the mean cost of choices together, near the coefficients at the start."""
-    sizes = np.sqrt(
-        _sums(table, table.relative**2) / np.maximum(np.bincount(table.key, minlength=len(start)), 1)[:, None]
-    )
+    sizes = table.typical
     scale = np.where(sizes > 1e-9, 1 / np.maximum(sizes, 1e-9), 0)
     features, aim = table.features * scale[table.key], start * sizes
     choice, weights = _Choices(table), _weights(table)

@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
     parser.add_argument("--left-out", action="store_true", help="fit without each layer, too, and compare")
     arguments = parser.parse_args(argv)
-    fitted: dict[str, Coefficients] = {}
     summaries = {}
     files = _by_gpu(arguments.results or sorted(path for name in NAMES for path in RESULTS.glob(name)))
+    everything = {gpu: load(gpu, paths) for gpu, paths in files.items()}
+    fitted = fit_all(everything)
     for gpu, paths in files.items():
-        first = next(iter(fitted.values()), {})
-        measured, interrupted = uninterrupted(load(gpu, paths), first)
-        fitted[gpu] = estimate_fit.fit(measured.rows, first)
+        first = {} if gpu == next(iter(files)) else next(iter(fitted.values()))
+        measured, interrupted = uninterrupted(everything[gpu], first)
         found = losses(measured, {**first, **fitted[gpu]})
         summaries[gpu] = {
             "files": [path.name for path in paths],
@@ -91,6 +91,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.output.write_text(as_text(fitted, [path.name for paths in files.values() for path in paths]))
     arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
     return 0
+
+
+def fit_all(everything: Mapping[str, Measured]) -> dict[str, Coefficients]:
+    """Coefficients of each GPU, near those of the first; and those of the first near the second's at last.
+
+    So each speaks for blocks of which the other has few measurements.
+    """
+    fitted: dict[str, Coefficients] = {}
+    first, *others = everything
+    for gpu in (first, *others, *([first, *others] if others else [])):
+        near = fitted.get(first, {}) if gpu != first else fitted.get(next(iter(others), first), {})
+        rows = uninterrupted(everything[gpu], near)[0].rows
+        fitted[gpu] = {**fitted.get(gpu, {}), **estimate_fit.fit(rows, near)}
+    return fitted
 
 
 def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
