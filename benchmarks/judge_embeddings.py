@@ -32,6 +32,7 @@ import tilesparse as ts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from common import packaged
+from documents import by_kind
 from recover_embeddings import Judge
 from spans import judged
 
@@ -86,10 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
         packaged(PACKAGE, "model")
     )
-    kinds = {
-        file.stem: judged(file.read_text().split("\f"), arguments.judged, seed=0)
-        for file in sorted((arguments.texts / "held_out").glob("*.txt"))
-    }
+    held_out = by_kind(arguments.texts / "held_out")
+    kinds = {kind: judged(documents, arguments.judged, seed=0) for kind, documents in held_out.items()}
     threads = os.cpu_count() or 1
 
     def dense(name: str) -> Hidden:

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
+from documents import by_kind, parted
 from records import Course, environment, write_json
 from safetensors.torch import save_file
-from spans import Judged, Spans, documents_of, judged, parted
+from spans import Judged, Spans, documents_of, judged
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -231,11 +232,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Spans, Judges, d
     dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     kinds = documents_of(arguments.texts, arguments.characters, arguments.seed)
-    held_out = {
-        file.stem: file.read_text().split("\f")
-        for file in sorted((arguments.texts / "held_out").glob("*.txt"))
-    }
-    unseen = {f"validation: {VALIDATION}": kinds.pop(VALIDATION)} | held_out
+    unseen = {f"validation: {VALIDATION}": kinds.pop(VALIDATION), **by_kind(arguments.texts / "held_out")}
     training = {}
     for kind, documents in kinds.items():
         training[kind], unseen[f"of {kind}"] = parted(documents)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import hashlib
 import math
 import random
 import sysconfig
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from common import language_model, rate_of
+from documents import by_kind, limited, parted, read
 from records import Course, environment, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,7 +40,6 @@ from tilesparse.recover import DistillationLoss, distill
 from tilesparse.selection import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
-HELD_OUT = 50  # one document in this many
 LONGEST = 1 << 20  # characters of a file of code
 AT_A_TIME = 4  # windows in pruning
 EARLY = 0.2  # of the time, for each density but the last
@@ -57,15 +56,13 @@ class Texts:
         self.tokens: dict[str, int] = {}  # key: kind
         training = []
         for kind, documents in kinds_of(arguments):
-            parts: dict[bool, list[str]] = {True: [], False: []}  # key: whether it is held out
-            for document in documents:
-                parts[hashlib.sha256(document.encode()).digest()[0] % HELD_OUT == 0].append(document)
-            training.append(self._windows(parts[False]))
+            trained, held_out = parted(documents)
+            training.append(self._windows(trained))
             self.tokens[kind] = training[-1].numel()
-            if parts[True]:
-                self.held_out[f"of {kind}"] = self._windows(parts[True])[: arguments.windows]
-        for file in sorted((arguments.texts / "held_out").glob("*.txt")):
-            self.held_out[file.stem] = self._windows(file.read_text().split("\f"))[: arguments.windows]
+            if held_out:
+                self.held_out[f"of {kind}"] = self._windows(held_out)[: arguments.windows]
+        for kind, documents in by_kind(arguments.texts / "held_out").items():
+            self.held_out[kind] = self._windows(documents)[: arguments.windows]
         everything = torch.cat(training)
         self._training = everything[self._order(len(everything))]
 
@@ -95,21 +92,11 @@ class Texts:
 
 def kinds_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     """Yield the kinds that are trained on, and documents of each, up to a number of characters."""
-    for file in sorted((arguments.texts / "training").glob("*.txt")):
-        yield file.stem, limited(iter(file.read_text().split("\f")), arguments.characters)
+    for kind, documents in by_kind(arguments.texts / "training").items():
+        yield kind, limited(documents, arguments.characters)
     yield "code", limited(code(arguments.seed), arguments.characters)
     if arguments.written:
-        yield "written", [text for file in arguments.written for text in file.read_text().split("\f")]
-
-
-def limited(documents: Iterator[str], characters: int) -> list[str]:
-    found, size = [], 0
-    for document in documents:
-        found.append(document)
-        size += len(document)
-        if size > characters:
-            break
-    return found
+        yield "written", [text for file in arguments.written for text in read(file)]
 
 
 def code(seed: int) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import sysconfig
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from documents import by_kind, limited
 from torch import Tensor
 
-HELD_OUT = 50  # one document in this many
 SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])")
 WORDS = (4, 90)  # of a passage
 LENGTHS = (3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 126)  # tokens of spans, which are equally frequent
@@ -42,18 +41,9 @@ class Judged(NamedTuple):
 
 def documents_of(folder: Path, characters: int, seed: int) -> dict[str, list[str]]:
     """Return the documents of the kinds in a folder's ``training``, and docstrings of this installation."""
-    kinds = {file.stem: file.read_text().split("\f") for file in sorted((folder / "training").glob("*.txt"))}
+    kinds = by_kind(folder / "training")
     kinds["docstrings"] = list(docstrings(seed, characters))
     return {kind: limited(documents, characters) for kind, documents in kinds.items()}
-
-
-def limited(documents: list[str], characters: int) -> list[str]:
-    kept, size = [], 0
-    for document in documents:
-        if size < characters:
-            kept.append(document)
-            size += len(document)
-    return kept
 
 
 def docstrings(seed: int, characters: int) -> Iterator[str]:
@@ -69,14 +59,6 @@ def docstrings(seed: int, characters: int) -> Iterator[str]:
             yield found
         if size > characters:
             return
-
-
-def parted(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Return the documents to train on, and those that are held out."""
-    parts: dict[bool, list[str]] = {False: [], True: []}
-    for document in documents:
-        parts[hashlib.sha256(document.encode()).digest()[0] % HELD_OUT == 0].append(document)
-    return parts[False], parts[True]
 
 
 def passages(document: str) -> Iterator[list[str]]:

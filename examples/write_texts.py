@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from common import language_model
+from documents import by_kind
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -58,8 +59,8 @@ def documents_begin(tokenizer: Any, arguments: argparse.Namespace) -> Iterator[l
     if arguments.texts is not None:
         places = [
             document[place : place + ENOUGH]
-            for file in sorted((arguments.texts / "training").glob("*.txt"))
-            for document in file.read_text().split("\f")
+            for documents in by_kind(arguments.texts / "training").values()
+            for document in documents
             for place in range(0, len(document), APART)
         ]
         draw.shuffle(places)

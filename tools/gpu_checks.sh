@@ -7,15 +7,15 @@
 # GPUs would run it; and 10^6 hostile calls of the C interface with a GPU in reach. Needs an installed tilesparse[test],
 # compute-sanitizer and g++. SUMMARY, a JSON file, says what each check found; what cannot run or fails makes the exit
 # status 1. Logs stay in build/gpu-checks. COMMIT is that of sources outside of a repository. JOBS sets the number of
-# processes that share the GPU (8).
+# processes that share the GPU (6), except by tests marked `alone`.
 set -uo pipefail
 summary=$(realpath -m "$1")
 cd "$(dirname "$0")/.." || exit
 logs=build/gpu-checks
 rm -rf "$logs" && mkdir -p "$logs"
-jobs=${JOBS:-8}
+jobs=${JOBS:-6}
 export TILESPARSE_REQUIRE_GPU=1
-pytest=(python -m pytest -q -p no:cacheprovider -n "$jobs")
+pytest=(python -m pytest -q -p no:cacheprovider --maxprocesses="$jobs" -n "$jobs")
 # Each layout and storage of each kernel, sums in several parts, grouped products, and the kernels that expand values.
 sample=("${pytest[@]}" tests/python/test_kernels.py tests/python/test_grouped_kernels.py
     -k "test_small or (each_group and uneven) or expanded_values")
@@ -56,5 +56,6 @@ check racecheck sanitize racecheck
 check synccheck sanitize synccheck
 check initcheck initcheck
 check fuzz fuzz
-check tests "${pytest[@]}" -m gpu tests/python
+check tests "${pytest[@]}" -m "gpu and not alone" tests/python
+check alone python -m pytest -q -p no:cacheprovider -m "gpu and alone" tests/python
 python benchmarks/gpu_summary.py "$logs" "$summary" "${2:-}"

@@ -14,6 +14,7 @@ import pytest
 import recover_embeddings
 import spans
 import torch
+from documents import parted
 from safetensors.torch import load_file
 
 WORDS = "abcdefghij"
@@ -79,7 +80,7 @@ def test_what_is_judged_is_not_trained_on_and_has_one_answer() -> None:
     texts = [
         f"Number {i} is here to say something. And {i} is what it has. Then {i} is gone." for i in range(400)
     ]
-    training, held_out = spans.parted(texts)
+    training, held_out = parted(texts)
     assert sorted(training + held_out) == sorted(texts) and 0 < len(held_out) < 30
     found = spans.judged(texts, 50, seed=0)
     counts = found.counts()

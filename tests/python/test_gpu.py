@@ -321,6 +321,7 @@ def sync_is_an_error() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.alone
 def test_forward_and_backward_do_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:
     layer, new_layer = make_layer(), make_layer()
     x = randn(2000, 256, dtype=BF16, device="cuda").requires_grad_()
@@ -740,6 +741,7 @@ def twin(layer: Any, pattern: BlockPattern) -> Any:
     return made
 
 
+@pytest.mark.alone
 def test_a_write_that_is_not_counted_is_followed_in_every_layer() -> None:
     x = randn(64, 256, dtype=BF16, device="cuda")
     layers = [make_layer() for _ in range(40)]  # more than there is room for at first
@@ -756,6 +758,7 @@ def test_a_write_that_is_not_counted_is_followed_in_every_layer() -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_a_write_that_is_seen_late_raises_and_is_followed() -> None:
     layer, x = make_layer(), randn(64, 256, dtype=BF16, device="cuda")
     before, pattern = layer(x), another(layer, 7)
@@ -795,6 +798,7 @@ def test_a_counted_write_that_another_pattern_sees_late_is_followed() -> None:
     assert torch.equal(found, twin(layer, pattern)(x)) and not torch.equal(found, before)
 
 
+@pytest.mark.alone
 def test_rewiring_does_not_wait_for_the_gpu(sync_is_an_error: Callable[[], None]) -> None:
     layer, twin = make_layer(1024, 768, density=0.25), make_layer(1024, 768, density=0.25)
     x = randn(200, 1024, dtype=BF16, device="cuda").requires_grad_()

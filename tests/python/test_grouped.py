@@ -634,6 +634,7 @@ def test_graphs_follow_their_offsets(counts: list[int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_host_does_not_wait() -> None:
     case = Case([1000, 0, 500, 548], torch.bfloat16, "cuda", (64, 64), (4, 4))
     case.pattern = case.pattern.to("cuda")

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -106,13 +107,14 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
     assert_multiplies(layer, layer.plain_values())
     many = 2, DECODE_TOKENS  # tokens, which are quantized on every device
     x, residual = randn(*many, IN, device=device), randn(*many, OUT, device=device)
-    allowed = {"rtol": tolerance_of(layer, device), "atol": tolerance_of(layer, device)}
+    tolerance = tolerance_of(layer, device)
+    assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
     for other in (dense(rounded(layer, x)) + residual, twin(x, residual=residual)):
-        torch.testing.assert_close(layer(x, residual=residual), other, **allowed)
+        assert_close(layer(x, residual=residual), other)
     for policy in ("dense", "auto"):
         layer.policy = policy
-        torch.testing.assert_close(layer(x), dense(rounded(layer, x)), **allowed)
+        assert_close(layer(x), dense(rounded(layer, x)))
     assert torch.equal(twin.weight, layer.plain_values())
 
 
