@@ -1,6 +1,6 @@
 """Let a language model write texts of all kinds that it knows, to be recovered with once it is pruned.
 
-    python examples/write_texts.py --output texts/written.txt  # a minute or two of a GPU
+    python examples/write_texts.py --output texts/written.txt  # two minutes of a GPU
     python examples/write_texts.py --output texts/written.txt --windows 4 --batch 2 --context 32  # to try it
 
 Each window begins with the token that ends documents and goes on with what the model itself draws, from

@@ -1,8 +1,6 @@
 // What the host layers and every kernel family agree on: a checked product and the table of kernels.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 

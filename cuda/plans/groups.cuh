@@ -6,6 +6,8 @@
 // weights are never paired: each weight has equally many, one after another, and so have their pairs.
 #pragma once
 
+#include <algorithm>
+
 #include "plans/sets.cuh"
 
 namespace ts::plans {

@@ -12,6 +12,8 @@
 // Chosen where its estimate is least, for at most 1024 tokens, of all groups together.
 #pragma once
 
+#include <algorithm>
+
 #include "common/problem.h"
 #include "common/token_groups.h"
 #include "sm80/async.cuh"

@@ -6,6 +6,8 @@
 //   - Input: what products take of them, kParts of each kStep of k, kTiles tiles of 8 tokens at a time
 #pragma once
 
+#include <algorithm>
+
 #include "common/problem.h"
 #include "common/weight.h"
 #include "sm80/async.cuh"

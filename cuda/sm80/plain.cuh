@@ -11,6 +11,8 @@
 // Chosen for every product in float64: no other kernel computes it.
 #pragma once
 
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "common/problem.h"
 #include "common/token_groups.h"

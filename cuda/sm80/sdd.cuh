@@ -14,6 +14,8 @@
 // Chosen where its estimate is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
 #pragma once
 
+#include <algorithm>
+
 #include "common/problem.h"
 #include "sm80/launch.cuh"
 #include "sm80/math.cuh"
