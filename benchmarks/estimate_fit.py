@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +87,10 @@ class Table:
         self.features = np.array([one for _, _, one in owned])
         self.relative = self.features / self.times[self.row][:, None]
         self.count = self.features.shape[1]
-        self.typical = self._typical()
 
-    def _typical(self) -> Array:
-        """What features amount to, relative to times: the root mean square for each key [keys, features].
+    @cached_property
+    def typical(self) -> Array:
+        """Root mean square of features relative to times, for each key [keys, features].
 
         The few products that were measured of one block may be small, and say little of what counts in large
         ones: a part of the mean over all blocks of the family is the least.

