@@ -106,13 +106,23 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
         gpu = gpu_of(document["environment"].get("gpu") or "")
         if gpu is None or "op" not in document["cases"][0]:
             continue
-        device = Device.find(gpu).info()
+        device = limited(Device.find(gpu).info(), document["environment"].get("limits", ""))
         for case, result in rows_of([document]):
             packed = result["contender"] == "packed"
             times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
             for kernel in (name for name in times if name in KERNELS):
                 estimated = estimate(case, KERNELS[kernel], device, packed=packed)
                 yield Pair(kernel, describe(case), times[kernel], estimated)
+
+
+def limited(device: _C.DeviceInfo, limits: str) -> _C.DeviceInfo:
+    """A GPU with the limits under which results were measured, as TILESPARSE_DEVICE_LIMITS gives them."""
+    names = "compute_capability", "multiprocessors", "shared_memory", "max_cluster"
+    has = {name: getattr(device, name) for name in names}
+    for limit in filter(None, limits.split(",")):
+        name, _, most = limit.partition("=")
+        has[name] = min(has[name], int(most))
+    return _C.DeviceInfo(device.device, **has, name=device.name)
 
 
 def choices_of(pairs: Sequence[Pair]) -> list[Choice]:

@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +118,8 @@ def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
     for path in paths:
         document = json.loads(path.read_text())
         cases = document.get("cases")
-        gpu = gpu_of(document.get("environment", {}).get("gpu") or "")
+        environment = document.get("environment", {})
+        gpu = gpu_of(environment.get("gpu") or "") if "limits" not in environment else None
         if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
             found[gpu].append((-len(cases), path))
     by_gpu = sorted(found.items(), key=lambda item: item[0] != MEASURED[0])
@@ -179,19 +180,27 @@ def _rows(
 def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, int]:
     """Without cases in which something interrupted a kernel, and how many these were.
 
-    Such a kernel took 2.5 times its estimate, by a fit that no case sways, and 50 microseconds more, and the
-    other kernels of its case did not.
+    Such a kernel took 2.5 times its estimate, by a fit that no case sways, and 50 microseconds more; the
+    other kernels of its case did not, nor does it for most products with such blocks, which would be a
+    mistake of the estimate.
     """
     table = Table(measured.rows)
     estimates = table.estimates(estimate_fit.least_squares(table, first))
     ratios = table.times / estimates
-    of_case: dict[int, list[float]] = defaultdict(list)
-    for case, ratio in zip(table.cases.tolist(), ratios.tolist(), strict=True):
-        of_case[case].append(ratio)
-    usual = np.array([max(statistics.median_low(of_case[case]), 1.0) for case in table.cases.tolist()])
+    keys = [row.parts[0][0] for row in measured.rows]
+    usual = np.maximum(_usual(table.cases.tolist(), ratios), _usual(keys, ratios))
     late = table.chosen & (ratios > INTERRUPTED * usual) & (table.times > usual * estimates + LONG)
     without = set(table.cases[late].tolist())
     return measured._replace(rows=[row for row in measured.rows if row.case not in without]), len(without)
+
+
+def _usual(groups: Sequence[Hashable], ratios: estimate_fit.Array) -> estimate_fit.Array:
+    """Return for each row the median ratio of its group, at least 1."""
+    found: dict[Hashable, list[float]] = defaultdict(list)
+    for group, ratio in zip(groups, ratios.tolist(), strict=True):
+        found[group].append(ratio)
+    medians = {group: max(statistics.median_low(own), 1.0) for group, own in found.items()}
+    return np.array([medians[group] for group in groups])
 
 
 def losses(measured: Measured, coefficients: Coefficients) -> list[Loss]:
@@ -201,10 +210,18 @@ def losses(measured: Measured, coefficients: Coefficients) -> list[Loss]:
 
 
 def unseen(some: Measured, measured: Measured, first: Coefficients) -> list[Loss]:
-    """Return what choices cost for products that are not in `some`, by coefficients fitted to `some`."""
+    """Return what choices cost for products that are not in `some`, by coefficients fitted to `some`.
+
+    Of kernels that `some` has: nothing is known of others.
+    """
     known = {_product(case) for case in some.cases}
     coefficients = estimate_fit.fit(uninterrupted(some, first)[0].rows, first)
-    rows = [row for row in measured.rows if _product(measured.cases[row.case]) not in known]
+    kernels = {row.kernel for row in some.rows}
+    rows = [
+        row
+        for row in measured.rows
+        if row.kernel in kernels and _product(measured.cases[row.case]) not in known
+    ]
     return losses(measured._replace(rows=rows), {**first, **coefficients})
 
 

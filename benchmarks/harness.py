@@ -62,6 +62,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
             "triton": _installed("triton"),
             "stk": _installed("stanford-stk"),
         }
+        if limits := os.environ.get("TILESPARSE_DEVICE_LIMITS"):
+            found["limits"] = limits  # of a smaller GPU, as which the library used this one
     return found
 
 

@@ -15,6 +15,7 @@ QUALITY = "cpu_embeddings_quality.json"
 RECOVERED = (
     "h100_embeddings.json",
     "h100_embeddings_75.json",
+    "h100_embeddings_25.json",
     "h100_embeddings_420s.json",
     "h200_embeddings.json",
 )

@@ -16,6 +16,9 @@ SETS = {
 }
 OPS = {"dds_nt": "forward", "dds_nn": "gradient of x", "sdd_tn": "gradient of W"}
 WORST = 8
+LESS_MEMORY = "h100_99kib.json"
+WITH_THREE_STAGES = ("dds_nt", "64x128"), ("dds_nn", "64x128"), ("sdd_tn", "64x128"), ("sdd_tn", "128x128")
+CLEARLY = 0.97
 
 
 def _known(case: dict[str, Any]) -> tuple[Any, ...]:
@@ -58,7 +61,34 @@ def worst_on_one_gpu() -> str:
     return table(["", "H100, µs", "H200, µs", "η, H100", "η, H200", "ratio"], lines)
 
 
+def less_memory() -> str:
+    """Tiles with three stages or more in 99 KiB, by the best of those with two."""
+    lines = []
+    for op, tile in WITH_THREE_STAGES:
+        of_block: dict[int, list[float]] = {}
+        for case in (one for one in cases(LESS_MEMORY) if one["op"] == op):
+            ratios = of_block.setdefault(case["block_shape"][0], [])
+            ratios += [found for one in case["results"] if (found := _over_others(one["kernels_us"], op, tile))]
+        for block, ratios in sorted(of_block.items()):
+            if ratios:
+                always = statistics.geometric_mean(ratios)
+                faster = sum(ratio < CLEARLY for ratio in ratios) / len(ratios)
+                best = statistics.geometric_mean(min(ratio, 1.0) for ratio in ratios)
+                what = [f"{OPS[op]}, {tile.replace('x', ' × ')}", str(block), str(len(ratios))]
+                lines.append([*what, f"{always:.2f}", f"{faster:.0%}", f"{best:.2f}"])
+    return table(["", "block", "products", "time", "faster by 3 %", "time where faster"], lines)
+
+
+def _over_others(times: dict[str, float], op: str, tile: str) -> float | None:
+    """Return the time of a tile over that of the best kernel whose tile is not of these."""
+    new = [f"sm80_{of}_bf16_{one}" for of, one in WITH_THREE_STAGES]
+    others = [time for name, time in times.items() if name not in new]
+    own = times.get(f"sm80_{op}_bf16_{tile}")
+    return own / min(others) if own and others else None
+
+
 GPU_TABLES: dict[str, Callable[[], str]] = {
     "both_gpus": both_gpus,
     "worst_on_one_gpu": worst_on_one_gpu,
+    "less_memory": less_memory,
 }

@@ -142,11 +142,10 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     const Pattern& pattern = problem.pattern;
     const double density = pattern.density(), tokens = static_cast<double>(problem.tokens);
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
-    const double strip = sm90 ? 64 : kernel.tile_features,
-                 columns = kernel.tile_tokens > 0 ? kernel.tile_tokens : 256;
+    const double strip = sm90 ? 64 : kernel.tile_features;
     const double united = kernel.plan.kind == PlanKind::lists ? std::sqrt(density)
                                                               : present(density, strip / pattern.block_rows);
-    const double tile_values = sm90 ? 128.0 * 256 : strip * columns;
+    const double tile_values = sm90 ? 128.0 * 256 : strip * kernel.plan.step;
     const Rounds rounds(area * united / tile_values, machine.multiprocessors);
     const double all = 2 * tokens / rate_of(kernel, problem, machine), tile = tile_values * all;
     const double evenly = area * all / machine.multiprocessors;
