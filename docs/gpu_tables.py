@@ -68,7 +68,9 @@ def less_memory() -> str:
         of_block: dict[int, list[float]] = {}
         for case in (one for one in cases(LESS_MEMORY) if one["op"] == op):
             ratios = of_block.setdefault(case["block_shape"][0], [])
-            ratios += [found for one in case["results"] if (found := _over_others(one["kernels_us"], op, tile))]
+            ratios += [
+                found for one in case["results"] if (found := _over_others(one["kernels_us"], op, tile))
+            ]
         for block, ratios in sorted(of_block.items()):
             if ratios:
                 always = statistics.geometric_mean(ratios)
