@@ -89,19 +89,23 @@ class Table:
         self.count = self.features.shape[1]
 
     @cached_property
+    def places(self) -> list[Array]:
+        """For each key, where features of its own are, and of all keys that it is a parent of."""
+        found: list[list[int]] = [[] for _ in self.keys]
+        for place, key in enumerate(self.key.tolist()):
+            while key >= 0:
+                found[key].append(place)
+                key = self.parents[key]
+        return [np.array(one) for one in found]
+
+    @cached_property
     def typical(self) -> Array:
         """Root mean square of features relative to times, for each key [keys, features].
 
         The few products that were measured of one block may be small, and say little of what counts in large
         ones: a part of the mean over all blocks of the family is the least.
         """
-        squares, counts = np.zeros((len(self.keys), self.count)), np.zeros(len(self.keys))
-        number = self.key
-        while (has := number >= 0).any():
-            np.add.at(squares, number[has], self.relative[has] ** 2)
-            np.add.at(counts, number[has], 1)
-            number = np.where(has, np.array(self.parents)[number], -1)
-        own = np.sqrt(squares / np.maximum(counts, 1)[:, None])
+        own = np.array([np.sqrt((self.relative[places] ** 2).mean(0)) for places in self.places])
         roots = [self.keys[list(lineage(key))[-1]] for key in self.keys]
         return np.asarray(np.maximum(own, OF_FAMILY * own[roots]))
 
@@ -131,15 +135,9 @@ def fit(rows: Sequence[Row], first: Coefficients | None = None) -> Coefficients:
 
 def least_squares(table: Table, first: Coefficients) -> Array:
     """Coefficients of all keys, those that speak for others first."""
-    rows_of: dict[int, list[int]] = defaultdict(list)
-    for place, key in enumerate(table.key):
-        above = int(key)
-        while above >= 0:
-            rows_of[above].append(place)
-            above = table.parents[above]
     result = np.zeros((len(table.keys), table.count))
     for key, number in sorted(table.keys.items(), key=lambda item: len(list(lineage(item[0])))):
-        own = np.array(rows_of[number])[:: 1 + len(rows_of[number]) // MOST]
+        own = table.places[number][:: 1 + len(table.places[number]) // MOST]
         near = first.get(key, result[table.parents[number]] if table.parents[number] >= 0 else None)
         result[number] = _solve(table.relative[own], near, table.typical[number] + 1e-12)
     return result

@@ -52,6 +52,17 @@ class Measured(NamedTuple):
         """Return what is left out together: out_features and in_features."""
         return self.cases[case]["out_features"], self.cases[case]["in_features"]
 
+    def of_cases(self) -> set[int]:
+        """Return the cases that have rows."""
+        return {row.case for row in self.rows}
+
+
+class Fitted(NamedTuple):
+    """The coefficients of one GPU, and what they were fitted to."""
+
+    coefficients: Coefficients
+    measured: Measured
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fits, compares and writes."""
@@ -73,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     everything = {gpu: load(gpu, paths) for gpu, paths in files.items()}
     fitted = fit_all(everything)
     for gpu, paths in files.items():
-        first = {} if gpu == next(iter(files)) else next(iter(fitted.values()))
-        measured, interrupted = uninterrupted(everything[gpu], first)
-        found = losses(measured, {**first, **fitted[gpu]})
+        coefficients, measured = fitted[gpu]
+        first = {} if gpu == next(iter(files)) else next(iter(fitted.values())).coefficients
+        found = losses(measured, {**first, **coefficients})
         summaries[gpu] = {
             "files": [path.name for path in paths],
-            "interrupted": interrupted,
+            "interrupted": len(everything[gpu].of_cases()) - len(measured.of_cases()),
             "all": estimate_fit.summary(found),
             "kinds": {kind: estimate_fit.summary(own) for kind, own in _kinds(measured, found).items()},
         }
@@ -87,25 +98,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             summaries[gpu]["left_out"] = estimate_fit.summary(left)
             if len(paths) > 1:
                 summaries[gpu]["unseen"] = estimate_fit.summary(unseen(load(gpu, paths[:1]), measured, first))
-        report(gpu, summaries[gpu], len(fitted[gpu]))
-    arguments.output.write_text(as_text(fitted, [path.name for paths in files.values() for path in paths]))
+        report(gpu, summaries[gpu], len(coefficients))
+    names = [path.name for paths in files.values() for path in paths]
+    arguments.output.write_text(as_text({gpu: one.coefficients for gpu, one in fitted.items()}, names))
     arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
     return 0
 
 
-def fit_all(everything: Mapping[str, Measured]) -> dict[str, Coefficients]:
-    """Return the coefficients of each GPU.
+def fit_all(everything: Mapping[str, Measured]) -> dict[str, Fitted]:
+    """Fit the coefficients of each GPU.
 
     They stay near those of the first GPU; at last its own stay near those of the second, and the others' near
     these: each GPU speaks for blocks of which the other has few measurements.
     """
     first, *others = everything
     second = next(iter(others), first)
-    fitted: dict[str, Coefficients] = {}
+    fitted = {gpu: Fitted({}, measured) for gpu, measured in everything.items()}
     for gpu in (*everything, *(everything if others else ())):
-        near = fitted.get(second if gpu == first else first, {})
-        rows = uninterrupted(everything[gpu], near)[0].rows
-        fitted[gpu] = fitted.get(gpu, {}) | estimate_fit.fit(rows, near)
+        near = fitted[second if gpu == first else first].coefficients
+        measured = uninterrupted(everything[gpu], near)
+        own = estimate_fit.fit(measured.rows, near)
+        fitted[gpu] = Fitted(fitted[gpu].coefficients | own, measured)
     return fitted
 
 
@@ -177,8 +190,8 @@ def _rows(
         yield Row(name, number, max(time, 0.5), parts, name in kernels)
 
 
-def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, int]:
-    """Without cases in which something interrupted a kernel, and how many these were.
+def uninterrupted(measured: Measured, first: Coefficients) -> Measured:
+    """Return what was measured without cases in which something interrupted a kernel.
 
     Such a kernel took 2.5 times its estimate, by a fit that no case sways, and 50 microseconds more; the
     other kernels of its case did not, nor does it for most products with such blocks, which would be a
@@ -191,7 +204,7 @@ def uninterrupted(measured: Measured, first: Coefficients) -> tuple[Measured, in
     usual = np.maximum(_usual(table.cases.tolist(), ratios), _usual(keys, ratios))
     late = table.chosen & (ratios > INTERRUPTED * usual) & (table.times > usual * estimates + LONG)
     without = set(table.cases[late].tolist())
-    return measured._replace(rows=[row for row in measured.rows if row.case not in without]), len(without)
+    return measured._replace(rows=[row for row in measured.rows if row.case not in without])
 
 
 def _usual(groups: Sequence[Hashable], ratios: estimate_fit.Array) -> estimate_fit.Array:
@@ -215,7 +228,7 @@ def unseen(some: Measured, measured: Measured, first: Coefficients) -> list[Loss
     Of kernels that `some` has: nothing is known of others.
     """
     known = {_product(case) for case in some.cases}
-    coefficients = estimate_fit.fit(uninterrupted(some, first)[0].rows, first)
+    coefficients = estimate_fit.fit(uninterrupted(some, first).rows, first)
     kernels = {row.kernel for row in some.rows}
     rows = [
         row

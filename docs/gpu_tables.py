@@ -78,7 +78,7 @@ def less_memory() -> str:
                 best = statistics.geometric_mean(min(ratio, 1.0) for ratio in ratios)
                 what = [f"{OPS[op]}, {tile.replace('x', ' × ')}", str(block), str(len(ratios))]
                 lines.append([*what, f"{always:.2f}", f"{faster:.0%}", f"{best:.2f}"])
-    return table(["", "block", "products", "time", "faster by 3 %", "time where faster"], lines)
+    return table(["", "block", "products", "time of all", "faster by 3 %", "time where faster"], lines)
 
 
 def _over_others(times: dict[str, float], op: str, tile: str) -> float | None:

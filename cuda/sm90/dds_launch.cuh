@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/machine.h"
 #include "common/token_groups.h"
 #include "sm90/dds_kernel.cuh"
 #include "sm90/dds_reduce.cuh"
@@ -86,12 +87,12 @@ struct Dds {
                       spans = most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, 1)) return error;
+        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, 1)) return error;
         arguments.groups.tiles = static_cast<int>(tiles);
         arguments.groups.span_tokens = kSpanTokens;
         // At least so many that all clusters have work in one.
         arguments.groups.band_spans =
-            std::max(band_spans(arguments.k_size),
+            std::max(band_spans(arguments.k_size, device),
                      (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1);
         if (const int32_t error =
                 groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
@@ -104,7 +105,7 @@ struct Dds {
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
+        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, parts)) return error;
         if constexpr (Traits::kSplits)
             if (parts > 1) {
                 arguments.partial = static_cast<float4*>(workspace);
@@ -146,8 +147,8 @@ struct Dds {
                                             device.multiprocessors);
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
-                                int64_t parts) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, const Device& device,
+                                int64_t tiles, int64_t spans, int64_t parts) {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
@@ -158,8 +159,9 @@ struct Dds {
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);
-        arguments.schedule = schedule_arguments(static_cast<int>(tiles), arguments.spans,
-                                                static_cast<int>(parts), band_spans(arguments.k_size));
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               band_spans(arguments.k_size, device));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
@@ -172,10 +174,9 @@ struct Dds {
 
     // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
     // are in order, and the longer the order the better they are balanced.
-    static int band_spans(int k_size) {
-        constexpr int64_t kPanelBytes = 16 << 20;
+    static int band_spans(int k_size, const Device& device) {
         const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kInputElementBytes;
-        return static_cast<int>(std::max<int64_t>(2, kPanelBytes / bytes));
+        return static_cast<int>(std::max<int64_t>(2, share_of_l2(device, 16 << 20) / bytes));
     }
 
     static cudaError_t map_scales(DdsArguments& arguments, const Problem& problem) {

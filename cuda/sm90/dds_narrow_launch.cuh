@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/machine.h"
 #include "sm90/dds_narrow_kernel.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/launch.cuh"
@@ -143,7 +144,7 @@ struct DdsNarrow {
         const int64_t parts = decision.parts;
         const bool packs = packs_itself(problem, decision);
         arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
-        if (const cudaError_t error = describe(arguments, problem, tiles, spans, parts)) return error;
+        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, parts)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))
                 return error;
@@ -174,8 +175,8 @@ struct DdsNarrow {
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
 
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, int64_t tiles, int64_t spans,
-                                int64_t parts) {
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, const Device& device,
+                                int64_t tiles, int64_t spans, int64_t parts) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
@@ -185,7 +186,7 @@ struct DdsNarrow {
         arguments.spans = static_cast<int>(spans);
         arguments.schedule =
             schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
-                               static_cast<int>(parts) * band_spans(problem, tiles, spans));
+                               static_cast<int>(parts) * band_spans(problem, device, tiles, spans));
         arguments.tokens_by_k = operand(Common::kLineBytes, 0);
         if (arguments.value_rows > 0)
             if (const cudaError_t error = map_input(arguments, problem)) return error;
@@ -197,13 +198,12 @@ struct DdsNarrow {
     // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at
     // once, and long tiles, with which a band begins, should not have to wait for the second: all tokens are
     // one band if L2 holds their activations.
-    static int band_spans(const Problem& problem, int64_t tiles, int64_t spans) {
-        constexpr int64_t kPanelBytes = 8 << 20, kHeldBytes = 32 << 20;
+    static int band_spans(const Problem& problem, const Device& device, int64_t tiles, int64_t spans) {
         const int64_t bytes =
             int64_t{kClusterTokens} * std::max<int64_t>(problem.k_size(), 1) * sizeof(typename Math::Input);
-        if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= kHeldBytes)
+        if (tiles * spans <= Common::Schedule::kMaxClusters && spans * bytes <= share_of_l2(device, 32 << 20))
             return static_cast<int>(spans);
-        return static_cast<int>(std::max<int64_t>(1, kPanelBytes / bytes));
+        return static_cast<int>(std::max<int64_t>(1, share_of_l2(device, 8 << 20) / bytes));
     }
 
     static cudaError_t map_blocks(DdsArguments& arguments, const Problem& problem) {
