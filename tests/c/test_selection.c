@@ -48,6 +48,7 @@ static void test_select_without_clusters(void) {
         init_operands(&o, op, TS_BFLOAT16, TS_ROW_MAJOR, TS_ROW_MAJOR);
         o.desc.device = TS_CUDA;
         o.desc.tokens = 4096;
+        strcpy(o.desc.prefer, "sm90_");
         ts_device_info gpu = h100();
         int32_t with = -1, without = -1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &with, NULL, 0));
