@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import random
 import statistics
-import sysconfig
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +28,10 @@ from tilesparse import BlockSparseLinear
 from tilesparse.demo import GPT, Size, synchronize
 from tilesparse.train import MaskSchedule, set_nm
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from documents import sources
+
 HEAD = 64  # features
-HELD_OUT = 50  # one of so many files
 LEARNING_RATE = 6e-4
 WARM_UP_STEPS = 100  # up to that rate, which is then constant, so that any two steps may be compared
 WARM_UP_CALLS = 3  # before the clock runs
@@ -66,7 +67,7 @@ class Data:
     """Bytes of text and which windows of them each step takes, equal for all contenders."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        training, held_out = load_text(arguments.megabytes << 20)
+        training, held_out = sources(arguments.megabytes << 20)
         generator = torch.Generator().manual_seed(arguments.seed)
         shape = arguments.steps, arguments.batch
         starts = torch.randint(len(training) - arguments.context, shape, generator=generator)
@@ -84,35 +85,6 @@ class Data:
     def held_out(self) -> list[Tensor]:
         """Such batches of other files."""
         return [self._held_out[starts[:, None] + self._window].long() for starts in self._held_out_starts]
-
-
-def load_text(most: int) -> tuple[Tensor, Tensor]:
-    """(training, held out) bytes of the .py files of this installation, in an order of their own."""
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    files = sorted({file for root in roots for file in root.rglob("*.py") if file.is_file()})
-    random.Random(0).shuffle(files)
-    # What is held out is not trained on: no file is taken twice, nor one that begins or ends as another does,
-    # such as generated tables.
-    parts: list[bytes] = []
-    seen: set[bytes] = set()
-    size = 0
-    for file in files:
-        text = file.read_bytes()
-        ends = {text[:1000], text[-1000:]}
-        if not ends.isdisjoint(seen):
-            continue
-        seen |= ends
-        size += len(text)
-        parts.append(text)
-        if size > most:
-            break
-    held_out = b"".join(parts[::HELD_OUT])
-    del parts[::HELD_OUT]
-    return _as_tensor(b"".join(parts)), _as_tensor(held_out)
-
-
-def _as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 class Trainee:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import random
 import statistics
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
+from documents import sources
 from ladder_models import NextByte, fused, in_float8, milliseconds
 from records import Course, environment, write_json
 from torch import Tensor, nn
@@ -37,7 +36,6 @@ HEAD = 64  # features of an attention head
 LEARNING_RATE = 6e-4  # at width 768; in proportion to 1 / width elsewhere
 WARM_UP = 0.02  # of the time
 COMPILED = 64  # variants of blocks in one process; PyTorch stops at 8
-HELD_OUT = 50  # one file in this many
 CALIBRATION = 8  # batches for pruning
 VALIDATION = 16  # batches
 LAYERS = r"blocks\."
@@ -47,10 +45,7 @@ class Text:
     """Bytes of Python sources on the device, in windows [batch, context + 1] int64."""
 
     def __init__(self, arguments: argparse.Namespace, seed: int) -> None:
-        training, held_out = (
-            torch.frombuffer(bytearray(part), dtype=torch.uint8).to(arguments.device)
-            for part in sources(arguments.megabytes << 20)
-        )
+        training, held_out = (text.to(arguments.device) for text in sources(arguments.megabytes << 20))
         self._training, self._arguments = training, arguments
         self._window = torch.arange(arguments.context + 1, device=arguments.device)
         self._generator = torch.Generator(arguments.device).manual_seed(10**6)  # the same for all models
@@ -64,29 +59,6 @@ class Text:
         most, device = len(text) - self._arguments.context, text.device
         starts = torch.randint(most, (self._arguments.batch, 1), generator=self._generator, device=device)
         return text[starts + self._window].long()
-
-
-def sources(most: int) -> tuple[bytes, bytes]:
-    """Return (training, held out): no file twice, nor one that begins or ends as another, such as tables."""
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    files = sorted({file for root in roots for file in root.rglob("*.py") if file.is_file()})
-    random.Random(0).shuffle(files)
-    parts: list[bytes] = []
-    seen: set[bytes] = set()
-    size = 0
-    for file in files:
-        text = file.read_bytes()
-        ends = {text[:1000], text[-1000:]}
-        if not ends.isdisjoint(seen):
-            continue
-        seen |= ends
-        size += len(text)
-        parts.append(text)
-        if size > most:
-            break
-    held_out = b"".join(parts[::HELD_OUT])
-    del parts[::HELD_OUT]
-    return b"".join(parts), held_out
 
 
 def train(arguments: argparse.Namespace) -> None:

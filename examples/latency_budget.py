@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_smollm2 import chunks_of, loaded, perplexity, run_benchmark, write_json
+from prune_smollm2 import chunks_of, loaded, perplexity
+from records import recorded, write_json
 from torch import Tensor, nn
 
 from tilesparse import BlockSparseConfig
@@ -35,7 +36,7 @@ from tilesparse.prune import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_benchmark(parsed(argv), run)
+    return recorded(parsed(argv), run)
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ import argparse
 import copy
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from mixture import Clock, Mixture, Text, language_model, mixtures, train, without_experts
+from records import Course, microseconds, recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,20 +33,7 @@ from tilesparse import BlockSparseConfig, BlockSparseLinear
 from tilesparse.demo import Size, synchronize
 from tilesparse.prune import allocate, measure_errors, prune_
 from tilesparse.recover import distill, reconstruct
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import (
-    CudaTimer,
-    HostTimer,
-    budgeted_parser,
-    density_list,
-    parsed,
-    recording,
-    run_benchmark,
-    steady_times,
-    within_budget,
-    write_json,
-)
+from tilesparse.selection import default_device
 
 LAYERS = r"blocks\.\d+\.mlp\.experts\."
 PROFILES = (0.125, 0.25, 0.5, 0.75)  # densities that `allocate` chooses from, besides dense
@@ -230,7 +217,6 @@ def times(model: nn.Module, proof: Proof) -> list[dict[str, Any]]:
     on_gpu = proof.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     both = [copy.deepcopy(one).to(dtype).eval() for one in (model, proof.dense)]
-    timer = CudaTimer() if on_gpu else HostTimer()
     name = list(proof.inputs)[len(proof.inputs) // 2]
     window = proof.text.held_out[0][:, :-1]
     results = []
@@ -242,12 +228,11 @@ def times(model: nn.Module, proof: Proof) -> list[dict[str, Any]]:
             "mixture": [captured(partial(one.get_submodule(name), x), on_gpu) for one in both],
         }
         for what, (sparse, dense) in calls.items():
+            found, around = microseconds(sparse, dense)
+            dense_us = sum(around) / 2
             result: dict[str, Any] = {"stage": "time", "what": what, "tokens": tokens.numel()}
-            results.append(result)
-            with recording(result, what):
-                found = steady_times(sparse, dense, timer, 10)
-                result |= {"t_us": round(found.sparse_us, 1), "dense_us": round(sum(found.dense_us) / 2, 1)}
-                result |= {"speedup": round(found.speedup, 3), "unsteady": found.unsteady}
+            result |= {"t_us": round(found, 1), "dense_us": round(dense_us, 1)}
+            results.append(result | {"speedup": round(dense_us / found, 3)})
     return results
 
 
@@ -302,8 +287,7 @@ def _reconstruct(model: nn.Module, proof: Proof) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    start = time.monotonic()
-    proof = Proof(arguments)
+    course, proof = Course(arguments.budget), Proof(arguments)
     document["text"] = proof.text.sizes
     case: dict[str, Any] = {"way": "dense", "density": 1.0, "block": 0, "results": []}
     document["cases"].append(case)
@@ -317,19 +301,27 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         for block, way, density in itertools.product(arguments.blocks, arguments.ways, arguments.densities)
         if block == arguments.blocks[0] or way == "blocks"
     ]
-    for case in within_budget(cases, arguments, document, start):
+    for case in cases:
+        if course.progress() >= 1:
+            document["stopped"] = f"budget of {arguments.budget:g} s spent before {case}"
+            print(document["stopped"])
+            break
         document["cases"].append(case)
-        with recording(case, case["way"]):
-            measured(case, proof)
+        measured(case, proof)
         write_json(arguments.output, document)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = budgeted_parser(__doc__, "experts.json", 320.0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    add("--output", type=Path, default=Path("experts.json"), help="results as JSON (%(default)s)")
+    add("--budget", type=float, default=320.0, help="seconds after which no case starts (%(default)s)")
+    add("--commit", help="of the sources (default: ask git)")
+    add("--device", choices=("cuda", "cpu"), default=default_device().type, help="(%(default)s)")
     add("--ways", type=lambda text: text.split(","), default=WAYS, help=f"of {','.join(WAYS)} (all)")
-    add("--densities", type=density_list, default=(0.5, 0.25), help="(.5,.25)")
+    add("--densities", type=float, nargs="+", default=[0.5, 0.25], help="(%(default)s)")
     add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[64, 128], help="(64,128)")
     add("--width", type=int, default=512, help="(%(default)s)")
     add("--intermediate", type=int, default=1024, help="features of an expert (%(default)s)")
@@ -346,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--recovery-rate", type=float, default=5e-4, help="of recovery (%(default)s)")
     add("--megabytes", type=int, default=400, help="of training text, at most (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
-    return run_benchmark(parsed(parser, argv), run)
+    return recorded(parser.parse_args(argv), run)
 
 
 if __name__ == "__main__":

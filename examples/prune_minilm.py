@@ -15,7 +15,6 @@ import ast
 import copy
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -24,13 +23,11 @@ from typing import Any
 
 import torch
 from common import packaged
+from records import recorded, write_json
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 from tilesparse.prune import prune_model
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import run_benchmark, write_json
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 FILES = 600  # per package at most
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sentences", type=int, default=1024, help="for calibration (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the choice of sentences")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    return run_benchmark(parser.parse_args(argv), run)
+    return recorded(parser.parse_args(argv), run)
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

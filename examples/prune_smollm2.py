@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +20,10 @@ from typing import Any
 
 import torch
 from common import SMOLLM2, language_model
+from records import recorded, write_json
 from torch import Tensor, nn
 
 from tilesparse.prune import prune_model
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import run_benchmark, write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of chunks")
     parser.add_argument("--resume", type=Path, help="a folder that keeps progress")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
-    return run_benchmark(parser.parse_args(argv), run)
+    return recorded(parser.parse_args(argv), run)
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

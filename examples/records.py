@@ -1,17 +1,22 @@
-"""Results of examples as JSON, with the machine and the versions they belong to; and time that is given."""
+"""Results of examples as JSON, with the machine and versions they belong to, and times, also given ones."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import benchmark
 
 import tilesparse
+
+MEASURED = 0.2  # seconds of calls that are timed
 
 
 class Course:
@@ -47,12 +52,38 @@ def environment(commit: str | None) -> dict[str, Any]:
     return found
 
 
+def described(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Return a document without cases that says what results depend on: environment, arguments, and more."""
+    given = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
+    return {"environment": environment(arguments.commit), "arguments": given, **more, "cases": []}
+
+
+def recorded(arguments: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], None]) -> int:
+    """Let ``run`` add cases to a document, write it to ``arguments.output``, and return the exit status 0."""
+    document = described(arguments)
+    run(arguments, document)
+    write_json(arguments.output, document)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def microseconds(call: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, tuple[float, float]]:
+    """Return the time of a call, and of another one before and after it: medians, which wait for the GPU."""
+    before, own, after = (_median(one) for one in (other, call, other))
+    return own, (before, after)
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Replace the file in one step, so that an interrupted run leaves the results it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(path)
+
+
+def _median(call: Callable[[], Any]) -> float:
+    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return 1e6 * float(timer.blocked_autorange(min_run_time=MEASURED).median)
 
 
 def _output(*command: str) -> str | None:

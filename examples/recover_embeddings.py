@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from common import packaged, rate_of
 from documents import by_kind, parted
-from records import Course, environment, write_json
+from records import Course, described, write_json
 from safetensors.torch import save_file
 from spans import Judged, Spans, documents_of, judged
 from torch import Tensor, nn
@@ -251,14 +251,8 @@ def main() -> int:
     arguments = parsed()
     torch.manual_seed(arguments.seed)
     dense, spans, judges, texts = prepared(arguments)
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
-        "tokens": spans.tokens,
-        "judged": {kind: one.counts() for kind, one in texts.items()},
-        "dense": judges.last(dense),
-        "cases": [],
-    }
+    counts = {kind: one.counts() for kind, one in texts.items()}
+    document = described(arguments, tokens=spans.tokens, judged=counts, dense=judges.last(dense))
     print(document, flush=True)
     for one in arguments.cases:
         model, result = recovered(dense, spans, judges, one, arguments)

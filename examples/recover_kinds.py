@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from common import language_model, rate_of
 from documents import by_kind, limited, parted, read
-from records import Course, environment, write_json
+from records import Course, described, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -215,12 +215,9 @@ def main() -> int:
     dense.to(arguments.device).set_attn_implementation("causal")
     dense.config.use_cache = False
     texts, model = Texts(tokenizer, arguments), copy.deepcopy(dense)
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
-        "tokens": texts.tokens,
-        "cases": [{"layers": arguments.layers, "density": arguments.densities[-1], "results": []}],
-    }
+    document = described(arguments, tokens=texts.tokens)
+    case = {"layers": arguments.layers, "density": arguments.densities[-1], "results": []}
+    document["cases"].append(case)
     teacher, on_gpu = copy.deepcopy(dense), arguments.device != "cpu"
     if on_gpu:
         teacher.bfloat16()
@@ -230,7 +227,7 @@ def main() -> int:
         result = {"stage": stage, "density": density, **call(*options)}
         result["seconds"] = round(time.perf_counter() - start, 1)
         result["perplexity"] = perplexities(dense if stage == "dense" else model, texts, arguments)
-        document["cases"][0]["results"].append(result)
+        case["results"].append(result)
         write_json(arguments.output, document)
         print({key: value for key, value in result.items() if key != "curve"}, flush=True)
 

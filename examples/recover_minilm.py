@@ -16,7 +16,6 @@ import hashlib
 import math
 import random
 import re
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
+from records import recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -32,9 +32,6 @@ from transformers import AutoModel, AutoTokenizer
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 from tilesparse.selection import default_device
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import block_list, positive, run_benchmark
 
 HELD_OUT = 20  # one file in this many
 NEIGHBOURS = 10
@@ -225,7 +222,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                     model,
                     some,
                     density=arguments.density,
-                    block_shape=arguments.block[0],
+                    block_shape=arguments.block,
                     layers=r"encoder\.",
                 )
             )
@@ -265,18 +262,18 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
-    parser.add_argument("--block", type=block_list, default=((32, 32),))
-    parser.add_argument("--texts", type=positive, default=400_000, help="for training, at most")
-    parser.add_argument("--calibration", type=positive, default=8192, help="texts for pruning and fitting")
-    parser.add_argument("--held-out", type=positive, default=2000, help="at most")
-    parser.add_argument("--length", type=positive, default=128, help="of a text, in tokens at most")
-    parser.add_argument("--batch", type=positive, default=512, help="texts per step")
-    parser.add_argument("--steps", type=positive, default=8000)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--texts", type=int, default=400_000, help="for training, at most")
+    parser.add_argument("--calibration", type=int, default=8192, help="texts for pruning and fitting")
+    parser.add_argument("--held-out", type=int, default=2000, help="at most")
+    parser.add_argument("--length", type=int, default=128, help="of a text, in tokens at most")
+    parser.add_argument("--batch", type=int, default=512, help="texts per step")
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit")
-    return run_benchmark(parser.parse_args(), measure)
+    return recorded(parser.parse_args(), measure)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import math
 import random
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -27,24 +26,13 @@ from typing import Any
 
 import torch
 from common import language_model, rate_of
+from records import microseconds, recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 from tilesparse.selection import default_device
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import (
-    CudaTimer,
-    HostTimer,
-    block_list,
-    positive,
-    recording,
-    run_benchmark,
-    steady_times,
-    write_json,
-)
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 HELD_OUT = 50  # one file in this many
@@ -53,9 +41,7 @@ TOKENIZED = 1000  # texts at a time, by several threads
 LARGEST = 1 << 20  # bytes of a file
 LINEARS = r"model\.layers\.\d+\."
 WARM_UP = 0.02  # of the time
-LAUNCH_SECONDS = 0.05  # upper bound of the host time of one forward pass of either model
 PROMPT = 1024  # tokens before the one that is decoded
-REPETITIONS = 10
 
 
 class Course:
@@ -228,9 +214,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def pruned(model: nn.Module, some: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    report = prune_model(
-        model, some, density=arguments.density, block_shape=arguments.block[0], layers=LINEARS
-    )
+    report = prune_model(model, some, density=arguments.density, block_shape=arguments.block, layers=LINEARS)
     return {
         "error": sum(layer.error for layer in report.layers) / len(report.layers),
         "layers": len(report.layers),
@@ -249,8 +233,6 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
     """Measure both models in microseconds without CUDA graphs: prefill, and one decoded token after it."""
     dtype = autocast_of(arguments) or torch.float32
     models = {"sparse": sparse.to(dtype), "dense": dense.to(dtype)}
-    on_gpu = arguments.device != "cpu"
-    timer = CudaTimer(launch_seconds=LAUNCH_SECONDS) if on_gpu else HostTimer()
     prompt = torch.randint(1000, 2000, (1, min(PROMPT, 4 * arguments.context)), device=arguments.device)
     caches = {name: model(prompt).past_key_values for name, model in models.items()}
 
@@ -269,13 +251,10 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
     }
     case: dict[str, Any] = {"case": "times", "prompt": prompt.shape[1], "dtype": str(dtype), "results": []}
     for name, both in calls.items():
-        result: dict[str, Any] = {"call": name}
+        own, dense_us = microseconds(*both)
+        result = {"call": name, "sparse_us": own, "dense_us": dense_us, "speedup": sum(dense_us) / 2 / own}
         case["results"].append(result)
-        with recording(result, name):
-            measured = steady_times(*both, timer, REPETITIONS)
-            result |= {"sparse_us": measured.sparse_us, "dense_us": measured.dense_us}
-            result |= {"speedup": measured.speedup, "unsteady": measured.unsteady}
-            print(result, flush=True)
+        print(result, flush=True)
     return case
 
 
@@ -287,20 +266,20 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
-    parser.add_argument("--block", type=block_list, default=((64, 64),))
-    parser.add_argument("--megabytes", type=positive, default=240, help="of text")
-    parser.add_argument("--context", type=positive, default=512, help="tokens per window")
-    parser.add_argument("--calibration", type=positive, default=256, help="windows for pruning and fitting")
-    parser.add_argument("--held-out", type=positive, default=256, help="windows of each text, at most")
-    parser.add_argument("--batch", type=positive, default=32, help="windows per step")
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--megabytes", type=int, default=240, help="of text")
+    parser.add_argument("--context", type=int, default=512, help="tokens per window")
+    parser.add_argument("--calibration", type=int, default=256, help="windows for pruning and fitting")
+    parser.add_argument("--held-out", type=int, default=256, help="windows of each text, at most")
+    parser.add_argument("--batch", type=int, default=32, help="windows per step")
     parser.add_argument("--minutes", type=float, default=25.0, help="of distillation")
-    parser.add_argument("--steps", type=positive, help="of distillation, at most")
+    parser.add_argument("--steps", type=int, help="of distillation, at most")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit")
-    return run_benchmark(parser.parse_args(), measure)
+    return recorded(parser.parse_args(), measure)
 
 
 if __name__ == "__main__":

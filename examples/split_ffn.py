@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from common import packaged
 from prune_minilm import batches_of, docstrings, embeddings
+from records import microseconds, recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,16 +36,12 @@ from tilesparse.nn import ExpertsLinear
 from tilesparse.prune import prune_model
 from tilesparse.selection import default_device
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from harness import HostTimer, density_list, recording, run_benchmark, steady_times, write_json
-
 FFN = r".*\.(intermediate|\d+\.output)\.dense"
 ROUNDS = 10  # of k-means
 SAMPLE = 2048  # tokens whose activations are clustered
 AT_A_TIME = 1024  # tokens
 DAMPING = 0.01  # of least squares, over the mean of the diagonal
 CLUSTERS = ("order", "weights", "activations")
-REPETITIONS = 20
 
 
 class Place(NamedTuple):
@@ -300,18 +296,16 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         case: dict[str, Any] = {"fraction": fraction, "results": []}
         document["cases"].append(case)
         for name, make in ways(arguments, some, fraction).items():
-            result: dict[str, Any] = {"way": name}
+            start = time.perf_counter()
+            model = copy.deepcopy(dense)
+            make(model)
+            result: dict[str, Any] = {"way": name, "seconds_to_make": round(time.perf_counter() - start, 1)}
+            result["error"] = round(error_of(model, dense, inputs), 4)
+            result["cosine"] = round(float((embeddings(model, held_out) * expected).sum(1).mean()), 4)
+            if name in arguments.timed:
+                result["times"] = times(model, dense, inputs, arguments)
             case["results"].append(result)
-            with recording(result, name):
-                start = time.perf_counter()
-                model = copy.deepcopy(dense)
-                make(model)
-                result["seconds_to_make"] = round(time.perf_counter() - start, 1)
-                result["error"] = round(error_of(model, dense, inputs), 4)
-                result["cosine"] = round(float((embeddings(model, held_out) * expected).sum(1).mean()), 4)
-                if name in arguments.timed:
-                    result["times"] = times(model, dense, inputs, arguments)
-                print(result, flush=True)
+            print(result, flush=True)
             write_json(arguments.output, document)
 
 
@@ -325,13 +319,10 @@ def times(
     results = []
     for tokens in arguments.tokens:
         x = inputs[middle][:tokens].cpu()
-        found = steady_times(partial(own, x), partial(other, x), HostTimer(), REPETITIONS)
-        result = {
-            "tokens": len(x),
-            "t_us": round(found.sparse_us),
-            "dense_us": round(sum(found.dense_us) / 2),
-        }
-        results.append(result | {"speedup": round(found.speedup, 2), "unsteady": found.unsteady})
+        found, around = microseconds(partial(own, x), partial(other, x))
+        dense_us = sum(around) / 2
+        result = {"tokens": len(x), "t_us": round(found), "dense_us": round(dense_us)}
+        results.append(result | {"speedup": round(dense_us / found, 2)})
     return results
 
 
@@ -343,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, default=Path("split.json"), help="results as JSON (%(default)s)")
     add("--model", default=None, help="its folder (default: of the package)")
     add("--experts", type=int, default=24, help="of a layer (%(default)s)")
-    add("--fractions", type=density_list, default=(0.5, 0.25), help="of what is multiplied (.5,.25)")
+    add("--fractions", type=float, nargs="+", default=[0.5, 0.25], help="of what is multiplied (%(default)s)")
     add("--block", type=int, default=64, help="rows and columns of blocks (%(default)s)")
     add("--sentences", type=int, default=512, help="for calibration (%(default)s)")
     add("--evaluated", type=int, default=500, help="sentences to measure with (%(default)s)")
@@ -352,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", default=default_device().type, help="of all but times (%(default)s)")
     add("--seed", type=int, default=0, help="of sentences and clusters (%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
-    return run_benchmark(parser.parse_args(argv), run)
+    return recorded(parser.parse_args(argv), run)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,20 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from documents import sources
+from records import recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse.demo import GPT, Size, synchronize
 from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from bench_training import load_text
-from harness import run_benchmark, write_json
 
 HEAD = 64  # features of an attention head
 VALIDATION_BATCHES = 16
@@ -52,7 +49,7 @@ class Text:
     """Bytes of sources, in windows that all contenders see in the same order."""
 
     def __init__(self, arguments: argparse.Namespace, seed: int) -> None:
-        training, held_out = load_text(arguments.megabytes << 20)
+        training, held_out = sources(arguments.megabytes << 20)
         self._arguments, self.bytes = arguments, len(training)
         self._training, held_out = (text.to(arguments.device) for text in (training, held_out))
         self._window = torch.arange(arguments.context + 1, device=arguments.device)
@@ -254,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_contender(name)
     # Each event of "gradual" and the steps that take dense gradients compile again.
     torch._dynamo.config.cache_size_limit = 8 + 2 * arguments.events
-    return run_benchmark(arguments, run_all)
+    return recorded(arguments, run_all)
 
 
 def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

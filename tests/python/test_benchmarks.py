@@ -423,14 +423,6 @@ def test_contenders_are_trained_on_the_same_text(tmp_path: Path, capsys: pytest.
     assert all(f"| {name} |" in text for name in cases)
 
 
-def test_what_is_held_out_is_not_trained_on() -> None:
-    training, held_out = (bytes(text.tolist()) for text in bench_training.load_text(8 << 20))
-    assert 1000 < len(held_out) < len(training) / 10
-    assert held_out[:1000] not in training and held_out[-1000:] not in training
-    again = bench_training.load_text(8 << 20)
-    assert bytes(again[1].tolist()) == held_out
-
-
 @pytest.mark.parametrize(
     ("times", "density"),
     [

@@ -155,6 +155,16 @@ def test_packages_import_each_other_in_no_circle_and_on_few_floors() -> None:
     assert len(found) <= FLOORS, "\n".join(f"{number}: {sorted(each)}" for number, each in enumerate(found))
 
 
+def test_examples_run_without_the_benchmarks() -> None:
+    """A user may take them along; benchmarks may use what examples have."""
+    benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    for file in (ROOT / "examples").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        found |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not found & benchmarks, file.name
+
+
 def test_private_names_are_not_imported() -> None:
     found = [
         f"{module}: {source}.{name}"

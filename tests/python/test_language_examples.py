@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import documents
 import ladder
 import ladder_models
 import pytest
@@ -23,13 +24,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tilesparse import BlockSparseLinear
 from tilesparse.demo import GPT, Size
 
-TEXT = bytes(torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8).tolist())
+TEXT = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
 SIZES = "--device cpu --seconds 1 --layers 1 --context 32 --batch 4 --width 64 --block 16"
 
 
 def gpt() -> GPT:
     torch.manual_seed(0)
     return GPT(Size(layers=2, width=128, heads=2, context=32, batch=2)).eval()
+
+
+def test_sources_that_are_held_out_are_not_trained_on() -> None:
+    training, held_out = (bytes(text.tolist()) for text in documents.sources(8 << 20))
+    assert 1000 < len(held_out) < len(training) / 10
+    assert held_out[:1000] not in training and held_out[-1000:] not in training
+    again = documents.sources(8 << 20)
+    assert bytes(again[1].tolist()) == held_out
 
 
 def test_the_ladder_trains_prunes_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,7 @@ def test_the_pages_on_training_run() -> None:
 def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example: Any = runpy.run_path(str(ROOT / "examples/train_lm.py"))
     text = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
-    monkeypatch.setitem(example["main"].__globals__, "load_text", lambda most: (text, text))
+    monkeypatch.setitem(example["main"].__globals__, "sources", lambda most: (text, text))
     output = tmp_path / "results.json"
     sizes = "--width 64 --dense-width 32 --layers 1 --context 16 --batch 2 --block 16 --seconds 0.3"
     contenders = "dense,rigl:0.25,gradual:0.25"
