@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import math
 import os
-import platform
 import statistics
-import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,7 +19,14 @@ import torch
 from torch import Tensor
 
 from tilesparse import _C
-from tilesparse._checks import BLOCK_SIZES
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import records
+from parsing import block_list as block_list
+from parsing import density_list as density_list
+from parsing import name_list as name_list
+from parsing import positive as positive
+from records import write_json as write_json
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of most that is measured
@@ -41,38 +45,17 @@ _cuda: Any = torch.cuda  # parts of it have no types
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Machine and versions a result belongs to; ``commit`` where the sources are not in a repository."""
-    found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-        "tilesparse": _C.version(),
-        "architectures": _C.architectures(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cpu": _C.device_info(0).name,
-        "cpus": os.cpu_count(),
-    }
+    return records.environment(commit) | _of_kernels()
+
+
+def _of_kernels() -> dict[str, Any]:
+    """What kernels were there, this library's and others'."""
+    found: dict[str, Any] = {"architectures": _C.architectures()}
     if torch.cuda.is_available():
-        query = ("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0")
-        driver, _, power_limit = (_output(*query) or "").partition(", ")
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "driver": driver or None,
-            "power_limit": power_limit or None,
-            "cuda": torch.version.cuda,
-            "triton": _installed("triton"),
-            "stk": _installed("stanford-stk"),
-        }
+        found |= {"triton": _installed("triton"), "stk": _installed("stanford-stk")}
         if limits := os.environ.get("TILESPARSE_DEVICE_LIMITS"):
             found["limits"] = limits  # of a smaller GPU, as which the library used this one
     return found
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file in one step, so that an interrupted run leaves the results it had."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
 
 
 class ContextLostError(Exception):
@@ -126,12 +109,8 @@ def run_benchmark(
     The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
     which shall have "results".
     """
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit),
-        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "output"},
-        **sections,
-        "cases": [],
-    }
+    document = records.described(arguments, **sections)
+    document["environment"] |= _of_kernels()
     lost = False
     try:
         run(arguments, document)
@@ -325,11 +304,6 @@ def host_batch(call: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - start) / HOST_CALLS
 
 
-def name_list(text: str) -> tuple[str, ...]:
-    """The names in an argument like ``a,b``."""
-    return tuple(part for part in text.split(",") if part)
-
-
 def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """What parses an argument that lists some of these names."""
 
@@ -341,43 +315,6 @@ def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return parse
-
-
-def block_list(text: str) -> tuple[tuple[int, int], ...]:
-    """The block shapes in an argument like ``64,128x32``."""
-    return tuple(_block(part) for part in name_list(text))
-
-
-def _block(text: str) -> tuple[int, int]:
-    rows, _, cols = text.partition("x")
-    allowed = [str(size) for size in BLOCK_SIZES]
-    if rows not in allowed or (cols or rows) not in allowed:
-        raise argparse.ArgumentTypeError(f"{text} is not made of {', '.join(allowed)}")
-    return int(rows), int(cols or rows)
-
-
-def density_list(text: str) -> tuple[float, ...]:
-    """The densities in an argument like ``.5,.25``."""
-    densities = tuple(float(part) for part in name_list(text))
-    for density in densities:
-        if not 0 < density <= 1:
-            raise argparse.ArgumentTypeError(f"{density} is not above 0 and at most 1")
-    return densities
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _installed(distribution: str) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from mixture import Clock, Mixture, Text, language_model, mixtures, train, without_experts
+from parsing import density_list
 from records import Course, microseconds, recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,7 +34,6 @@ from tilesparse import BlockSparseConfig, BlockSparseLinear
 from tilesparse.demo import Size, synchronize
 from tilesparse.prune import allocate, measure_errors, prune_
 from tilesparse.recover import distill, reconstruct
-from tilesparse.selection import default_device
 
 LAYERS = r"blocks\.\d+\.mlp\.experts\."
 PROFILES = (0.125, 0.25, 0.5, 0.75)  # densities that `allocate` chooses from, besides dense
@@ -319,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, default=Path("experts.json"), help="results as JSON (%(default)s)")
     add("--budget", type=float, default=320.0, help="seconds after which no case starts (%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
-    add("--device", choices=("cuda", "cpu"), default=default_device().type, help="(%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     add("--ways", type=lambda text: text.split(","), default=WAYS, help=f"of {','.join(WAYS)} (all)")
-    add("--densities", type=float, nargs="+", default=[0.5, 0.25], help="(%(default)s)")
+    add("--densities", type=density_list, default=(0.5, 0.25), help="(.5,.25)")
     add("--blocks", type=lambda text: [*map(int, text.split(","))], default=[64, 128], help="(64,128)")
     add("--width", type=int, default=512, help="(%(default)s)")
     add("--intermediate", type=int, default=1024, help="features of an expert (%(default)s)")
@@ -338,7 +338,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--recovery-rate", type=float, default=5e-4, help="of recovery (%(default)s)")
     add("--megabytes", type=int, default=400, help="of training text, at most (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
-    return recorded(parser.parse_args(argv), run)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device")
+    return recorded(arguments, run)
 
 
 if __name__ == "__main__":

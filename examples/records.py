@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -44,11 +46,20 @@ def environment(commit: str | None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
         "tilesparse": tilesparse.__version__,
+        "python": platform.python_version(),
         "torch": torch.__version__,
+        "cpu": tilesparse.Device.find("cpu").name,
+        "cpus": os.cpu_count(),
     }
     if torch.cuda.is_available():
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-        found |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+        query = ("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0")
+        driver, _, power_limit = (_output(*query) or "").partition(", ")
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "driver": driver or None,
+            "power_limit": power_limit or None,
+            "cuda": torch.version.cuda,
+        }
     return found
 
 

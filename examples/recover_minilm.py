@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
+from parsing import block_list, positive
 from records import recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -222,7 +223,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                     model,
                     some,
                     density=arguments.density,
-                    block_shape=arguments.block,
+                    block_shape=arguments.block[0],
                     layers=r"encoder\.",
                 )
             )
@@ -262,13 +263,13 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
-    parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--texts", type=int, default=400_000, help="for training, at most")
-    parser.add_argument("--calibration", type=int, default=8192, help="texts for pruning and fitting")
-    parser.add_argument("--held-out", type=int, default=2000, help="at most")
-    parser.add_argument("--length", type=int, default=128, help="of a text, in tokens at most")
-    parser.add_argument("--batch", type=int, default=512, help="texts per step")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--block", type=block_list, default=((32, 32),))
+    parser.add_argument("--texts", type=positive, default=400_000, help="for training, at most")
+    parser.add_argument("--calibration", type=positive, default=8192, help="texts for pruning and fitting")
+    parser.add_argument("--held-out", type=positive, default=2000, help="at most")
+    parser.add_argument("--length", type=positive, default=128, help="of a text, in tokens at most")
+    parser.add_argument("--batch", type=positive, default=512, help="texts per step")
+    parser.add_argument("--steps", type=positive, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)

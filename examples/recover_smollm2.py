@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from common import language_model, rate_of
+from parsing import block_list, positive
 from records import microseconds, recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -214,7 +215,9 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def pruned(model: nn.Module, some: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    report = prune_model(model, some, density=arguments.density, block_shape=arguments.block, layers=LINEARS)
+    report = prune_model(
+        model, some, density=arguments.density, block_shape=arguments.block[0], layers=LINEARS
+    )
     return {
         "error": sum(layer.error for layer in report.layers) / len(report.layers),
         "layers": len(report.layers),
@@ -266,14 +269,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
-    parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--megabytes", type=int, default=240, help="of text")
-    parser.add_argument("--context", type=int, default=512, help="tokens per window")
-    parser.add_argument("--calibration", type=int, default=256, help="windows for pruning and fitting")
-    parser.add_argument("--held-out", type=int, default=256, help="windows of each text, at most")
-    parser.add_argument("--batch", type=int, default=32, help="windows per step")
+    parser.add_argument("--block", type=block_list, default=((64, 64),))
+    parser.add_argument("--megabytes", type=positive, default=240, help="of text")
+    parser.add_argument("--context", type=positive, default=512, help="tokens per window")
+    parser.add_argument("--calibration", type=positive, default=256, help="windows for pruning and fitting")
+    parser.add_argument("--held-out", type=positive, default=256, help="windows of each text, at most")
+    parser.add_argument("--batch", type=positive, default=32, help="windows per step")
     parser.add_argument("--minutes", type=float, default=25.0, help="of distillation")
-    parser.add_argument("--steps", type=int, help="of distillation, at most")
+    parser.add_argument("--steps", type=positive, help="of distillation, at most")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--hidden-states", type=float, default=1.0, help="weight in the loss")
     parser.add_argument("--seed", type=int, default=0)

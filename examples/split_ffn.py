@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged
+from parsing import density_list
 from prune_minilm import batches_of, docstrings, embeddings
 from records import microseconds, recorded, write_json
 from torch import Tensor, nn
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, default=Path("split.json"), help="results as JSON (%(default)s)")
     add("--model", default=None, help="its folder (default: of the package)")
     add("--experts", type=int, default=24, help="of a layer (%(default)s)")
-    add("--fractions", type=float, nargs="+", default=[0.5, 0.25], help="of what is multiplied (%(default)s)")
+    add("--fractions", type=density_list, default=(0.5, 0.25), help="of what is multiplied (.5,.25)")
     add("--block", type=int, default=64, help="rows and columns of blocks (%(default)s)")
     add("--sentences", type=int, default=512, help="for calibration (%(default)s)")
     add("--evaluated", type=int, default=500, help="sentences to measure with (%(default)s)")
