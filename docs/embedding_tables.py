@@ -16,6 +16,7 @@ RECOVERED = (
     "h100_embeddings.json",
     "h100_embeddings_75.json",
     "h100_embeddings_25.json",
+    "h100_embeddings_25_728s.json",
     "h100_embeddings_420s.json",
     "h200_embeddings.json",
 )

@@ -913,7 +913,7 @@ def test_ddp_like_writes_of_buffers_make_no_plan_anew(monkeypatch: pytest.Monkey
 def test_a_policy_decides_without_changing_results(policy: str) -> None:
     dense_wins, sparse_wins = (
         make_layer(4096, 4096, density=density, block_shape=block)
-        for density, block in ((0.95, 16), (0.1, 128))
+        for density, block in ((0.95, (128, 16)), (0.1, 128))
     )
     x = randn(8192, 4096, dtype=BF16, device="cuda")
     for layer, expected in (
