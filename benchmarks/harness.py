@@ -49,7 +49,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def _of_kernels() -> dict[str, Any]:
-    """What kernels were there, this library's and others'."""
+    """Kernels that were there: this library's architectures, and other libraries."""
     found: dict[str, Any] = {"architectures": _C.architectures()}
     if torch.cuda.is_available():
         found |= {"triton": _installed("triton"), "stk": _installed("stanford-stk")}

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import benchmark
@@ -78,10 +78,25 @@ def recorded(arguments: argparse.Namespace, run: Callable[[argparse.Namespace, d
     return 0
 
 
-def microseconds(call: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, tuple[float, float]]:
-    """Return the time of a call, and of another one before and after it: medians, which wait for the GPU."""
+class Times(NamedTuple):
+    """Microseconds of a call, and of another one before and after it."""
+
+    own: float
+    around: tuple[float, float]
+
+    @property
+    def other(self) -> float:
+        return sum(self.around) / 2
+
+    @property
+    def speedup(self) -> float:
+        return self.other / self.own
+
+
+def microseconds(call: Callable[[], Any], other: Callable[[], Any]) -> Times:
+    """Return the medians of both calls, which wait for the GPU."""
     before, own, after = (_median(one) for one in (other, call, other))
-    return own, (before, after)
+    return Times(own, (before, after))
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -254,8 +254,8 @@ def times(sparse: nn.Module, dense: nn.Module, arguments: argparse.Namespace) ->
     }
     case: dict[str, Any] = {"case": "times", "prompt": prompt.shape[1], "dtype": str(dtype), "results": []}
     for name, both in calls.items():
-        own, dense_us = microseconds(*both)
-        result = {"call": name, "sparse_us": own, "dense_us": dense_us, "speedup": sum(dense_us) / 2 / own}
+        found = microseconds(*both)
+        result = {"call": name, "sparse_us": found.own, "dense_us": found.around, "speedup": found.speedup}
         case["results"].append(result)
         print(result, flush=True)
     return case
