@@ -882,6 +882,25 @@ def test_a_counted_write_that_another_pattern_sees_is_followed(no_interval: None
     assert torch.equal(found, twin(layer, pattern)(x)) and not torch.equal(found, before)
 
 
+def test_a_counted_write_on_another_stream_is_not_lost() -> None:
+    """The call of another pattern compares all that were written, and does not wait for that stream."""
+    layer, other, side = make_layer(), make_layer(), torch.cuda.Stream()
+    x, pattern = randn(64, 256, dtype=BF16, device="cuda"), another(layer, 7)
+    other(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side), torch.no_grad():
+        layer(x)
+        torch.cuda._sleep(SLEEP)
+        for name in ("crow_indices", "col_indices", "slot"):
+            layer.get_buffer(name).copy_(getattr(pattern, name))
+    other.slot.copy_(other.slot.clone())
+    other(x)
+    with torch.cuda.stream(side):
+        found = layer(x)
+    torch.cuda.synchronize()
+    assert torch.equal(found, twin(layer, pattern)(x))
+
+
 @pytest.mark.alone
 def test_nothing_is_compared_while_a_graph_is_captured(
     no_interval: None, monkeypatch: pytest.MonkeyPatch
