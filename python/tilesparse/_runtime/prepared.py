@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from time import monotonic
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class Prepared:
         find: returns the call that was kept under a key, or None.
         packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
+        use: what products that look for such writes note of their use; None likewise.
+        noted: when the copies were last known to be those of the tensors, on the clock ``time.monotonic``.
         plain: dense blocks that are kept on the CPU.
         scales: scales of the rows of blocks, made from those of output features.
         plans: plans of CUDA kernels.
@@ -98,7 +101,9 @@ class Prepared:
         self._kept = _C.Calls(TENSORS)
         self.run: Callable[..., Tensor | None] = self._kept.run
         self.run_quantized: Callable[..., Tensor | None] = self._kept.run_quantized
+        self.noted = 0.0
         self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
+        self.use = None if self.watch is None else _C.Use(self.watch.clock)
         self._place = -1 if self.watch is None else self.watch.add(self)
         self._memory: list[torch.UntypedStorage] = []  # kept alive while it is watched
         self._write(index)
@@ -243,18 +248,27 @@ class Prepared:
             other.forget_calls()
 
     def follow_writes(self) -> bool:
-        """Follow tensors on a CUDA device that were written to; return whether PyTorch has not counted it.
+        """Follow tensors on a CUDA device that were written to; return True if PyTorch has not counted it.
 
-        What it has counted, products of this pattern would have noticed: none has read the former one since.
+        What it has counted the next product of this pattern follows. The host waits for the tensors.
         """
         index = self._held()
-        self.wait()  # what a thread wrote on another stream is no write that was missed
-        if index is None or all(map(torch.equal, index[:3], self._snapshot)):
+        if index is None or state_of(index) != self.state:
             return False
-        uncounted = state_of(index) == self.state
-        validate(index)
-        self.rewrite(index)
-        return uncounted
+        self.wait()  # what a thread wrote on another stream is no write that was missed
+        if all(map(torch.equal, index[:3], self._snapshot)) or state_of(index) != self.state:
+            return False
+        self.adopt(index)
+        return True
+
+    def adopt(self, index: Index) -> None:
+        """Follow tensors on a CUDA device, whose contents are checked in a copy: others may write to them."""
+        state = state_of(index)
+        crow, col, slot = (tensor.clone() for tensor in index[:3])
+        copy = Index(crow, col, slot, self.shape, self.block_shape)
+        validate(copy)
+        self.rewrite(copy)
+        self.note(index, state)
 
     def distrust(self) -> None:
         """Have the next call validate the tensors, which hold no pattern."""
@@ -277,10 +291,17 @@ class Prepared:
         index = Index(crow, col, slot, self.shape, self.block_shape)
         return index if self.is_of(index) else None
 
-    def written(self) -> Index | None:
-        """Return the tensors this was made from, if they may have other contents by now."""
+    def written(self) -> tuple[Index, State] | None:
+        """Return the tensors this was made from and their state, if they may have other contents by now."""
         index = self._held()
-        return None if index is None or state_of(index) == self.state else index
+        if index is None:
+            return None
+        state = state_of(index)
+        return None if state == self.state else (index, state)
+
+    def is_read_elsewhere(self) -> bool:
+        """Return True if other streams than the current one read this, so that they may write the tensors."""
+        return self._streams.others_read()
 
     def _write(self, index: Index) -> None:
         """Write copies, the transpose and all plans on the current stream."""
@@ -303,15 +324,17 @@ class Prepared:
                 if self._places is not None:
                     self._write_places(self._places)
                 self._streams.record_all()
-        self.note(index)
+        self.note(index, state_of(index))
 
-    def note(self, index: Index) -> None:
-        """Note that these tensors have the contents that were copied."""
-        self.state = state_of(index)
+    def note(self, index: Index, state: State) -> None:
+        """Note that these tensors, in a state from before they were read, have the copied contents."""
+        before, self.state = self.state, state
         if self.watch is not None:
-            memory = [tensor.untyped_storage() for tensor in index[:3]]
-            self.watch.point(self._place, index, self.index())
-            self._memory = memory
+            self.noted = monotonic()
+            if self.state[:3] != before[:3]:  # the addresses
+                memory = [tensor.untyped_storage() for tensor in index[:3]]
+                self.watch.point(self._place, index, self.index())
+                self._memory = memory
 
     def _copy(self, index: Index) -> None:
         for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
