@@ -609,6 +609,26 @@ def test_paths_that_are_no_folders(path: Any, tmp_path: Path, monkeypatch: pytes
     assert contents(tmp_path) == {"file": b"mine"}
 
 
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_pipes_are_no_files(name: str, tmp_path: Path) -> None:
+    """Which would let `load` wait for ever."""
+    net = sparse_net()
+    tilesparse.save(net, tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"^{name}: cannot be read: a pipe, no file"):
+        tilesparse.load(Net, tmp_path)
+
+
+def test_paths_without_null_characters(tmp_path: Path) -> None:
+    text = r"^path must be a path without null characters, got .*\\x00"
+    for path in ("a\0b", tmp_path / "a\0b"):
+        with pytest.raises(InvalidArgumentError, match=text):
+            tilesparse.save(sparse_net(), path)
+        with pytest.raises(InvalidArgumentError, match=text):
+            tilesparse.load(Net, path)
+
+
 @pytest.mark.parametrize("model", ["folder", {}, None, Net], ids=str)
 def test_only_modules_are_saved(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^model must be a torch\.nn\.Module, got "):
