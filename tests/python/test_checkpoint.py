@@ -867,6 +867,34 @@ def test_sharded_models(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
+@pytest.mark.parametrize(
+    "others", [("plain", "int8 by row", "float8 by row"), ("2:4 compressed", "int4 by row")]
+)
+def test_distributed_checkpoints_keep_the_storage(others: tuple[str, ...], tmp_path: Path) -> None:
+    """torch.distributed.checkpoint casts, and values of all these have one shape."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    for saved in others:
+        net = sparse_net(saved)
+        dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / saved)
+        for form in others:
+            model = sparse_net(form, seed=1)
+            state = {"model": model.state_dict()}
+            before = {name: tensor.clone() for name, tensor in state["model"].items()}
+            if form == saved:
+                dcp.load(state, checkpoint_id=tmp_path / saved)
+                assert_same(model, net)
+                continue
+            with pytest.raises(
+                CheckpointException, match=r"model\.stored\.weight must be torch\..*to_storage"
+            ):
+                dcp.load(state, checkpoint_id=tmp_path / saved)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            with pytest.raises(RuntimeError, match="stored"):
+                model.load_state_dict(net.state_dict())
+
+
 class Rotary(Net):
     """With a buffer that no checkpoint has."""
 
