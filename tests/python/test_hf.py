@@ -593,6 +593,24 @@ def test_from_pretrained_loads_what_tilesparse_saves(name: str, storage: str | N
     assert_same(tilesparse.load(make, tmp_path / "ours"), model)
 
 
+@pytest.mark.parametrize("storage", ["plain", "int8"])
+def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) -> None:
+    """safetensors maps files, and headers may have any length."""
+    model = patched("llama", storage=storage)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length], content[8 + length :]
+    file.write_bytes((length + 1).to_bytes(8, "little") + header + b" " + data)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = inputs("llama")
+    assert torch.equal(loaded(**tokens).logits, model(**tokens).logits)
+    other = patched("llama", storage=storage)
+    other.load_state_dict(load_file(file), assign=True, strict=False)
+    assert torch.equal(other(**tokens).logits, model(**tokens).logits)
+
+
 def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
     model = patched("gpt2", storage="int8")
     model.save_pretrained(tmp_path)
