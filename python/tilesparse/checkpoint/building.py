@@ -54,7 +54,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if threading.get_ident() == thread and type(parameter) is nn.Parameter and parameter.is_cpu:
             with suppress(RuntimeError):
                 moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)
+                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
 
     hook = register_module_parameter_registration_hook(move)
     try:

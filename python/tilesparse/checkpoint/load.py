@@ -339,7 +339,8 @@ def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
         if (kept.shape, kept.dtype, kept.device) == (content.shape, content.dtype, content.device):
             kept.copy_(content)
         elif isinstance(kept, nn.Parameter) and kept.is_meta:
-            torch.utils.swap_tensors(kept, nn.Parameter(content, False))
+            new = nn.Parameter(content, False)
+            torch.utils.swap_tensors(kept, new)  # type: ignore[no-untyped-call]
         elif isinstance(kept, nn.Parameter):
             resize(kept, content)
         else:
