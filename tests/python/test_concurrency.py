@@ -7,18 +7,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import DEVICES, randn, seeded
-from torch import Tensor
+from torch import Tensor, nn
 
-from tilesparse import _C, BlockPattern, BlockSparseLinear, InvalidPatternError, PatternChangedError
+from tilesparse import _C, BlockPattern, BlockSparseLinear, InvalidPatternError, PatternChangedError, prune
 from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import TENSORS
+from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.prune.layer import Solution
+from tilesparse.prune.resume import Progress
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
@@ -343,3 +347,53 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     release.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def save_adapter(path: Path) -> None:
+    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
+    BlockSparseAdapter(model, ".*", density=0.5, generator=seeded()).save(path)
+
+
+def load_adapter(path: Path) -> None:
+    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
+    BlockSparseAdapter.load(model, path)
+
+
+def save_table(path: Path) -> None:
+    times = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
+    prune.LatencyTable("CPU", 8, "float32", {}, times).save(path)
+
+
+def save_solution(path: Path) -> None:
+    pattern = BlockPattern.random((64, 64), block_shape=32, density=0.5, generator=seeded())
+    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
+    values = torch.zeros(pattern.nnz, 32, 32)
+    progress.save("layer", Solution(pattern, values, None, None, 0.0, 0.0, 0.0, 0))
+
+
+def load_solution(path: Path) -> None:
+    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
+    assert progress.load("layer", (32, 32), (64, 64)) is not None
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (save_adapter, load_adapter),
+        (save_table, prune.LatencyTable.load),
+        (save_solution, load_solution),
+    ],
+)
+def test_files_that_threads_write_at_the_same_time_are_whole(
+    save: Callable[[Path], None], load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Whoever reads meanwhile finds one of them, and nothing else is left."""
+    path = tmp_path / "file.safetensors"
+    save(path)
+
+    def repeat(function: Callable[[Path], Any]) -> Callable[[], Any]:
+        return lambda: [function(path) for _ in range(20)]
+
+    in_threads([repeat(save), repeat(save), repeat(load)])
+    files = {file.name for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(files) == (2 if save is save_solution else 1) and not any(name[0] == "." for name in files)

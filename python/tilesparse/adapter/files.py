@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._runtime.tensor_files import write_tensors
+from .._files import replacing
+from .._runtime.tensor_files import opened, write_tensors
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
@@ -38,10 +39,9 @@ def write_adapter(path: str | PathLike[str], deltas: Mapping[str, BlockSparseLin
     about = {"version": _VERSION, "layers": layers}
     if Path(path).is_dir():
         raise InvalidArgumentError(f"path must be the path of a file, got the folder {os.fspath(path)!r}")
-    unfinished = Path(f"{os.fspath(path)}.part")
     try:
-        write_tensors(unfinished, tensors, {_METADATA: json.dumps(about)})
-        unfinished.replace(path)
+        with replacing(path) as file:
+            write_tensors(file, tensors, {_METADATA: json.dumps(about)})
     except OSError as error:
         raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
 
@@ -94,6 +94,7 @@ def read_adapter(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, T
     from safetensors import SafetensorError, safe_open
 
     try:
+        opened(Path(path)).close()
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

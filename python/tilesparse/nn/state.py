@@ -19,7 +19,7 @@ from ..pattern.indices import index_of
 from ..storage.base import STORED_NAMES
 from ..storage.registry import STORED_DTYPES, forms_of, storage_of
 from .origin import PatternOrigin, Source, checked_pattern
-from .tensors import INDEX_NAMES, is_sharded, resize, with_contents, zeros_like
+from .tensors import INDEX_NAMES, align, is_sharded, resize, with_contents, zeros_like
 
 if TYPE_CHECKING:
     from .stored import StoredWeight
@@ -79,6 +79,7 @@ def load(
         make_room(layer, pattern, _scales(layer, own))
     with nullcontext() if pattern is None or layer.slot.is_meta else update_of(layer.index()):
         load()
+    align(layer)  # what was assigned
     if pattern is not None and not layer.slot.is_meta:
         for name in INDEX_NAMES:  # those assigned may have another dtype
             if layer.get_buffer(name).dtype != torch.int32:

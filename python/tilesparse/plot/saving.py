@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .._arguments import checked
 from .._checks import check_writable
+from .._files import replacing
 from ..errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -52,14 +53,15 @@ def save(figures: Figure | Sequence[Figure], path: str | os.PathLike[str]) -> li
         files = [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(pages) + 1)]
     try:
         if path.suffix == ".pdf":
-            with PdfPages(path, metadata={"CreationDate": None}) as document:
+            with replacing(path) as file, PdfPages(file, metadata={"CreationDate": None}) as document:
                 for page in pages:
                     page.savefig(document, format="pdf")
         else:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             with matplotlib.rc_context({"svg.hashsalt": "tilesparse"}):
                 for file, page in zip(files, pages, strict=True):
-                    page.savefig(file, dpi=150, metadata=metadata)
+                    with replacing(file) as partial:
+                        page.savefig(partial, format=path.suffix[1:], dpi=150, metadata=metadata)
     except OSError as error:
         raise InvalidArgumentError(f"path: {str(path)!r} cannot be written: {error}") from error
     return files
@@ -74,7 +76,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
         raise InvalidArgumentError(f"path must be in a folder that exists, got {str(checked.parent)!r}")
     if checked.is_dir():
         raise InvalidArgumentError(f"path must be a file, got the folder {str(path)!r}")
-    check_writable("path", checked if checked.exists() else checked.parent)
+    check_writable("path", checked)
     return checked
 
 

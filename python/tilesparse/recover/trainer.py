@@ -18,6 +18,7 @@ except ImportError as error:
     ) from error
 
 from .._arguments import checked
+from .._files import replacing
 from .._replay.batches import check_distinct, device_of, mask_of, moved
 from ..errors import CheckpointError, InvalidArgumentError
 from .distillation import outputs_of
@@ -121,7 +122,8 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             states = {"schedule": self.schedule.state_dict()}
             if self.scheduler is not None:
                 states["scheduler"] = self.scheduler.state_dict()
-            torch.save(states, _folder(args, state) / FILE)
+            with replacing(_folder(args, state) / FILE) as file:
+                torch.save(states, file)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read that file back where training resumes."""
