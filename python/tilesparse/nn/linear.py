@@ -28,6 +28,7 @@ from ..storage.registry import storage_of
 from . import convert, initial
 from .checks import refuse_norms
 from .masks import masked_linear
+from .origin import AVERAGES
 from .parts import cut, from_state
 from .stored import StoredWeight
 
@@ -304,8 +305,8 @@ class BlockSparseLinear(StoredWeight):
             return self._product(x, residual, gate, activation, feature_major_output)
         except InvalidPatternError as error:
             raise InvalidPatternError(
-                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
-                "as averages and conversions of all buffers do"
+                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
+                f"{AVERAGES}"
             ) from error
         except Exception as error:
             check_types_after(error, BlockSparseLinear.forward, locals())
