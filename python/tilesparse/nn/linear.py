@@ -45,7 +45,7 @@ class BlockSparseLinear(StoredWeight):
 
     Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
-    step of a layer that has drawn its pattern by itself raises where neither has.
+    step of a layer that has drawn or changed its pattern by itself raises where neither has.
 
     With ``nm=(2, 4)`` only two of each four neighbours in a row of a block are multiplied, those of largest
     magnitude at first. In the storage "plain", the one that can be trained, the weight keeps all of them and

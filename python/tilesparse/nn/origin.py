@@ -18,6 +18,7 @@ class Source(Enum):
     SHARED = "every process is known to have it, or there is one process"
     OWN = "this process, so that others may have another one"
     MISSING = "nowhere yet"
+    CHANGED = "this process, since all had one pattern: others must have changed theirs alike"
     LOADED = "a file or another process, of which the others are to be told"
 
 
@@ -45,8 +46,10 @@ class PatternOrigin:
         return cls(Source.LOADED if has_peers() else Source.SHARED, index, copied=copied)
 
     def updated(self, index: Index) -> PatternOrigin:
-        """Return the origin once this process wrote a pattern; a shared one counts as written by all."""
+        """Return the origin once this process wrote a pattern: where others train, theirs may differ now."""
         source = Source.OWN if self.source is Source.MISSING else self.source
+        if source is Source.SHARED and has_peers():
+            source = Source.CHANGED
         return PatternOrigin(source, index, copied=self.copied)
 
     def not_averaged(self, index: Index) -> PatternOrigin:
@@ -95,7 +98,10 @@ class PatternOrigin:
         """
         from .._runtime import agreement as _agreement
 
-        if self.source is Source.OWN and self._is_unchanged(index):
+        alone = self._is_unchanged(index)
+        if self.source is Source.CHANGED and not alone:
+            pass  # DistributedDataParallel has broadcast it, or another broadcast has
+        elif self.source in (Source.OWN, Source.CHANGED) and alone:
             _agreement.check(index)
         else:  # written by a broadcast or read from a file: processes without may have to know
             _agreement.publish(index)
