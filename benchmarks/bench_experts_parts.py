@@ -97,12 +97,12 @@ def _parts(case: LayerCase, arguments: argparse.Namespace) -> Calls:
     x = randn(case.tokens, hidden)
     *_, weights, index = layer.gate(x.detach())
     weights = weights.detach().requires_grad_()
-    routing = routing_of(index, count)
+    routing, given = routing_of(index, count), torch.ones_like(index, dtype=torch.bool)
     rows = routing.rows.numel()
     sorted_x, both = randn(rows, hidden), randn(rows, up.out_features // count)
     middle, y = randn(rows, down.in_features), randn(rows, hidden)
     chosen: Calls = {
-        "gather": lambda: gathered(x, routing),
+        "gather": lambda: gathered(x, routing, given),
         "gate and up": lambda: up(sorted_x, routing.offsets),
         "activation": lambda: gated(both, activation="silu"),
         "down": lambda: down(middle, routing.offsets),

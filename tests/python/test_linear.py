@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import Recorder, seeded, spawn
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
@@ -561,3 +562,17 @@ def test_what_is_hung_on_single_weights_is_not_refused() -> None:
     assert torch.allclose(layer(x), y, atol=1e-6)
     PARAMETRIZATIONS.weight_norm(layer, "bias")
     assert torch.allclose(layer(x), y, atol=1e-6)
+
+
+@pytest.mark.parametrize(("whole", "limit", "compiled"), [(False, 8, 8), (False, 16, 12), (True, 8, 1)])
+def test_many_layers_are_compiled_as_the_page_on_compilation_says(
+    whole: bool, limit: int, compiled: int
+) -> None:
+    layers = [BlockSparseLinear(256, 256, block_shape=16, density=0.1 + 0.06 * i) for i in range(12)]
+    assert len({layer.pattern.nnz for layer in layers}) == 12
+    counter, x = CompileCounterWithBackend("eager"), torch.randn(8, 256)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=limit), torch.no_grad():
+        for module in [nn.Sequential(*layers)] if whole else layers:
+            torch.testing.assert_close(torch.compile(module, backend=counter)(x), module(x))
+    assert counter.frame_count == compiled

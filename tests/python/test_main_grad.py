@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
 from tilesparse.errors import PatternChangedError
+from tilesparse.nn.experts_linear import ExpertsLinear
 from tilesparse.train import GroupLasso, MaskSchedule, MasterWeights, PatternSchedule, compact
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -545,6 +546,10 @@ def test_masters_take_over_what_others_write_and_are_saved() -> None:
 
 def test_masters_that_cannot_be_made_are_refused() -> None:
     model = Model("cpu", torch.bfloat16)
+    experts = ExpertsLinear(64, 4 * 32, experts=4, block_shape=32, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="no float32 gradients of experts"):
+        MasterWeights(experts, torch.optim.SGD(experts.parameters(), lr=0.1))
+    MasterWeights(experts, torch.optim.SGD([experts.bias], lr=0.1))
     with pytest.raises(InvalidArgumentError, match="parameters of float16 or bfloat16"):
         MasterWeights(model, torch.optim.SGD(model.norm.parameters(), lr=0.1))
     with pytest.raises(InvalidArgumentError, match="not the model's"):

@@ -65,7 +65,7 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
 def _follow(entry: Prepared) -> None:
     """Rewrite an entry on a CUDA device if its tensors were written to and have other contents.
 
-    DistributedDataParallel writes all buffers of a model before every forward pass, usually with the same
+    DistributedDataParallel writes all buffers of a model before most forward passes, usually with the same
     contents. So all patterns of the device are compared together, and the host waits once. What other streams
     use may have yet to be written there, and waits for its own call.
     """

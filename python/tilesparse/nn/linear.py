@@ -28,6 +28,7 @@ from ..storage.registry import storage_of
 from . import convert, initial
 from .checks import refuse_norms
 from .masks import masked_linear
+from .origin import AVERAGES
 from .parts import cut, from_state
 from .stored import StoredWeight
 
@@ -44,7 +45,7 @@ class BlockSparseLinear(StoredWeight):
 
     Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
-    step of a layer that has drawn its pattern by itself raises where neither has.
+    step of a layer that has drawn or changed its pattern by itself raises where neither has.
 
     With ``nm=(2, 4)`` only two of each four neighbours in a row of a block are multiplied, those of largest
     magnitude at first. In the storage "plain", the one that can be trained, the weight keeps all of them and
@@ -304,8 +305,8 @@ class BlockSparseLinear(StoredWeight):
             return self._product(x, residual, gate, activation, feature_major_output)
         except InvalidPatternError as error:
             raise InvalidPatternError(
-                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
-                "as averages and conversions of all buffers do"
+                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
+                f"{AVERAGES}"
             ) from error
         except Exception as error:
             check_types_after(error, BlockSparseLinear.forward, locals())

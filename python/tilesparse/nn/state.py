@@ -45,7 +45,8 @@ def move(layer: StoredWeight, fn: Callable[[Tensor], Tensor], apply: Callable[[]
         else:
             layer.weight.data = kept
     empty = before["slot"].is_meta or layer.slot.is_meta
-    layer.origin = PatternOrigin(Source.MISSING if empty else layer.origin.source, layer.index())
+    source, copied = Source.MISSING if empty else layer.origin.source, layer.origin.copied
+    layer.origin = PatternOrigin(source, layer.index(), copied=copied)
 
 
 def note_activations(layer: StoredWeight, destination: Any, prefix: str) -> None:
@@ -84,7 +85,7 @@ def load(
         for name in INDEX_NAMES:  # those assigned may have another dtype
             if layer.get_buffer(name).dtype != torch.int32:
                 layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
-        layer.origin = PatternOrigin.loaded(layer.index())
+        layer.origin = PatternOrigin.loaded(layer.index(), copied=layer.origin.copied)
 
 
 def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> BlockPattern | None:

@@ -46,7 +46,8 @@ class MasterWeights(Uncopied):
     Raises:
         InvalidArgumentError: the optimizer has no such parameters, one that is not the model's, or
             states of one; or a parameter has a ``main_grad`` already.
-        UnsupportedError: several processes train together, or a parameter is sharded.
+        UnsupportedError: several processes train together, or a parameter is sharded, or the weight of
+            experts.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -136,6 +137,13 @@ class MasterWeights(Uncopied):
             chosen[name] = parameter
         if not chosen:
             raise InvalidArgumentError("optimizer must have parameters of float16 or bfloat16")
+        taken = {id(parameter) for parameter in chosen.values()}
+        for name, layer in sparse_layers(self._model).items():
+            if layer.of_experts and id(layer._parameters.get("weight")) in taken:
+                raise UnsupportedError(
+                    f"model: layer {name!r}: there are no float32 gradients of experts; give their weights "
+                    "to another optimizer"
+                )
         return chosen
 
     @torch.no_grad()
