@@ -974,6 +974,31 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
     assert unchanged(model, before) and all(module.training for module in model.modules())
 
 
+class Listed(nn.Module):
+    """A layer that has a second name, in a model that is interrupted midway."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.again, self.error, self.calls = nn.ModuleList([self.first]), error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.again[0](self.first(x).relu()).relu())
+        self.calls += 1
+        if self.calls == 14:  # with the first layer pruned
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interruption_leaves_modules_with_two_names(error: type[BaseException]) -> None:
+    model = Listed(error)
+    weight, before = model.first.weight, state(model)
+    with pytest.raises(error):
+        prune_model(model, vectors(), block_shape=16)
+    assert model.first.weight is weight and unchanged(model, before)
+
+
 def test_layers_that_never_run_are_named() -> None:
     model = Idle()
     before = state(model)

@@ -315,6 +315,41 @@ def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
     assert "not smoothed: one (BlockSparseLinear): something else reads what norm gives" in str(report)
 
 
+class Named(nn.Module):
+    """Two blocks and a layer behind them; a module of the first, or the block itself, has a second name."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(WIDTH), "in": linear(WIDTH, WIDTH), "out": linear(WIDTH, WIDTH)}
+            )
+            for _ in range(2)
+        )
+        self.head = linear(WIDTH, WIDTH)
+        if shared == "block":
+            self.blocks[1] = self.blocks[0]
+        else:
+            self.blocks[1][shared] = self.blocks[0][shared]  # type: ignore[index,operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["out"](block["in"](block["norm"](x)))  # type: ignore[index,operator]
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("activations", ["auto", None])
+@pytest.mark.parametrize("shared", ["norm", "in", "block"])
+def test_modules_with_two_names_keep_their_parameters(shared: str, activations: str | None) -> None:
+    made, data = Named(shared).eval(), batches()
+    norm, weight = made.blocks[0]["norm"], made.blocks[0]["norm"].weight  # type: ignore[index,operator]
+    expected = made(data[0]).detach()
+    quantize_(made, data, activations=activations)
+    assert norm.weight is weight
+    assert (made(data[0]) - expected).norm() < 0.03 * expected.norm()
+
+
 def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     made = model()
     made.blocks[1].before.weight = made.blocks[0].before.weight

@@ -134,6 +134,32 @@ def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Have a model hold other tensors in place of some parameters and buffers, under all of their names.
+
+    `torch.func.functional_call` would leave them in a module that is registered under two names.
+
+    Args:
+        model: any; afterwards it holds the same objects as before, whatever happens.
+        tensors: new tensors by those that they replace; others than the model's are passed over.
+    """
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, tensor)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor in tensors
+    ]
+    try:
+        for held, name, tensor in places:
+            held[name] = tensors[tensor]
+        yield
+    finally:
+        for held, name, tensor in places:
+            held[name] = tensor
+
+
+@contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put models into evaluation mode, and afterwards every module back into its own."""
     modes = [(module, module.training) for model in models for module in model.modules()]

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from .._replay.batches import call, device_of, mask_of, moved, stacks
+from .._replay.batches import call, device_of, mask_of, moved, stacks, swapped
 from .._replay.replay import Stream, listening
 from ..errors import InvalidArgumentError
 from .experts import ExpertMoments, LinearExperts, Place
@@ -26,17 +25,6 @@ class Unit(NamedTuple):
 
     number: int | None  # of the block, or None for the model
     layers: list[str]  # names of layers in it
-
-
-class _Whole(nn.Module):
-    """The model, called with a batch."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-
-    def forward(self, batch: Any) -> Any:
-        return self._forward(self.model, batch)
 
 
 class Calibration:
@@ -243,10 +231,13 @@ class Calibration:
             stream = self._dense if dense else self._pruned
             yield from stream.results(self._blocks[unit.number], parameters)
             return
-        whole = _Whole(self._model, self._forward)
-        given = {f"model.{name}": tensor for name, tensor in (parameters or {}).items()}
+        given: dict[Tensor, Tensor] = {
+            self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()
+        }
         for batch in self._batches:
-            yield functional_call(whole, given, (batch,))
+            with swapped(self._model, given):
+                output = self._forward(self._model, batch)
+            yield output
 
 
 class _LayerReached(BaseException):
