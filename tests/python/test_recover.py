@@ -721,6 +721,9 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         lambda m, t: {"autocast": torch.float16},
     )
     yield "one batch", wrong, "batches must be at least two", lambda m, t: {"batches": texts(1)}
+    masked = texts(3)
+    masked[2]["attention_mask"] = torch.zeros_like(masked[2]["attention_mask"])
+    yield "all masked", wrong, "got none in the held-out ones", lambda m, t: {"batches": masked}
     yield "no batches", wrong, "batches must be an iterable", lambda m, t: {"batches": 3}
     yield (
         "a batch",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._replay.batches import call, device_of, mask_of, moved, stacks, swapped
+from .._replay.devices import visiting
 from .._replay.replay import Stream, listening
 from ..errors import InvalidArgumentError
 from .experts import ExpertMoments, LinearExperts, Place
@@ -212,6 +213,10 @@ class Calibration:
         if self._compare:
             self._dense.advance(self._blocks[unit.number])
 
+    def outputs(self, parameters: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Yield what the whole model gives for each batch, with other parameters as in `moments`."""
+        return self._results(Unit(None, []), parameters)
+
     def _listening(
         self, layers: Sequence[str], note: Callable[[str, Tensor], None]
     ) -> AbstractContextManager[None]:
@@ -234,8 +239,9 @@ class Calibration:
         given: dict[Tensor, Tensor] = {
             self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()
         }
+        blocks, home = [self._model.get_submodule(name) for name in self._blocks], device_of(self._model)
         for batch in self._batches:
-            with swapped(self._model, given):
+            with swapped(self._model, given), visiting(blocks, self._device, home):
                 output = self._forward(self._model, batch)
             yield output
 

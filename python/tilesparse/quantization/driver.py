@@ -55,6 +55,7 @@ def quantize_(
       Large Language Models", arXiv:2211.10438). The module before takes the inverse: a norm whose weight is
       divided, or a linear layer whose rows are, such as up_proj before down_proj or v_proj before o_proj.
       They are found by what scaling does to the model, not by names; the report says where there is none.
+      Scales that change what the model gives for any batch are left out, and the report says so.
       Scales are powers of two, so the model computes the same before it is quantized, but for what float16
       rounds near its smallest numbers.
     - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
@@ -95,7 +96,7 @@ def quantize_(
 
     Raises:
         InvalidArgumentError: an argument is not allowed, no layer is left to quantize, one is not run by the
-            batches, or has inputs with NaN or infinities. The model is as it was.
+            batches, or meets no token that counts, or inputs with NaN or infinities. The model is as it was.
         UnsupportedError: a layer is sharded. The model is as it was.
 
     Examples:

@@ -107,6 +107,12 @@ def reconstruct(
     home = chosen_device(model, device)
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
+    masks = [mask_of(batch) for batch in batches]
+    for kind, part in (("training", masks[:-count]), ("held-out", masks[-count:])):
+        if not any(mask is None or mask.any() for mask in part):
+            raise InvalidArgumentError(
+                f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
+            )
     names = checked_names(model, teacher, submodules)
     skipped = outside(model, names) if submodules is None else []
     skipped += [
@@ -123,7 +129,7 @@ def reconstruct(
         lr,
         range(len(batches) - count),
         range(len(batches) - count, len(batches)),
-        [mask_of(batch) for batch in batches],
+        masks,
         home,
         autocast,
         generator,
