@@ -219,7 +219,7 @@ class Prepared:
         self.packs = keep
         self.forget_calls()
         self._packed.clear()
-        self.plain = Derived()
+        self.plain, self.scales = Derived(), Derived()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Have `run` do the same from now on."""
