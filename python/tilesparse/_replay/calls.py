@@ -53,10 +53,14 @@ class Call:
 
 
 def first_of(output: Any) -> Any:
-    """Return the tensor of a module's output, or the first entry of a tuple or mapping."""
-    if isinstance(output, Mapping):
-        return next(iter(output.values()), None)
-    return output[0] if isinstance(output, tuple | list) and output else output
+    """Return the tensor of a module's output, or the first entry of a tuple or mapping that is no scalar.
+
+    The loss of a model is one, which comes first where a batch has labels.
+    """
+    if not isinstance(output, Mapping | tuple | list) or not output:
+        return output
+    entries = [*(output.values() if isinstance(output, Mapping) else output)]
+    return next((one for one in entries if not isinstance(one, Tensor) or one.dim()), entries[0])
 
 
 def tensor_of(name: str, output: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._arguments import checked, shown
 from .._checks import checked_number
-from .._replay.batches import check_batches
+from .._replay.batches import check_batches, checked_batch
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from .layer import METHODS
@@ -81,7 +81,7 @@ def check_model(model: nn.Module) -> None:
 def collected(batches: Iterable[Any]) -> list[Any]:
     """Return the batches as a list, which is not empty."""
     check_batches(batches)
-    data = list(batches)
+    data = [checked_batch(batch) for batch in batches]
     if not data:
         raise InvalidArgumentError("batches must have at least one batch, got none")
     return data

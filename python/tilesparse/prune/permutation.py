@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._progress import Progress
-from .._replay.batches import chosen_device, evaluating, swapped, tensors_in
+from .._replay.batches import chosen_device, observing, swapped, tensors_in
 from .._replay.calls import differences
 from .._reports import aligned
 from ..config import BlockSparseConfig
@@ -116,7 +116,7 @@ def permute_model(
             checked_configs("config", part.name, [config], shape_of(part.layer))
     data, call = collected(batches), forward or call_model
     done: list[PermutedGroup] = []
-    with evaluating(model), torch.no_grad():
+    with observing(model), torch.no_grad():
         _check_comparable(call(model, data[0]))
         layers = (part.layer for group in found for part in parts_of(model, group))
         parameters = {parameter for layer in layers for parameter in layer.parameters()}

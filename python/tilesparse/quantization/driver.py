@@ -12,7 +12,7 @@ from .._arguments import checked
 from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
 from .._names import NamePattern
-from .._replay.batches import chosen_device, evaluating
+from .._replay.batches import chosen_device, observing
 from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
@@ -120,7 +120,7 @@ def quantize_(
     made, described = rounded_experts(model, experts, storage)
     found, stack = [], None
     if targets:
-        with evaluating(model):
+        with observing(model):
             given = model, targets, data, forward or call_model, chosen_device(model, device), stored
             plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
             plan.make()
