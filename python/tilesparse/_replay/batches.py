@@ -174,7 +174,8 @@ def uncompiled() -> AbstractContextManager[Any]:
     """Have compiled modules run as they are: compiled code does not call hooks that are set afterwards."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
         return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 @contextlib.contextmanager
