@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from helpers import DEVICES, randn, seeded
 from torch import Tensor
 
-from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, InvalidPatternError
 from tilesparse._runtime.lock import exclusive
 
 SIZE = 512
@@ -136,6 +140,45 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
     assert len(results) >= 200 // readers * readers
     for y in results:
         assert any(torch.equal(y, one) for one in allowed)
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8", "int4", "W8A8"])
+def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(storage: str) -> None:
+    makes = []
+    for seed, density in enumerate((0.25, 0.5, 0.75)):
+        layer = BlockSparseLinear(SIZE, SIZE, density=density, block_shape=32, generator=seeded(seed))
+        torch.nn.init.zeros_(layer.bias)
+        if storage != "plain":
+            eight = "int8" if storage == "W8A8" else None
+            layer.to_storage(eight or storage, activations=eight)
+        makes.append(layer)
+    layer, states = copy.deepcopy(makes[0]), [copy.deepcopy(made.state_dict()) for made in makes]
+    x, results, loading = randn(16, SIZE, dtype=torch.float32), list[Tensor](), [True]
+    allowed, calls = [made(x).detach() for made in makes], [0, 0, 0]
+
+    def read(number: int) -> None:
+        try:
+            with torch.no_grad():
+                while loading:
+                    try:
+                        results.append(layer(x))
+                    except (InvalidArgumentError, InvalidPatternError) as error:  # they do not fit each other
+                        assert not re.search(r"\d{9}", str(error)), error
+                    calls[number] += 1
+        finally:
+            loading.clear()
+
+    def write() -> None:
+        for i in range(50):
+            layer.load_state_dict(states[i % 3])
+            _ = [torch.full_like(made.weight, -1) for made in makes]  # where memory was freed
+            seen = list(calls)
+            while loading and any(map(operator.eq, calls, seen)):  # one load in each call at most
+                time.sleep(0)
+        loading.clear()
+
+    in_threads([write, *[lambda number=number: read(number) for number in range(3)]])
+    assert all(any(torch.equal(y, one) for one in allowed) for y in results)
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
