@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import copy
+import operator
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +18,15 @@ import torch
 from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
 
-from tilesparse import _C, BlockPattern, BlockSparseLinear, InvalidPatternError, PatternChangedError, prune
+from tilesparse import (
+    _C,
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    prune,
+)
 from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
 from tilesparse._runtime.lookup import prepared
@@ -154,6 +165,7 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
         assert any(torch.equal(y, one) for one in allowed)
 
 
+<<<<<<< HEAD
 # ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
 
 
@@ -326,6 +338,46 @@ def test_a_known_pattern_is_found_until_its_clock_says_so() -> None:
     assert known.find(index, False) is entry and use.last == 1.0
     known.keep(index, entry, entry.snapshot(), None)
     assert known.find(index, True) is entry
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8", "int4", "W8A8"])
+def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(storage: str) -> None:
+    makes = []
+    for seed, density in enumerate((0.25, 0.5, 0.75)):
+        layer = BlockSparseLinear(SIZE, SIZE, density=density, block_shape=32, generator=seeded(seed))
+        torch.nn.init.zeros_(layer.bias)
+        if storage != "plain":
+            eight = "int8" if storage == "W8A8" else None
+            layer.to_storage(eight or storage, activations=eight)
+        makes.append(layer)
+    layer, states = copy.deepcopy(makes[0]), [copy.deepcopy(made.state_dict()) for made in makes]
+    x, results, loading = randn(16, SIZE, dtype=torch.float32), list[Tensor](), [True]
+    allowed, calls = [made(x).detach() for made in makes], [0, 0, 0]
+
+    def read(number: int) -> None:
+        try:
+            with torch.no_grad():
+                while loading:
+                    try:
+                        results.append(layer(x))
+                    except (InvalidArgumentError, InvalidPatternError) as error:  # they do not fit each other
+                        assert not re.search(r"\d{9}", str(error)), error
+                    calls[number] += 1
+        finally:
+            loading.clear()
+
+    def write() -> None:
+        for i in range(50):
+            layer.load_state_dict(states[i % 3])
+            _ = [torch.full_like(made.weight, -1) for made in makes]  # where memory was freed
+            seen = list(calls)
+            while loading and any(map(operator.eq, calls, seen)):  # one load in each call at most
+                time.sleep(0)
+        loading.clear()
+
+    in_threads([write, *[lambda number=number: read(number) for number in range(3)]])
+    assert all(any(torch.equal(y, one) for one in allowed) for y in results)
+>>>>>>> w-a
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:

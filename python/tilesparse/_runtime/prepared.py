@@ -62,6 +62,7 @@ class Prepared:
             `_C.Calls`).
         run_quantized: the same for products of two factors in 8 bits.
         find: returns the call that was kept under a key, or None.
+        on_cpu: True for a pattern on the CPU.
         packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
         use: what products that look for such writes note of their use; None likewise.
@@ -77,6 +78,7 @@ class Prepared:
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
         self.device = index.col_indices.device
+        self.on_cpu = self.device.type == "cpu"
         self.generation = 0
         self.packs = False
         self.plain, self.scales = Derived(), Derived()
@@ -112,17 +114,18 @@ class Prepared:
         """Return True if it was made of these tensors as they are; on CUDA, of tensors of this size."""
         if index.col_indices.device != self.device or index.col_indices.shape[0] != self.values_shape[0]:
             return False
-        on_cpu = self.device.type == "cpu"
-        return not on_cpu or _C.pattern_holds(self.descriptor, *(tensor.data_ptr() for tensor in index[:3]))
+        return not self.on_cpu or _C.pattern_holds(
+            self.descriptor, *(tensor.data_ptr() for tensor in index[:3])
+        )
 
     def snapshot(self) -> tuple[int, int, int] | None:
         """Return the addresses of the copies on the CPU, None on a CUDA device."""
         crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
-        return (crow, col, slot) if self.device.type == "cpu" else None
+        return (crow, col, slot) if self.on_cpu else None
 
     def launching(self) -> AbstractContextManager[object]:
         """Return the lock to hold from resolving a product until its launch."""
-        return nullcontext() if self.device.type == "cpu" else exclusive()
+        return nullcontext() if self.on_cpu else exclusive()
 
     def index(self) -> Index:
         """Return the pattern as kernels read it: copies of the tensors it was made from."""
@@ -214,7 +217,7 @@ class Prepared:
             self._streams.read(chain(self._snapshot, self._columns, self.plans.memory()))
         if len(self._calls) >= MAX_CALLS:
             self.forget_calls()
-        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        here = self.on_cpu or self.device.index == torch.cuda.current_device()
         run = product.run if here else run_on(self.device, product.run)
         self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
         return call
@@ -224,7 +227,7 @@ class Prepared:
         self.packs = keep
         self.forget_calls()
         self._packed.clear()
-        self.plain = Derived()
+        self.plain, self.scales = Derived(), Derived()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Have `run` do the same from now on."""
@@ -238,7 +241,7 @@ class Prepared:
 
     def _is_kept(self) -> bool:
         # On a GPU a call may pack, but not in a graph that is being captured.
-        return not self.packs or self.device.type == "cpu"
+        return not self.packs or self.on_cpu
 
     def forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
@@ -307,7 +310,7 @@ class Prepared:
         """Write copies, the transpose and all plans on the current stream."""
         col_ptr, row_idx, col_slot = self._columns
         columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
-        if self.device.type == "cpu":
+        if self.on_cpu:
             self._copy(index)
             validate(self.index())  # the copy: others may write to the tensors at any time
             _C.pattern_transpose(self.descriptor, *columns)

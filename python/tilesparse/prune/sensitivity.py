@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._replay.batches import evaluating
+from .._replay.batches import observing
 from ..errors import InvalidArgumentError
 from ._checks import check_model, collected
 from ._layers import dense_layers
@@ -58,7 +58,7 @@ def measure_sensitivity(
             name: _zero(layer) for name, layer in found.items()
         }  # on the devices, so that no GPU is waited for
         sizes = {name: _zero(layer) for name, layer in found.items()}
-        with evaluating(model):
+        with observing(model):
             for batch in data:
                 outputs: list[tuple[str, Tensor]] = []
                 with ExitStack() as handles, torch.enable_grad():
