@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -280,6 +281,26 @@ def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:
     model = gpt()
     made.patch_model(model)
     assert (model.blocks[0].mlp[0].density, model.blocks[0].mlp[2].density) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("first", [".*", "mlp", r"blocks\.0\.(mlp|attention)"])
+def test_a_pattern_that_never_decides_is_refused(first: str, strict: bool) -> None:
+    model = gpt()
+    made = patcher(first, density=0.25)
+    made.add_pattern("mlp.2", {"block_shape": 32, "density": 0.75})
+    with pytest.raises(InvalidArgumentError, match=f"'mlp.2' after {re.escape(repr(first))}"):
+        made.patch_model(model, strict=strict)
+    assert not any(isinstance(module, BlockSparseLinear) for module in model.modules())
+
+
+def test_patterns_may_overlap_and_repeat_each_other() -> None:
+    model = gpt()
+    made = patcher(r"blocks\.0\.mlp\.0", density=0.25)
+    made.add_pattern("mlp", {"block_shape": 32, "density": 0.75})
+    made.add_pattern(r"blocks\.0\.mlp\.2", {"block_shape": 32, "density": 0.75})
+    report = made.patch_model(model)
+    assert [layer.density for layer in report.layers] == [0.25, 0.75]
 
 
 def test_fullmatch_wants_the_whole_name_and_unmatched_patterns_are_reported() -> None:

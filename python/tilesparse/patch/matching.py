@@ -58,11 +58,16 @@ def match_modules(
         reads: `weight_reads` of the model.
         refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
         spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
+
+    Raises:
+        InvalidArgumentError: others, with other options, come before a rule for all of its layers.
     """
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
     matched: list[Match] = []
     skipped: list[SkippedLayer] = []
+    heard: list[Rule] = []  # rules that decide about a layer
+    overruled: list[tuple[Rule, Rule]] = []  # each with the one that decides in its place
     for module, aliases in names.items():
         own = [rule for rule in rules if rule.layers.matches(aliases)]
         naming = [rule for rule in own if rule.layers.spells(aliases)] if module in outputs else own
@@ -70,6 +75,9 @@ def match_modules(
             continue
         rule = (naming or own)[0]
         reason = _reason_to_skip(model, module, aliases, rule.options, refusal)
+        if reason != NOT_LINEAR:
+            heard.append(rule)
+            overruled += [(other, rule) for other in own if other.options != rule.options]
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
         if reason is None and not rule.options.untie:
@@ -81,6 +89,13 @@ def match_modules(
             matched.append(Match(module, aliases, rule.options, rule.layers.spells(aliases)))
         else:
             skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+    for rule, first in overruled:
+        if not any(rule is one for one in heard):
+            raise InvalidArgumentError(
+                f"patterns must each decide about a layer, got {rule.layers.text!r} after "
+                f"{first.layers.text!r}, which matches its layers as well, and the first one counts; put "
+                f"{rule.layers.text!r} before it"
+            )
     return matched, skipped
 
 
