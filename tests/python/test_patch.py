@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 import warnings
 import weakref
@@ -272,6 +273,17 @@ def test_the_patcher_does_not_keep_models_alive() -> None:
     del model
     gc.collect()
     assert watch() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_of_a_patcher_have_its_patterns(copied: Callable[[Any], Any]) -> None:
+    made, model, other = patcher(density=0.25), gpt(), gpt()
+    report = made.patch_model(model, keep_dense=True)
+    copied = copied(made)
+    with pytest.raises(InvalidArgumentError, match="patched by this patcher"):
+        copied.undo(model)
+    assert copied.patch_model(other) == report
+    made.undo(model)
 
 
 def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:

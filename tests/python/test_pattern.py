@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -290,6 +292,15 @@ def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
         assert {tensor.device.type for tensor in tensors_of(pattern)} == {"cpu"}
         assert pattern.transpose().transpose() == pattern
         assert pattern.to_mask().sum() == pattern.nnz * 256
+
+
+@pytest.mark.parametrize("make", [BlockPattern.full, partial(BlockPattern.random, nnz=3)])
+def test_blocks_are_chosen_from_as_many_as_there_is_memory_for(make: Callable[..., BlockPattern]) -> None:
+    shape = 2**30, 2**30
+    with pytest.raises(InvalidArgumentError, match=r"shape must have fewer than 2\^31 blocks .*from_blocks"):
+        make(shape, block_shape=16)
+    last = [(2**26 - 1, 2**26 - 1)]
+    assert BlockPattern.from_blocks(last, shape=shape, block_shape=16).nnz == 1
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (4, 6)])

@@ -341,7 +341,7 @@ class StoredWeight(nn.Module):
         missing = self.origin.source is Source.MISSING
         if missing and not self.col_indices.is_meta:
             self._check_filled()
-        elif not missing and self.training and torch.is_grad_enabled() and has_peers():
+        elif not missing and has_peers() and self.training and torch.is_grad_enabled():
             self._check_shared()
 
     @constant_when_compiled

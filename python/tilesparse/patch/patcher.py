@@ -232,6 +232,12 @@ class BlockSparseModelPatcher:
             set_submodule(model, name, target.module)
         layers_changed(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_originals"}
+
+    def __setstate__(self, own: dict[str, Any]) -> None:
+        vars(self).update(own, _originals=WeakKeyDictionary())  # a copy has patched no model
+
     def _remember(self, model: nn.Module, targets: list[Target] | None) -> None:
         """Keep what `undo` puts back; None: nothing, from now on."""
         originals = self._originals.setdefault(model, {})

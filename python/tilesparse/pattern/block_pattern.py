@@ -19,7 +19,15 @@ from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of, prepared
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
-from .choosing import best_blocks, block_norms, canonical_scipy, check_matrix, listed_blocks, random_blocks
+from .choosing import (
+    all_blocks,
+    best_blocks,
+    block_norms,
+    canonical_scipy,
+    check_matrix,
+    listed_blocks,
+    random_blocks,
+)
 from .indices import checked_index, index_of, moved_blocks, moved_index, overwrite_index, refined_index
 from .view import PatternView
 
@@ -136,9 +144,8 @@ class BlockPattern(PatternView):
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
         """Keep every block; see the class for the arguments."""
-        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
-        chosen = torch.arange(rows * cols, device="cpu")
-        return cls._from_sorted(chosen, shape, block_shape, device=device)
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
     @checked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import shown
-from .._checks import as_integer, check_content, check_shapes, checked_count, checked_fraction
+from .._checks import INT32_MAX, as_integer, check_content, check_shapes, checked_count, checked_fraction
 from .._runtime.indices import blocks_of
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 from .indices import is_integer
@@ -120,8 +120,19 @@ def _blocks_of_parts(
         kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
         if left:
             raise InvalidArgumentError(f"nnz must be a multiple of the {r * c} parts, got {nnz}")
-    numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
+    numbers = all_blocks(grid).view(r, rows // r, c, cols // c)
     return numbers.transpose(1, 2).reshape(r * c, -1), kept
+
+
+def all_blocks(grid: tuple[int, int]) -> Tensor:
+    """Return the numbers of all blocks, if there are not too many to choose from."""
+    rows, cols = grid
+    if rows * cols > INT32_MAX:
+        raise InvalidArgumentError(
+            f"shape must have fewer than 2^31 blocks to choose from, got {rows} x {cols}; "
+            "BlockPattern.from_blocks takes a list of those to keep"
+        )
+    return torch.arange(rows * cols, device="cpu")
 
 
 def _covering(

@@ -53,7 +53,7 @@ def fit(
         raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
     best, kept = math.inf, {}
     for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator).tolist():
+        for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
             with torch.enable_grad():
                 wrong, whole = squares(pairs[i], _rounded(masters, parameters))
                 # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
