@@ -204,12 +204,6 @@ def test_from_bsr_and_scipy(name: str) -> None:
     assert BlockPattern.from_scipy(bsr.tocsr(), block_shape=(16, 32)) == in_row_order
 
 
-def test_from_scipy_sorts_and_merges() -> None:
-    blocks, columns, rows = torch.ones(3, 16, 16).numpy(), [1, 0, 1], [0, 3]
-    pattern = BlockPattern.from_scipy(scipy.sparse.bsr_array((blocks, columns, rows), shape=(16, 32)))
-    assert pattern.col_indices.tolist() == [0, 1]
-
-
 def test_equality_sees_slots() -> None:
     pattern = BlockPattern.full((64, 64), block_shape=(16, 16))
     assert pattern == BlockPattern.full((64, 64), block_shape=(16, 16))

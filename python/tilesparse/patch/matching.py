@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .._checks import DTYPES, check_block_shape
+from .._checks import check_block_shape
 from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight
+from ..nn.convert import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
 from .modules import (
     Replacement,
@@ -169,13 +169,14 @@ def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
     own = sorted({*module._parameters, *module._buffers, *module._modules})
     if own != ["bias", "weight"]:
         return f"it holds {', '.join(own)} in place of weight and bias (remove weight_norm, pruning, … first)"
-    if module.weight.dtype not in DTYPES:
-        return f"its weight is {module.weight.dtype}, for which there are no sparse layers"
+    reason = reason_not_dense(module.weight)
+    if reason is not None:
+        return reason
     if module.weight.numel() == 0:
         return "its weight is empty"
     bn, bk = check_block_shape(options.config.block_shape)
     density = options.config.density
-    out_features, in_features = dense_weight(module).shape
+    out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
     fits = out_features % bn == 0 and in_features % bk == 0  # another reason otherwise, which comes later
     blocks = (out_features // bn) * (in_features // bk)
     if options.pattern is None and fits and density > 0 and round(density * blocks) == 0:
@@ -190,9 +191,10 @@ def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str 
         return reason
     found = projections_of(module)
     assert found is not None
-    dtypes = {module.get_parameter(name).dtype for name in found.names()}
-    if not dtypes <= {*DTYPES}:
-        return f"its weights are {', '.join(map(str, dtypes))}, for which there are no sparse layers"
+    for name in found.names():
+        weight = module.get_parameter(name)
+        if is_stored_otherwise(weight):
+            return reason_not_dense(weight) or f"its {name} is {weight.dtype} of layout {weight.layout}"
     for name, value, only in (
         ("policy", config.policy, "sparse"),
         ("activations", config.activations, None),

@@ -177,8 +177,8 @@ def _size(modules: Iterable[nn.Module]) -> Size:
 
 
 def _size_of(parameters: Collection[torch.Tensor], buffers: Collection[torch.Tensor] = ()) -> Size:
-    tensors = {*parameters, *buffers}
-    return Size(sum(parameter.numel() for parameter in parameters), sum(tensor.nbytes for tensor in tensors))
+    sizes = (tensor.numel() * tensor.element_size() for tensor in {*parameters, *buffers})
+    return Size(sum(parameter.numel() for parameter in parameters), sum(sizes))
 
 
 def patch_report(

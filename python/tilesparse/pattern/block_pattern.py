@@ -23,6 +23,7 @@ from .choosing import (
     all_blocks,
     best_blocks,
     block_norms,
+    canonical_bsr,
     canonical_scipy,
     check_matrix,
     listed_blocks,
@@ -191,23 +192,13 @@ class BlockPattern(PatternView):
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
+        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores, in any order; duplicates are summed.
 
         Raises:
             InvalidArgumentError: ``matrix`` has another layout, or blocks of an invalid shape.
         """
-        if not isinstance(matrix, Tensor):
-            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
-        if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
-            raise InvalidArgumentError(
-                f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
-            )
-        return cls(
-            matrix.crow_indices(),
-            matrix.col_indices(),
-            shape=matrix.shape,
-            block_shape=matrix.values().shape[1:],
-        )
+        crow, col, values = canonical_bsr(matrix)
+        return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
 
     @classmethod
     @checked
@@ -215,7 +206,7 @@ class BlockPattern(PatternView):
         """Keep the blocks of a scipy.sparse matrix of any format.
 
         Args:
-            matrix: a scipy sparse matrix or array; duplicates are summed.
+            matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
             block_shape: (bn, bk); None takes the block shape of a BSR matrix.
 
         Raises:
