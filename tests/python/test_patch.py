@@ -6,7 +6,9 @@ import pickle
 import re
 import warnings
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,9 +39,11 @@ from transformers import (
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
 from tilesparse import _progress as progress
 from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.config import BlockSparseConfig
 from tilesparse.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
+from tilesparse.prune import prune_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -934,3 +938,92 @@ def test_empty_block_rows_and_columns_are_named() -> None:
         pattern = BlockPattern.from_blocks([(0, 0)], shape=(128, 64), block_shape=32)
         (layer,) = patcher("0", pattern=pattern).patch_model(lopsided()).layers  # as are these
         assert (layer.empty_rows, layer.empty_columns) == (3, 1)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Keeper(nn.Module):
+    """Computes with layers that it finds in attributes of its own."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        a, b = self.layers
+        self.kept: Any = {
+            "list": [a, b],
+            "tuple": (a, b),
+            "named tuple": Pair(a, b),
+            "dict": {"a": a, "b": b},
+            "nested": [{"a": (a,)}, [b]],
+        }[place]
+        self.kept = [self.kept, self.kept] if place == "list" else self.kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers_kept():
+            x = layer(x)
+        return x
+
+    def layers_kept(self) -> list[nn.Module]:
+        def flat(value: Any) -> list[nn.Module]:
+            if isinstance(value, nn.Module):
+                return [value]
+            parts = value.values() if isinstance(value, dict) else value
+            return [layer for part in parts for layer in flat(part)]
+
+        return flat(self.kept)[-2:]
+
+
+@pytest.mark.parametrize("place", ["list", "tuple", "named tuple", "dict", "nested"])
+def test_layers_that_a_model_keeps_in_attributes_are_replaced_there(place: str) -> None:
+    model = Keeper(place)
+    object.__setattr__(model, "plain", model.layers[0])  # which nn.Module would register
+    dense, kept, x = [*model.layers], model.kept, torch.randn(3, 64)
+    made = patcher("layers", density=0.5)
+    made.patch_model(model, keep_dense=True)
+    assert model.layers_kept() == [*model.layers] and model.plain is model.layers[0]
+    assert (model.kept is kept) == (not isinstance(kept, tuple)) and type(model.kept) is type(kept)
+    torch.testing.assert_close(model(x), nn.Sequential(*model.layers)(x))
+    made.undo(model)
+    assert model.layers_kept() == dense and model.plain is dense[0]
+    prune_(model, BlockSparseConfig(0.5, 32), [torch.randn(200, 64)])
+    torch.testing.assert_close(model(x), nn.Sequential(*model.layers)(x))
+    assert all(isinstance(layer, BlockSparseLinear) for layer in model.layers_kept())
+
+
+HOLDERS: dict[str, Callable[[nn.Linear], Any]] = {
+    "a weight": lambda layer: [layer.weight],
+    "a bias in a dict": lambda layer: {"bias": layer.bias},
+    "a set": lambda layer: {layer},
+    "a key": lambda layer: {layer: 1},
+    "a partial function": lambda layer: partial(layer),
+    "a bound method": lambda layer: layer.forward,
+}
+
+
+@pytest.mark.parametrize("what", HOLDERS)
+def test_layers_that_something_would_go_on_holding_stay_dense(what: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].holder = HOLDERS[what](model[0])
+    report = patcher(".*", density=0.5).patch_model(model)
+    assert [layer.name for layer in report.layers] == ["1"]
+    assert "1.holder" in {one.name: one.reason for one in report.skipped}["0"]
+    untied = patcher("0", density=0.5, untie=True).patch_model(model, strict=False)
+    assert bool(untied.layers) == (what in ("a weight", "a bias in a dict"))
+
+
+def test_attributes_of_layers_and_weights_are_carried_over() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    dense: Any = model[0]
+    dense.label, dense.scale, dense.weight.no_decay, dense.bias.rate = "q", torch.ones(2), True, 2.0
+    model[1].density = 0.3
+    model[2].weight.main_grad = torch.zeros(64, 64)
+    model[3].compile(backend="eager")
+    report = patcher(".*", density=0.5).patch_model(model)
+    layer: Any = model[0]
+    assert isinstance(layer, BlockSparseLinear) and (layer.label, layer.scale) == ("q", dense.scale)
+    assert layer.weight.no_decay is True and layer.bias.rate == 2.0
+    said = {one.name: one.reason for one in report.skipped}
+    for name, word in (("1", "density"), ("2", "main_grad"), ("3", "compiled")):
+        assert word in said[name]

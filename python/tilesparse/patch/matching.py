@@ -22,6 +22,7 @@ from .modules import (
     tie_of,
     what_would_be_lost,
 )
+from .references import Reference, references
 from .reports import SkippedLayer, by_reason
 from .rules import LayerOptions, Rule
 from .weight_reads import Read
@@ -64,6 +65,7 @@ def match_modules(
     """
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
+    held = references(names)
     matched: list[Match] = []
     skipped: list[SkippedLayer] = []
     heard: list[Rule] = []  # rules that decide about a layer
@@ -81,7 +83,9 @@ def match_modules(
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
         if reason is None and not rule.options.untie:
-            reason = tie_of(module, names, owners)
+            reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
+        if reason is None:
+            reason = _reason_from([module], held)
         read = reads.get(module)
         if read is not None and not read.called and isinstance(module, nn.Linear):
             reason = f"{read.reader} reads its weight itself and never calls it"
@@ -97,6 +101,17 @@ def match_modules(
                 f"{rule.layers.text!r} before it"
             )
     return matched, skipped
+
+
+def _reason_from(
+    held: Iterable[nn.Module | nn.Parameter], places: Mapping[nn.Module | nn.Parameter, Reference]
+) -> str | None:
+    """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
+    for one in held:
+        if one in places and not places[one].can_follow:
+            kind = "it" if isinstance(one, nn.Module) else "a parameter of it, which untie=True leaves there,"
+            return f"{places[one].place} holds {kind} and cannot be changed to hold the sparse one"
+    return None
 
 
 def check_rules(

@@ -29,6 +29,7 @@ from .modules import (
     what_would_be_lost,
 )
 from .patching import patch, replace_modules
+from .references import follow
 from .reports import FuseReport, PatchReport, SkippedLayer, fused_mlp
 from .rules import LayerOptions, Rule
 
@@ -230,6 +231,7 @@ class BlockSparseModelPatcher:
             if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
                 target.module._modules.update(target.replacement._modules)
             set_submodule(model, name, target.module)
+        follow(model, {target.replacement: target.module for target in originals.values()})
         layers_changed(model)
 
     def __getstate__(self) -> dict[str, Any]:
