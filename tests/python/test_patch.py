@@ -29,11 +29,15 @@ from transformers import (
     Mamba2Config,
     Mamba2Model,
     MambaConfig,
+    MambaForCausalLM,
     MambaModel,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
+    T5ForConditionalGeneration,
     T5Model,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
@@ -44,6 +48,7 @@ from tilesparse.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
 from tilesparse.prune import prune_
+from tilesparse.quantization import quantize_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -1027,3 +1032,48 @@ def test_attributes_of_layers_and_weights_are_carried_over() -> None:
     said = {one.name: one.reason for one in report.skipped}
     for name, word in (("1", "density"), ("2", "main_grad"), ("3", "compiled")):
         assert word in said[name]
+
+
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "d_kv": 32,
+    "d_ff": 128,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+CASTERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "T5": (lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES)), "DenseReluDense.wo"),
+    "gated T5": (
+        lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES, feed_forward_proj="gated-gelu")),
+        "DenseReluDense.wo",
+    ),
+    "UMT5": (lambda: UMT5ForConditionalGeneration(UMT5Config(**T5_SIZES)), "DenseReluDense.wo"),
+    "Mamba": (
+        lambda: MambaForCausalLM(
+            MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, tie_word_embeddings=False)
+        ),
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("name", CASTERS)
+def test_layers_to_whose_dtype_others_cast_are_not_stored_in_fewer_bits(name: str, storage: str) -> None:
+    make, layer = CASTERS[name]
+    batch = dict.fromkeys(("input_ids", "labels"), torch.arange(1, 33).view(2, 16))
+    spared = storage == "int8" and name != "Mamba"  # T5 asks for this dtype first
+    model = make().eval()
+    made = patcher("lm_head", density=0.5, storage=storage)
+    made.add_pattern(".*", {"block_shape": 32, "storage": storage})
+    skipped = {one.name: one.reason for one in made.patch_model(model, strict=False).skipped}
+    casts = {one for one, reason in skipped.items() if f"in the storage {storage!r}" in reason}
+    assert casts == {one for one, _ in model.named_modules() if one.endswith(layer) and not spared}
+    assert model(**batch).logits.isfinite().all()
+    model = make().eval()
+    patcher(layer, density=0.5).patch_model(model)
+    report = quantize_(model, [batch], storage=storage, strict=False)
+    assert bool(report.layers) == spared
+    assert model(**batch).logits.isfinite().all()

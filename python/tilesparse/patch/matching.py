@@ -13,6 +13,7 @@ from .._checks import check_block_shape
 from ..errors import InvalidArgumentError
 from ..nn.convert import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
+from ..storage.registry import storage_of
 from .modules import (
     Replacement,
     is_linear,
@@ -87,8 +88,10 @@ def match_modules(
         if reason is None:
             reason = _reason_from([module], held)
         read = reads.get(module)
-        if read is not None and not read.called and isinstance(module, nn.Linear):
+        if read is not None and read.reader and not read.called and isinstance(module, nn.Linear):
             reason = f"{read.reader} reads its weight itself and never calls it"
+        if reason is None and read is not None:
+            reason = read.reason_not(storage_of(rule.options.config.storage))
         if reason is None:
             matched.append(Match(module, aliases, rule.options, rule.layers.spells(aliases)))
         else:
