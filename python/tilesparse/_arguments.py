@@ -76,6 +76,8 @@ def shown(value: object) -> str:
         return text if len(text) <= 60 else text[:57] + "..."
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return f"a {value.layout} tensor"
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)

@@ -163,7 +163,7 @@ def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]
     found: _Tokens = {}
 
     def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["x"]
+        x = args[0] if args else kwargs["input"]
         counts = found.setdefault(layer, [])
         if x.numel() and (count := x.numel() // layer.in_features) not in counts:
             counts.append(count)

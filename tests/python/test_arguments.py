@@ -347,9 +347,9 @@ def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return getattr(made, name), {}
 
 
-def set_fractions(fractions: float) -> None:
-    model = sparse()
-    train.PatternSchedule(model, optimizer(model), every=2).fractions = fractions
+def fractioned() -> tuple[Callable[..., Any], dict[str, Any]]:
+    made = callback()["schedule"]
+    return lambda fractions: setattr(made, "fractions", fractions), {"fractions": 0.5}
 
 
 def assigned(name: str, make: Callable[[], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -399,7 +399,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "adapter.AdaptedLinear": lambda: {"base_layer": layer(), "delta": layer(bias=False)},
     "adapter.AdaptedLinear.forward": lambda: (
         adapter.AdaptedLinear(layer(), layer(bias=False)).forward,
-        {"x": tokens()},
+        {"input": tokens()},
     ),
     "BlockSparseLinear": lambda: {**LAYER, "block_shape": BLOCK},
     "BlockSparseLinear.from_spec": lambda: {"spec": layer().spec},
@@ -415,7 +415,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseLinear.in_features =": lambda: assigned("in_features", lambda: 64),
     "BlockSparseLinear.out_features =": lambda: assigned("out_features", lambda: 32),
     "BlockSparseLinear.reset_parameters": lambda: (layer().reset_parameters, {}),
-    "BlockSparseLinear.forward": lambda: (layer(), {"x": tokens()}),
+    "BlockSparseLinear.forward": lambda: (layer(), {"input": tokens()}),
     "BlockSparseLinear.pack": lambda: (layer().pack, {}),
     "BlockSparseMLP": lambda: {
         "up": BlockSparseLinear(32, 64, block_shape=32),
@@ -444,7 +444,7 @@ CASES: dict[str, Callable[[], Any]] = {
         {"x": tokens(), "offsets": torch.tensor([0, 3, len(tokens())], dtype=torch.int32)},
     ),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
-    "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
+    "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"input": tokens()}),
     "parallel.ColwiseParallel": dict,
     "parallel.ExpertParallel": dict,
     "parallel.ExpertTensorParallel": dict,
@@ -655,7 +655,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "train.MasterWeights": lambda: trained(sparse().bfloat16()),
     "train.MasterWeights.load_state_dict": lambda: schedule(train.MasterWeights, sparse().bfloat16()),
     "train.PatternSchedule": lambda: trained(sparse(), every=2),
-    "train.PatternSchedule.fractions =": lambda: (set_fractions, {"fractions": 0.5}),
+    "train.PatternSchedule.fractions =": fractioned,
     "train.PatternSchedule.step": lambda: of_schedule("step"),
     "train.PatternSchedule.load_state_dict": lambda: schedule(train.PatternSchedule, every=2),
     "train.block_gradient_norms": lambda: {"dy": tokens(32), "x": tokens(), "block_shape": BLOCK},
@@ -787,3 +787,16 @@ def test_hostile_arguments(
         for kind in HOSTILE
     }
     assert {what: said for what, said in found.items() if said} == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*CASES])
+def test_the_default_device_is_for_new_tensors_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("parallel."):
+        request.getfixturevalue("group")
+    function, arguments = call_of(name, public()[name])
+    with torch.device("meta"):  # whose tensors have no contents, for whoever takes them for others
+        function(**arguments)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import copy
+import math
 import operator
 import os
 import re
@@ -165,7 +165,6 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
         assert any(torch.equal(y, one) for one in allowed)
 
 
-<<<<<<< HEAD
 # ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
 
 
@@ -377,7 +376,6 @@ def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(sto
 
     in_threads([write, *[lambda number=number: read(number) for number in range(3)]])
     assert all(any(torch.equal(y, one) for one in allowed) for y in results)
->>>>>>> w-a
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:

@@ -22,6 +22,7 @@ from tilesparse._runtime.lookup import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,
+    InvalidTypeError,
     PatternChangedError,
     UnsupportedError,
 )
@@ -444,6 +445,27 @@ def test_second_derivatives(policy: str) -> None:
         return torch.func.functional_call(layer, parameters, (x,)).tanh()
 
     assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+def test_calls_are_those_of_nn_linear(kind: Callable[[BlockSparseLinear], nn.Module]) -> None:
+    """As PyTorch's own tests of modules call it: by the name of the argument, and without a mode."""
+    layer, x = kind(make()), randn(4, IN)
+    y = layer(input=x)
+    assert torch.equal(y, layer(x))
+    del layer.training
+    assert torch.equal(layer(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(
+    kind: Callable[[BlockSparseLinear], nn.Module], layout: torch.layout
+) -> None:
+    x = torch.nested.nested_tensor([randn(3, IN), randn(5, IN)], layout=layout)
+    with pytest.raises(InvalidTypeError, match=r"^input must be a dense tensor, got a"):
+        kind(make())(x)
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])

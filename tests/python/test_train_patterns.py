@@ -676,6 +676,11 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"every": 0}, InvalidArgumentError, r"^every must be "),
         ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every must be "),
         ({"fraction": 1.1}, InvalidArgumentError, r"^fraction must be "),
+        (
+            {"fraction": {".*": 0.1, "0": 0.2}},
+            InvalidArgumentError,
+            r"^fraction: '0' must come before '\.\*'",
+        ),
         ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
         ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction must be a name or a regular expression"),
         ({"fraction": {}}, InvalidArgumentError, r"^fraction must"),

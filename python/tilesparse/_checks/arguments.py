@@ -72,7 +72,7 @@ def as_integer(number: object) -> int:
 
 def is_tensor(value: object) -> bool:
     """Return True for a tensor with strides, as products and conversions need it."""
-    return isinstance(value, Tensor) and value.layout == torch.strided
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def is_sequence(value: object) -> bool:

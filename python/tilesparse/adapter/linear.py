@@ -53,18 +53,18 @@ class AdaptedLinear(nn.Module):
         """Size of the last dimension of y."""
         return self.base_layer.out_features
 
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute y = x (W + Δ)ᵀ + bias, with Δ in its own blocks alone.
 
         Args:
-            x: [..., in_features].
+            input: x [..., in_features].
             residual: [..., out_features], added to the result, or None.
 
         Returns:
             y [..., out_features].
         """
-        y = self.base_layer(x, residual=residual)
-        return linear_on(x, self._values(x.dtype), self.delta.index(), residual=y)
+        y = self.base_layer(input, residual=residual)
+        return linear_on(input, self._values(input.dtype), self.delta.index(), residual=y)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         """Return Δ [n, bn, bk] as products take it."""

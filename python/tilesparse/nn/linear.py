@@ -273,7 +273,7 @@ class BlockSparseLinear(StoredWeight):
 
     def forward(
         self,
-        x: Tensor,
+        input: Tensor,
         *,
         residual: Tensor | None = None,
         gate: Tensor | None = None,
@@ -283,7 +283,7 @@ class BlockSparseLinear(StoredWeight):
         """Compute y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
 
         Args:
-            x: [..., in_features].
+            input: x [..., in_features].
             residual: [..., out_features], added to the result, or None.
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
@@ -299,10 +299,10 @@ class BlockSparseLinear(StoredWeight):
                 activation_code(activation)
                 check_one(residual, gate)
                 if self._needs_own_product():
-                    y = self._product(x, None, None, "none", feature_major_output)
+                    y = self._product(input, None, None, "none", feature_major_output)
                     y, residual, gate = autocast(y, residual, gate)
                     return combined(y, activation, residual, gate)
-            return self._product(x, residual, gate, activation, feature_major_output)
+            return self._product(input, residual, gate, activation, feature_major_output)
         except InvalidPatternError as error:
             raise InvalidPatternError(
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "

@@ -344,7 +344,7 @@ class StoredWeight(nn.Module):
             self._check_copy(trains)
         if missing and not self.col_indices.is_meta:
             self._check_filled()
-        elif not missing and trains and has_peers():
+        elif not missing and has_peers() and trains:
             self._check_shared()
 
     @constant_when_compiled

@@ -29,6 +29,7 @@ from .modules import (
     what_would_be_lost,
 )
 from .patching import patch, replace_modules
+from .references import follow
 from .reports import FuseReport, PatchReport, SkippedLayer, fused_mlp
 from .rules import LayerOptions, Rule
 
@@ -230,7 +231,14 @@ class BlockSparseModelPatcher:
             if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
                 target.module._modules.update(target.replacement._modules)
             set_submodule(model, name, target.module)
+        follow(model, {target.replacement: target.module for target in originals.values()})
         layers_changed(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_originals"}
+
+    def __setstate__(self, own: dict[str, Any]) -> None:
+        vars(self).update(own, _originals=WeakKeyDictionary())  # a copy has patched no model
 
     def _remember(self, model: nn.Module, targets: list[Target] | None) -> None:
         """Keep what `undo` puts back; None: nothing, from now on."""

@@ -54,7 +54,7 @@ class Moments:
         if dense is None or dense.shape != x.shape:
             dense = x
         if keep is None or keep.shape != x.shape[:-1]:
-            keep = torch.ones(x.shape[:-1], dtype=torch.bool)
+            keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         keep = keep.to(self._sums.device).reshape(-1, 1)
         if not self._finite:
             self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)

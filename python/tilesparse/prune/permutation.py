@@ -239,7 +239,7 @@ def _order_of(profile: Tensor, cluster: int, density: float) -> Tensor:
     best, most = order, -1.0
     for _ in range(ROUNDS):
         sums = torch.stack([profile[order[start : start + cluster]].sum(0) for start in starts])
-        kept = torch.zeros(sums.numel(), dtype=torch.bool)
+        kept = torch.zeros(sums.numel(), dtype=torch.bool, device=sums.device)
         kept[sums.flatten().argsort(descending=True, stable=True)[: round(density * sums.numel())]] = True
         score = float(sums.flatten()[kept].sum())
         if score <= most:
@@ -260,7 +260,7 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
         home = next(number for number in ranking[unit] if room[number])
         room[home] -= 1
         members[home].append(unit)
-    return torch.tensor([unit for home in members for unit in home])
+    return torch.tensor([unit for home in members for unit in home], device=gains.device)
 
 
 def _check_comparable(output: Any) -> None:

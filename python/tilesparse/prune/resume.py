@@ -84,7 +84,10 @@ class Progress:
         """Write a layer's solution; if that is interrupted it counts as not written."""
         tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         numbers = [float(getattr(solution, own)) for own in _NUMBERS]
-        tensors |= {"values": solution.values, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+        tensors |= {
+            "values": solution.values,
+            "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+        }
         tensors |= {own: tensor for own in ("mask", "bias") if (tensor := getattr(solution, own)) is not None}
         with replacing(self._file(name)) as partial:
             write_tensors(partial, tensors)

@@ -20,6 +20,7 @@ from ..nn.known_experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
+from ..patch.weight_reads import weight_reads
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
 from ..prune.report import warn_of_few_tokens
@@ -155,13 +156,15 @@ def _targets(
     targets: list[str] = []
     skipped: list[SkippedLayer] = []
     used: set[NamePattern] = set()
-    owners = owners_of_parameters(model.modules())
+    owners, reads = owners_of_parameters(model.modules()), weight_reads(model)
     for module, names in names_of_modules(model).items():
         matching = {pattern for pattern in patterns if pattern.matches(names)}
         stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
         if not matching or not (is_linear(module) or stacked):
             continue
         reason = _reason_to_skip(module, owners, storage, activations)
+        if reason is None and module in reads:
+            reason = reads[module].reason_not(storage_of(storage))
         if reason is None:
             targets.append(names[0])
             used |= matching

@@ -55,7 +55,7 @@ def fit(
         raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
     best, kept = math.inf, {}
     for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator).tolist():
+        for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
             with torch.enable_grad(), holding(_rounded(masters, parameters)):
                 wrong, whole = pairs[i].squares(name, part, settings.device)
                 # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
