@@ -456,6 +456,23 @@ def test_subclasses_choose_and_make_layers() -> None:
     ]
 
 
+@pytest.mark.parametrize("made", [None, nn.Linear(4, 4), nn.Sequential(), "layer"])
+def test_what_subclasses_make_is_block_sparse(made: Any) -> None:
+    class Other(BlockSparseModelPatcher):
+        def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Any:
+            return made if name.endswith("mlp.2") else super().new_child_module(name, module, options)
+
+    other, model = Other(), gpt()
+    other.add_pattern(BLOCKS)
+    modules = dict(model.named_modules())
+    with pytest.raises(
+        TypeError,
+        match=r"^layer 'blocks.0.mlp.2': new_child_module must return a BlockSparseLinear, ",
+    ):
+        other.patch_model(model)
+    assert dict(model.named_modules()) == modules
+
+
 def reasons(model: nn.Module, regex: str = ".*", **options: Any) -> dict[str, str]:
     """Why each skipped module was, once it is known that none was replaced."""
     modules = dict(model.named_modules())
