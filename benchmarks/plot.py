@@ -8,12 +8,12 @@ Writes eta-OP.svg for each product and roofline.svg.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
+import stored
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="written by bench_ops.py")
+    parser.add_argument("results", nargs="+", help="written by bench_ops.py")
     parser.add_argument("--output", type=Path, default=Path("figures"), help="folder (%(default)s)")
     parser.add_argument(
         "--bandwidth",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of copies, for the roofline (%(default)s)",
     )
     arguments = parser.parse_args(argv)
-    rows = rows_of(json.loads(path.read_text()) for path in arguments.results)
+    rows = rows_of(run for file in arguments.results for run in stored.documents(file).values())
     arguments.output.mkdir(parents=True, exist_ok=True)
     for op in OPS:
         draw_efficiency([row for row in rows if row.case["op"] == op], arguments.output / f"eta-{op}.svg")

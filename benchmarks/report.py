@@ -7,14 +7,13 @@ python benchmarks/report.py results.json --sm80-floors
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import report_cpu
+import stored
 from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
@@ -79,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "results",
-        type=Path,
         nargs="+",
         help="of bench_ops.py, bench_models.py or bench_storages.py, or one of the others",
     )
@@ -90,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare forward kernels whose names begin with sm80 with the tuned Triton BSR",
     )
     arguments = parser.parse_args(argv)
-    documents = [json.loads(path.read_text()) for path in arguments.results]
+    documents = [run for file in arguments.results for run in stored.documents(file).values()]
     if arguments.sm80_floors:
         return int(not _print_floors(rows_of(documents)))
     for document in documents:

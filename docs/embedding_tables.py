@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from table_parts import RESULTS, cases, short, table
+from table_parts import cases, document, short, table
 
-SPEED, COMPILED = "cpu_embeddings.json", "cpu_embeddings_compiled.json"
-QUALITY = "cpu_embeddings_quality.json"
+SPEED, COMPILED = "cpu_embeddings.json#speed", "cpu_embeddings.json#compiled"
+QUALITY = "cpu_embeddings.json#quality"
 RECOVERED = (
-    "h100_embeddings.json",
-    "h100_embeddings_75.json",
-    "h100_embeddings_25.json",
-    "h100_embeddings_25_728s.json",
-    "h100_embeddings_420s.json",
-    "h200_embeddings.json",
+    "embeddings_recovered.json#h100_50",
+    "embeddings_recovered.json#h100_75",
+    "embeddings_recovered.json#h100_25",
+    "embeddings_recovered.json#h100_25_728s",
+    "embeddings_recovered.json#h100_50_420s",
+    "embeddings_recovered.json#h200",
 )
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
@@ -95,7 +94,7 @@ def quality() -> str:
 
 def recovered() -> str:
     """Cosines to the dense model and passages found first, before and after recovery, by kind of text."""
-    documents = [json.loads((RESULTS / file).read_text()) for file in RECOVERED]
+    documents = [document(run) for run in RECOVERED]
     of_dense = documents[0]["dense"]
     unseen = [kind for kind in of_dense if not kind.startswith(("of ", "validation"))]
     firsts = [f"{of_dense[kind]['first_1']:.2f}" for kind in unseen]

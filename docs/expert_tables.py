@@ -8,7 +8,7 @@ from typing import Any
 from table_parts import cases, short, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
-FILES = {"H100": "h100_experts.json"}
+FILES = {"H100": "h100_experts.json#products"}
 PRUNED, SPLIT = "h100_prune_experts.json", "cpu_split_ffn.json"
 WAYS = {
     "dense": "dense",
@@ -50,7 +50,7 @@ def grouped_products_cpu() -> str:
     """The same on a CPU, beside a loop over dense experts."""
     header = ["experts", "block", "density", "dtype", "threads", "a loop, forward", *OPS.values()]
     lines = []
-    for file, threads in (("cpu_experts_one_thread.json", "1"), ("cpu_experts.json", "2")):
+    for file, threads in (("cpu_experts.json#one_thread", "1"), ("cpu_experts.json#two_threads", "2")):
         for case in sorted(cases(file), key=lambda case: case["dtype"]):
             size = f"{case['experts']} × {case['out_features']}×{case['in_features']}, top {case['top_k']}"
             found = {result["op"]: result for result in case["results"]}
@@ -65,7 +65,7 @@ def experts_layer() -> str:
     """A whole Qwen3-MoE layer beside Transformers' grouped implementation."""
     header = ["", "tokens", "block", "density", "dense, forward", "forward", "dense, step", "step"]
     lines = []
-    for case in cases("h100_experts_layer.json"):
+    for case in cases("h100_experts.json#layer"):
         found = {result["op"].removeprefix("layer "): result for result in case["results"]}
         cells = [
             cell
@@ -83,7 +83,7 @@ def experts_layer() -> str:
 
 def experts_parts() -> str:
     """The steps of the sparse layer, and their share of the layer."""
-    (case,) = cases("h100_experts_parts.json")
+    (case,) = cases("h100_experts.json#parts")
     found = {result["part"]: result["t_us"] for result in case["results"]}
     names = ("router", "sort", "gather", "gate and up", "activation", "down", "combine")
     lines = [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from table_parts import RESULTS, short, table
+from table_parts import cases, runs, short, table
 
 Point = tuple[float, float]  # size and loss, both better if smaller
 LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
@@ -18,11 +16,6 @@ MODELS = {
     "llama-decode1": "a Llama 3 8B block, one token after 8192",
     "roberta": "RoBERTa base, 16 × 512 tokens",
 }
-
-
-def found(pattern: str) -> list[dict[str, Any]]:
-    """Return documents of results."""
-    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
 
 
 def front(points: Sequence[Point]) -> list[bool]:
@@ -38,15 +31,13 @@ def named(case: dict[str, Any]) -> str:
     return f"{case['width']}{density}"
 
 
-def ladder(pattern: str) -> str:
+def ladder() -> str:
     """Losses of all models; those on the front of size and loss are in bold."""
-    (document,) = found(pattern)
-    cases = sorted(document["cases"], key=lambda case: (case["width"], -case["density"]))
-    (timed,) = found("*_ladder_times.json")
-    forms = {case["name"]: case["results"] for case in timed["cases"]}
-    best = front([(case["parameters"], case["loss"]) for case in cases])
+    models = sorted(cases("ladder.json#models"), key=lambda case: (case["width"], -case["density"]))
+    forms = {case["name"]: case["results"] for case in cases("ladder.json#times")}
+    best = front([(case["parameters"], case["loss"]) for case in models])
     lines = []
-    for case, is_best in zip(cases, best, strict=True):
+    for case, is_best in zip(models, best, strict=True):
         loss = f"**{case['loss']:.3f}**" if is_best else f"{case['loss']:.3f}"
         pruned = f"{case['loss_pruned']:.3f}" if "loss_pruned" in case else ""
         parameters = f"{case['parameters'] / 1e6:.0f} M"
@@ -64,12 +55,12 @@ def fastest(forms: Sequence[dict[str, Any]], of: str) -> str:
     return f"{best[of]:.3g} ms{name}"
 
 
-def kinds(pattern: str) -> str:
+def kinds() -> str:
     """Perplexity over that of the dense model on all kinds, those that were never seen last.
 
     What the model wrote itself is left out: each run has other windows of it.
     """
-    documents = found(pattern)
+    documents = runs("h100_kinds.json")
     of_dense = documents[0]["cases"][0]["results"][0]["perplexity"]
     seen = [kind for kind in of_dense if kind.startswith("of ") and kind != "of written"]
     unseen = [kind for kind in of_dense if not kind.startswith("of ")]
@@ -88,15 +79,12 @@ def kinds(pattern: str) -> str:
     return table(["", "seconds", "kinds of training", *unseen], lines)
 
 
-def columns(pattern: str) -> str:
+def columns() -> str:
     """Milliseconds of dense models in bfloat16 and float8, and what sparse ones gain over them."""
     lines = []
-    for document in found(pattern):
-        gpu = document["environment"]["gpu"].split()[1]
-        for case in document["cases"]:
-            densities = list(dict.fromkeys(result["density"] for result in case["results"]))
-            for density in densities:
-                lines.append([gpu, MODELS[case["model"]], short(density), *_four(case, density)])
+    for case in cases("h100_columns.json"):
+        for density in dict.fromkeys(result["density"] for result in case["results"]):
+            lines.append(["H100", MODELS[case["model"]], short(density), *_four(case, density)])
     header = [
         "GPU",
         "",
@@ -126,7 +114,7 @@ def _four(case: dict[str, Any], density: float) -> list[str]:
 
 
 LANGUAGE_TABLES: dict[str, Callable[[], str]] = {
-    "ladder": partial(ladder, "*_ladder.json"),
-    "kinds": partial(kinds, "*_kinds_*.json"),
-    "columns": partial(columns, "*_columns.json"),
+    "ladder": ladder,
+    "kinds": kinds,
+    "columns": columns,
 }

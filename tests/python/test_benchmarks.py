@@ -38,6 +38,7 @@ import kernel_cases
 import models
 import pytest
 import report
+import stored
 import torch
 from models import MODELS, Architecture, Size
 from problems import Shape
@@ -261,7 +262,7 @@ def test_products_of_the_cpu_are_measured_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_cpu, "LAYERS", ((128, 192),))
-    path = tmp_path / "cpu.json"
+    path = tmp_path / "cpu.json#amx"
     assert bench_cpu.main(["--dtypes", "float32", "--repetitions", "1", "--output", str(path)]) == 0
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
@@ -440,8 +441,8 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
 
 
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
-    names = ("h200_bf16.json", "h200_break_even.json")
-    documents = [json.loads((RESULTS / name).read_text()) for name in names]
+    names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
+    documents = [stored.document(RESULTS / name) for name in names]
     assert json.loads(info.BREAK_EVEN.read_text()) == break_even.break_even(documents)
 
 
@@ -564,3 +565,24 @@ def test_served_models_are_of_one_size(tmp_path: Path) -> None:
             assert abs(layer.density - options["density"]) < 0.05
             assert layer.activations == options.get("activations")
         assert bench_vllm.make_checkpoint(tmp_path, name, arguments) == folder
+
+
+def test_runs_are_stored_and_read(tmp_path: Path) -> None:
+    """Fields keep their order, which tells products apart; rows may differ in their fields."""
+    cases = [
+        {"shape": [1, 2], "results": [{"kernels_us": {"b": 1.5, "a": 2.0}, "wrong": False}]},
+        {"results": [{"wrong": True, "kernels_us": {"a": 1.0}}], "shape": None},
+        {"shape": [3], "results": [{"kernels_us": {}, "wrong": False}]},
+    ]
+    one = {"environment": {"gpu": "H100"}, "cases": cases}
+    for name in ("runs.json", "runs.json.gz"):
+        path = tmp_path / name
+        (tmp_path / "run.json").write_text(json.dumps(one))
+        assert stored.main([str(tmp_path / "run.json"), f"{path}#first"]) == 0
+        assert stored.document(path) == one
+        assert stored.main([f"{path}#first", f"{path}#second"]) == 0
+        assert json.dumps(stored.documents(path)) == json.dumps({"first": one, "second": one})
+        with pytest.raises(ValueError, match="file must name one of its runs"):
+            stored.document(path)
+        assert stored.main([f"{path}#second", str(tmp_path / "only.json")]) == 0
+        assert json.dumps(stored.document(tmp_path / "only.json")) == json.dumps(one)
