@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from tilesparse import BlockSparseLinear
-from tilesparse.demo import synchronize
+from tilesparse.cli.demo import synchronize
 from tilesparse.prune import prune_model
 from tilesparse.train import PatternSchedule, block_gradient_norms
 

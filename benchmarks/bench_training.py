@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockSparseLinear
-from tilesparse.demo import GPT, Size, synchronize
+from tilesparse.cli.demo import GPT, Size, synchronize
 from tilesparse.train import MaskSchedule, set_nm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))

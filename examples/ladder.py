@@ -28,9 +28,9 @@ from records import Course, environment, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse.demo import GPT, Size
+from tilesparse.cli.demo import GPT, Size
 from tilesparse.prune import prune_model
-from tilesparse.selection import default_device
+from tilesparse.tuning.devices import default_device
 
 HEAD = 64  # features of an attention head
 LEARNING_RATE = 6e-4  # at width 768; in proportion to 1 / width elsewhere

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher
-from tilesparse.demo import GPT
+from tilesparse.cli.demo import GPT
 
 LARGEST = 448.0  # of float8_e4m3fn
 ROWS = 16  # that a dense product in float8 has a multiple of

@@ -15,7 +15,7 @@ from common import rate_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse.demo import GPT, Size, synchronize
+from tilesparse.cli.demo import GPT, Size, synchronize
 from tilesparse.functional import gated
 from tilesparse.nn.routing import combined, gathered, routing_of
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockSparseConfig, BlockSparseLinear
-from tilesparse.demo import Size, synchronize
+from tilesparse.cli.demo import Size, synchronize
 from tilesparse.prune import allocate, measure_errors, prune_
 from tilesparse.recover import distill, reconstruct
 

@@ -35,8 +35,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill
-from tilesparse.selection import default_device
 from tilesparse.train import Gradual
+from tilesparse.tuning.devices import default_device
 
 VALIDATION = "guides"
 LAYERS = r"encoder\."

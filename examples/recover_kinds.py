@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from tilesparse.hf import to_dense
+from tilesparse.integrations.transformers import to_dense
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill
-from tilesparse.selection import default_device
+from tilesparse.tuning.devices import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
 LONGEST = 1 << 20  # characters of a file of code

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
-from tilesparse.selection import default_device
+from tilesparse.tuning.devices import default_device
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 HELD_OUT = 50  # one file in this many

@@ -35,7 +35,7 @@ from tilesparse import BlockPattern, BlockSparseExperts
 from tilesparse.matrix import BlockSparseMatrix
 from tilesparse.nn import ExpertsLinear
 from tilesparse.prune import prune_model
-from tilesparse.selection import default_device
+from tilesparse.tuning.devices import default_device
 
 FFN = r".*\.(intermediate|\d+\.output)\.dense"
 ROUNDS = 10  # of k-means

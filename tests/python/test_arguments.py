@@ -125,11 +125,9 @@ NOT_CALLED = {
     "nn.ExpertsLinear.from_linear",
     "prune.AllocatedLayer",
     "prune.Allocation",
-    "prune.ErrorCurves",
     "prune.ErrorProfiles",
     "prune.LatencyTable",
     "prune.PermutationReport",
-    "prune.PermutedFold",
     "prune.PermutedGroup",
     "prune.PruneReport",
     "prune.PrunedLayer",
@@ -528,7 +526,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "plot.save": lambda: {"figures": figures(), "path": "new.svg"},
     "plot.save_snapshots": lambda: {"path": "new.safetensors", "snapshots": snapshots()},
     "plot.tradeoff": lambda: {"points": [{"label": "a", "x": 1.0, "y": 2.0}], "x": "x", "y": "y"},
-    "prune.Choice": lambda: {"density": 0.5, "block_shape": BLOCK},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
@@ -539,8 +536,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "prune.LatencyTable.load": lambda: {"path": table_file()},
     "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
-    "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
-    "prune.find_folds": lambda: {"model": dense()},
     "prune.find_permutation_groups": lambda: {"model": dense()},
     "prune.measure_errors": lambda: {
         "model": dense(),
@@ -669,7 +664,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 # Aliases in annotations, and what of an annotation makes a value of `HOSTILE` one of the right type.
 ALIASES = {"Forward": "Callable", "Loss": "Callable", "Timer": "Callable", "_Model": "Module", "Figure": ""}
-ALIASES |= {"Snapshots": "Sequence", "ErrorCurves": "Mapping", "Device": "None"}
+ALIASES |= {"Snapshots": "Sequence", "Device": "None"}
 RIGHT = {
     "none": {"None"},
     "text": {"str"},

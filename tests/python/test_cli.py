@@ -16,9 +16,9 @@ import torch
 from tilesparse import _C, BlockPattern, Device, Product, _progress, choose
 from tilesparse.cli import bench, demo, info
 from tilesparse.cli import command as cli
-from tilesparse.selection import OPS
 from tilesparse.tuning import measuring as tuning
 from tilesparse.tuning.devices import MEASURED
+from tilesparse.tuning.products import OPS
 
 LIMITS = "and to clock, bandwidth and rate of tensor cores"
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]

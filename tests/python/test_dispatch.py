@@ -36,7 +36,7 @@ B200 = _C.DeviceInfo(CUDA, 100, 148, 232448)
 
 CPU = _C.device_info(0)
 SPARSE, AUTO, DENSE = range(3)  # ts_matmul_desc.policy
-RUN_DENSE = -1  # TS_EXPAND_AND_RUN_DENSE
+RUN_DENSE = -1  # TS_RUN_DENSE
 RESULTS = Path(check_estimates.__file__).parent / "results"
 
 HAVE_SM90 = any(kernel.min_compute_capability == 90 for kernel in KERNELS)

@@ -245,7 +245,9 @@ def test_the_reference_has_every_public_name() -> None:
     """By itself or with its module, of which it shows the names in ``__all__``, or else those listed."""
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     explained = set(re.findall(r"^::: tilesparse\.([\w.]+)", pages, re.M))
-    listed = dict(re.findall(r"^::: tilesparse\.(\w+)\n    options:\n      members: \[(.*)\]", pages, re.M))
+    listed = dict(
+        re.findall(r"^::: tilesparse\.([\w.]+)\n    options:\n      members: \[(.*)\]", pages, re.M)
+    )
     public = {name for name in tilesparse.__all__ if not hasattr(errors, name)}
     public -= {"__version__", "checkpoint"}  # the functions of which are public themselves
     assert public - explained == set()

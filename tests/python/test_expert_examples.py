@@ -18,7 +18,7 @@ from mixture import Mixture, mixtures, without_experts
 from torch import Tensor, nn
 
 import tilesparse as ts
-from tilesparse.demo import Size
+from tilesparse.cli.demo import Size
 
 SIZE = Size(layers=2, width=32, heads=2, context=16, batch=2)
 

@@ -18,8 +18,8 @@ import tilesparse as ts
 from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.adapter.linear import AdaptedExperts
 from tilesparse.errors import UnsupportedError
+from tilesparse.integrations.peft import MergeLossWarning, merge_loss
 from tilesparse.integrations.peft_experts import LoraExperts
-from tilesparse.peft import MergeLossWarning, merge_loss
 
 TARGETS = ["gate_up", "down"]
 

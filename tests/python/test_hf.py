@@ -71,7 +71,7 @@ from tilesparse import (
     UnsupportedError,
 )
 from tilesparse.adapter import BlockSparseAdapter
-from tilesparse.hf import TileSparseConfig, follow, model_card, to_dense
+from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card, to_dense
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -273,11 +273,11 @@ def test_another_transformers_without_these_names_costs_a_warning(name: str) -> 
 
 
 FORGOTTEN = """
-import sys, tilesparse, tilesparse.hf
+import sys, tilesparse, tilesparse.integrations.transformers
 from transformers import LlamaForCausalLM
 LlamaForCausalLM.from_pretrained(sys.argv[1])
 wrapped = LlamaForCausalLM.save_pretrained
-tilesparse.hf.unregister()
+tilesparse.integrations.transformers.unregister()
 assert LlamaForCausalLM.save_pretrained is wrapped.__wrapped__
 try:
     LlamaForCausalLM.from_pretrained(sys.argv[1])

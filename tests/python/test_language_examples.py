@@ -22,7 +22,7 @@ from helpers import DEVICES, seeded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilesparse import BlockSparseLinear
-from tilesparse.demo import GPT, Size
+from tilesparse.cli.demo import GPT, Size
 
 TEXT = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
 SIZES = "--device cpu --seconds 1 --layers 1 --context 32 --batch 4 --width 64 --block 16"

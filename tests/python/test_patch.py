@@ -35,7 +35,7 @@ from transformers import (
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
 from tilesparse import _progress as progress
 from tilesparse.adapter import BlockSparseAdapter
-from tilesparse.demo import GPT, SIZES
+from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
 

@@ -1,7 +1,7 @@
 """Block-sparse adapters: a few blocks of each layer are trained, beside a frozen model.
 
 The adapter's update lies where its layer keeps weights, so merging fills no zeros and loses nothing; LoRA
-loses much there (see `tilesparse.peft`). Training some weights and freezing the others is known as sparse
+loses much there (see `tilesparse.integrations.peft`). Training some weights and freezing the others is known as sparse
 fine-tuning (Ansell et al., "Composable Sparse Fine-Tuning for Cross-Lingual Transfer", ACL 2022); here whole
 blocks are chosen. PEFT is not needed. Files are safetensors.
 """

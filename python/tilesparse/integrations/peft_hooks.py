@@ -15,7 +15,7 @@ from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
-    """Makes LoRA of PEFT know `tilesparse.peft`, now or as soon as it is imported."""
+    """Makes LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
     for name, callback, otherwise in (
         ("lora.model", _adapt_layers, "LoRA of block-sparse layers will be refused"),
         ("tuners_utils", _include_in_all_linear, 'target_modules="all-linear" will pass over them'),
