@@ -28,7 +28,6 @@ from tilesparse.prune import (
     allocate,
     measure_errors,
     measure_latency,
-    measure_sensitivity,
     prune_model,
     time_layers,
     uniform,
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """Compare dense, uniform, and allocations by plain and weighted errors at the uniform latency."""
+    """Compare dense, uniform, and an allocation by errors at the uniform latency."""
     model, tokenizer = loaded(arguments.model)
     model = model.to(arguments.device, getattr(torch, arguments.dtype))
     chunks = [chunk.to(arguments.device) for chunk in chunks_of(tokenizer, arguments.length)]
@@ -58,13 +57,11 @@ def compared(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     profiles = measure_errors(model, calibration, candidates, layers=arguments.layers)
     table = measure_latency(model, profiles, tokens=arguments.tokens)
     same = uniform(model, profiles, arguments.density, block_shape=arguments.blocks[-1])
-    weights = measure_sensitivity(model, calibration, profiles, loss=loss)
     budget = table.total(model, same)
     plans: dict[str, Mapping[str, BlockSparseConfig | None]] = {
         "dense": dict.fromkeys(profiles),
         "uniform": same,
         "errors": allocate(profiles, model, milliseconds=budget, table=table),
-        "weighted errors": allocate(profiles, model, milliseconds=budget, table=table, weights=weights),
     }
     results = []
     for name, configs in plans.items():

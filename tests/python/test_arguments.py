@@ -33,7 +33,6 @@ from tilesparse import (
     Product,
     PseudoBlockSparseLinear,
     TileSparseError,
-    adapter,
     plot,
     prefer,
     prune,
@@ -263,11 +262,6 @@ def saved() -> str:
     return "saved"
 
 
-def adapter_file() -> str:
-    adapter.BlockSparseAdapter(layered(), ".*").save("adapter.safetensors")
-    return "adapter.safetensors"
-
-
 def layered() -> nn.Module:
     """With a pattern that is not drawn."""
     return nn.Sequential(layer())
@@ -384,21 +378,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "functional.dds": lambda: {"a": tokens(), "values": values(), "pattern": pattern()},
     "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
     "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
-    "hf.follow": lambda: {"model": llama()},
-    "hf.to_dense": lambda: {"model": llama()},
-    "hf.model_card": lambda: {"model": sparse_llama()},
-    "peft.merge_loss": lambda: {"model": sparse()},
-    "adapter.BlockSparseAdapter": lambda: {"model": sparse(), "regex": ".*"},
-    "adapter.BlockSparseAdapter.save": lambda: (
-        adapter.BlockSparseAdapter(sparse(), ".*").save,
-        {"path": "new.safetensors"},
-    ),
-    "adapter.BlockSparseAdapter.load": lambda: {"model": layered(), "path": adapter_file()},
-    "adapter.AdaptedLinear": lambda: {"base_layer": layer(), "delta": layer(bias=False)},
-    "adapter.AdaptedLinear.forward": lambda: (
-        adapter.AdaptedLinear(layer(), layer(bias=False)).forward,
-        {"x": tokens()},
-    ),
+    "integrations.transformers.follow": lambda: {"model": llama()},
+    "integrations.transformers.to_dense": lambda: {"model": llama()},
+    "integrations.transformers.model_card": lambda: {"model": sparse_llama()},
+    "integrations.peft.merge_loss": lambda: {"model": sparse()},
     "BlockSparseLinear": lambda: {**LAYER, "block_shape": BLOCK},
     "BlockSparseLinear.from_spec": lambda: {"spec": layer().spec},
     "BlockSparseLinear.from_state": lambda: {"spec": layer().spec, "tensors": layer().state_dict()},
@@ -549,11 +532,6 @@ CASES: dict[str, Callable[[], Any]] = {
         "tokens": 8,
         "repetitions": 1,
     },
-    "prune.measure_sensitivity": lambda: {
-        "model": Lossy(*dense()),
-        "batches": batches(),
-        "layers": ["0"],
-    },
     "prune.permute_": lambda: {
         "model": dense(),
         "group": prune.PermutationGroup(("0",), "2", 64),
@@ -647,8 +625,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "train.MaskSchedule.load_state_dict": lambda: schedule(
         train.MaskSchedule, of_two_of_four(), every=2, decay=0.1
     ),
-    "train.MasterWeights": lambda: trained(sparse().bfloat16()),
-    "train.MasterWeights.load_state_dict": lambda: schedule(train.MasterWeights, sparse().bfloat16()),
     "train.PatternSchedule": lambda: trained(sparse(), every=2),
     "train.PatternSchedule.fractions =": lambda: (set_fractions, {"fractions": 0.5}),
     "train.PatternSchedule.step": lambda: of_schedule("step"),

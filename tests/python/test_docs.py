@@ -157,7 +157,7 @@ def test_the_pages_on_hugging_face_run(tmp_path: Path, monkeypatch: pytest.Monke
     tilesparse.sparsify_(mixture, {"experts": tilesparse.BlockSparseConfig(0.5, 16)})
     mixture.save_pretrained("sparse-experts")
     names = executed("peft.md")  # with the model that the page before has saved, too
-    assert len(names["scores"]) == 6 and names["adapter"].parameters()
+    assert any("gate_up.lora_A" in name for name, _ in names["model"].named_parameters())
 
 
 class Block(nn.Module):

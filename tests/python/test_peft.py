@@ -31,7 +31,6 @@ from transformers import (
 )
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, UnsupportedError
-from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.integrations.peft import LoraLinear, MergeLossWarning, merge_loss
 
 FORMS: list[dict[str, Any]] = [
@@ -506,14 +505,6 @@ def test_all_linear_includes_block_sparse_layers() -> None:
     assert set(model.targeted_module_names) == {"up", "mix", "down"}
     assert model.peft_config["second"].target_modules == {"up", "mix", "down"}
     assert all("second" in getattr(model.base_model.model, name).lora_A for name in ("up", "mix", "down"))
-
-
-def test_all_linear_leaves_adapters_of_blocks_as_they_are() -> None:
-    model = Network()
-    BlockSparseAdapter(model, "up")
-    model = get_peft_model(model, LoraConfig(target_modules="all-linear")).base_model.model
-    assert isinstance(model.down, LoraLinear)
-    assert type(model.up.base_layer) is type(model.up.delta) is BlockSparseLinear
 
 
 def test_a_block_sparse_layer_that_is_trained_whole_is_saved(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from .._libraries.hooks import PEFT, adapt, when_imported
 from .._reports import listed, warn_user
-from ..adapter.linear import AdaptedLinear
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 
@@ -77,7 +76,7 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     experts: set[str] = set()
     adapted: tuple[str, ...] = ()
     for name, layer in model.named_modules():  # parents come first
-        if isinstance(layer, tuner_layer | AdaptedLinear):
+        if isinstance(layer, tuner_layer):
             adapted = (*adapted, f"{name}.")
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
             (experts if layer.of_experts else names).add(name)

@@ -9,7 +9,6 @@ from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedGroup, permute_model
 from .profiles import measure_errors
 from .report import PrunedLayer, PruneReport
-from .sensitivity import measure_sensitivity
 
 __all__ = [
     "AllocatedLayer",
@@ -27,7 +26,6 @@ __all__ = [
     "find_permutation_groups",
     "measure_errors",
     "measure_latency",
-    "measure_sensitivity",
     "permute_",
     "permute_model",
     "prune_",
