@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-from tilesparse import plot
+from svg import write
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from embedding_tables import QUALITY, SPEED, milliseconds
 from table_parts import cases
 
-FOLDER = Path(__file__).parent
 SETTINGS = ((2, 1, 32), (2, 32, 64))  # threads, texts, tokens
 COLORS = {"torch": "#0072b2", "onnxruntime": "#009e73", "openvino": "#cc79a7", "tilesparse": "#d55e00"}
 STYLES = {"bfloat16": "--", "int8 bfloat16": "-"}
 
 
 def main() -> None:
-    (file,) = plot.save(drawn(cases(SPEED), cases(QUALITY)), FOLDER / "embeddings.svg")
-    print(f"wrote {file}, {file.stat().st_size >> 10} KiB")
+    write(drawn(cases(SPEED), cases(QUALITY)), "embeddings")
 
 
 def drawn(speed: list[dict[str, Any]], judged: list[dict[str, Any]]) -> Figure:

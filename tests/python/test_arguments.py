@@ -33,7 +33,6 @@ from tilesparse import (
     Product,
     PseudoBlockSparseLinear,
     TileSparseError,
-    plot,
     prefer,
     prune,
     recover,
@@ -251,11 +250,6 @@ def snapshots() -> list[tuple[int, dict[str, torch.Tensor]]]:
     return [(step, {"a": torch.eye(2, dtype=torch.bool)}) for step in (0, 1)]
 
 
-@cache
-def figures() -> list[Any]:
-    return plot.patterns(layer())
-
-
 def saved() -> str:
     if not Path("saved").exists():
         tilesparse.save(layered(), "saved")
@@ -265,11 +259,6 @@ def saved() -> str:
 def layered() -> nn.Module:
     """With a pattern that is not drawn."""
     return nn.Sequential(layer())
-
-
-def snapshot_file() -> str:
-    plot.save_snapshots("snapshots.safetensors", snapshots())
-    return "snapshots.safetensors"
 
 
 def table() -> prune.LatencyTable:
@@ -504,11 +493,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseMatrix.equal": lambda: (matrix().equal, {"other": matrix()}),
     "BlockSparseMatrix.allclose": lambda: (matrix().allclose, {"dense": torch.ones(32, 64)}),
     "plot.evolution": lambda: {"snapshots": snapshots()},
-    "plot.load_snapshots": lambda: {"path": snapshot_file()},
     "plot.patterns": lambda: {"source": sparse()},
-    "plot.save": lambda: {"figures": figures(), "path": "new.svg"},
-    "plot.save_snapshots": lambda: {"path": "new.safetensors", "snapshots": snapshots()},
-    "plot.tradeoff": lambda: {"points": [{"label": "a", "x": 1.0, "y": 2.0}], "x": "x", "y": "y"},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
