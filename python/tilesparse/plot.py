@@ -97,7 +97,7 @@ def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure
         layers: a name or regular expression that layers match, as in the patcher; None draws all.
 
     Raises:
-        InvalidArgumentError: there are fewer than two snapshots, they do not fit together, or no layer matches.
+        InvalidArgumentError: there are fewer than two snapshots, they do not fit, or no layer matches.
         UnsupportedError: matplotlib is missing.
     """
     _check_matplotlib()
