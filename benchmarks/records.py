@@ -1,4 +1,4 @@
-"""Results of examples as JSON, with the machine and versions they belong to, and times, also given ones."""
+"""Results as JSON, with the machine and versions they belong to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils import benchmark
 
 import tilesparse
-
-MEASURED = 0.2  # seconds of calls that are timed
 
 
 class Course:
@@ -78,38 +75,12 @@ def recorded(arguments: argparse.Namespace, run: Callable[[argparse.Namespace, d
     return 0
 
 
-class Times(NamedTuple):
-    """Microseconds of a call, and of another one before and after it."""
-
-    own: float
-    around: tuple[float, float]
-
-    @property
-    def other(self) -> float:
-        return sum(self.around) / 2
-
-    @property
-    def speedup(self) -> float:
-        return self.other / self.own
-
-
-def microseconds(call: Callable[[], Any], other: Callable[[], Any]) -> Times:
-    """Return the medians of both calls, which wait for the GPU."""
-    before, own, after = (_median(one) for one in (other, call, other))
-    return Times(own, (before, after))
-
-
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Replace the file in one step, so that an interrupted run leaves the results it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(path)
-
-
-def _median(call: Callable[[], Any]) -> float:
-    timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return 1e6 * float(timer.blocked_autorange(min_run_time=MEASURED).median)
 
 
 def _output(*command: str) -> str | None:

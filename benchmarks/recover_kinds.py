@@ -1,9 +1,9 @@
 """Prune and recover SmolLM2-135M with several kinds of text, and judge it by kinds that it never sees.
 
-    python examples/texts.py --root root --output texts  # see there
-    python examples/write_texts.py --texts texts --output written.txt
-    python examples/recover_kinds.py --texts texts --written written.txt --output kinds.json  # half an hour
-    python examples/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 \\
+    python benchmarks/texts.py --root root --output texts  # see there
+    python benchmarks/write_texts.py --texts texts --output written.txt
+    python benchmarks/recover_kinds.py --texts texts --written written.txt --output kinds.json  # half an hour
+    python benchmarks/recover_kinds.py --texts texts --output kinds.json --context 64 --calibration 8 \\
         --batch 2 --minutes .4 --windows 4 --characters 100000  # to try it
 
 Training mixes the kinds of the folder with Python and text files of this installation ("code"), each cut to

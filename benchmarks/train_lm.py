@@ -1,7 +1,7 @@
 """Train a language model from scratch in a given time: dense, and wider but sparse, by every method.
 
-    python examples/train_lm.py --seconds 90 --output train_lm.json
-    python examples/train_lm.py --device cpu --seconds 5 --width 64 --dense-width 32 --layers 1 \\
+    python benchmarks/train_lm.py --seconds 90 --output train_lm.json
+    python benchmarks/train_lm.py --device cpu --seconds 5 --width 64 --dense-width 32 --layers 1 \\
         --context 64 --batch 4 --block 16 --megabytes 2 --no-compile
 
 A byte-level GPT learns the Python sources of this installation. A contender is "dense", or a method and a

@@ -1,7 +1,7 @@
 """Let a language model write texts of all kinds that it knows, to be recovered with once it is pruned.
 
-    python examples/write_texts.py --output texts/written.txt  # two minutes of a GPU
-    python examples/write_texts.py --output texts/written.txt --windows 4 --batch 2 --context 32  # to try it
+    python benchmarks/write_texts.py --output texts/written.txt  # two minutes of a GPU
+    python benchmarks/write_texts.py --output written.txt --windows 4 --batch 2 --context 32  # to try it
 
 Each window begins with the token that ends documents and goes on with what the model itself draws, from
 all of its vocabulary (as in Liu et al., "LLM-QAT: Data-Free Quantization Aware Training for Large Language

@@ -6,7 +6,7 @@
         dict-gcide jargon-text fortunes fortunes-min fortunes-bofh-excuses r-cran-tm r-cran-janeaustenr
     apt-get download wesnoth-1.16-{did,dm,dw,ei,httt,l,low,nr,sof,sota,sotbe,thot,trow,tsg,utbs}
     for package in *.deb; do dpkg -x $package root; done
-    python examples/texts.py --root root --output texts
+    python benchmarks/texts.py --root root --output texts
 
 Writes ``OUTPUT/training/KIND.txt`` and ``OUTPUT/held_out/KIND.txt``, in which form feeds separate documents.
 The kinds that are held out are fixed here, before any training: news, novels, and a reference manual.

@@ -1,7 +1,7 @@
 """Prune and recover all-MiniLM-L6-v2, a sentence-embedding model, with docstrings of this installation.
 
-    python examples/recover_minilm.py --output minilm.json  # some minutes on a GPU
-    python examples/recover_minilm.py --output minilm.json --texts 999 --calibration 128 --steps 50 --batch 32
+    python benchmarks/recover_minilm.py --output minilm.json  # some minutes on a GPU
+    python benchmarks/recover_minilm.py --texts 999 --calibration 128 --steps 50 --batch 32 --output a.json
 
 After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
 the ten nearest neighbours that agrees with the dense model, and how often a docstring's title finds its body.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
-from parsing import block_list, positive
+from harness import block_list, positive
 from records import recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
