@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
-from tilesparse.cli.demo import GPT, Size, synchronize
+from tilesparse.cli.bench import synchronize
+from tilesparse.cli.demo import GPT, Size
 from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
 
 HEAD = 64  # features of an attention head
