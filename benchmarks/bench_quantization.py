@@ -13,26 +13,23 @@ from __future__ import annotations
 import argparse
 import copy
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import prune_minilm
+import prune_smollm2
 import torch
+from common import packaged
 from harness import recording, run_benchmark, write_json
 from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
 
 import tilesparse as ts
 from tilesparse._replay.batches import moved
 from tilesparse.prune import prune_model
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-import prune_minilm
-import prune_smollm2
-from common import packaged
-from transformers import AutoModel, AutoTokenizer
 
 LENGTH = 512  # of a chunk of text, in tokens
 SENTENCES = 500  # whose embeddings are compared

@@ -11,9 +11,9 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import stored
 from report import Row, rows_of
 
 OPS = {"dds_nt": "forward", "dds_nn": "dgrad", "sdd_tn": "wgrad"}
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="of bench_ops.py")
-    documents = [json.loads(path.read_text()) for path in parser.parse_args(argv).results]
+    parser.add_argument("results", nargs="+", help="of bench_ops.py")
+    documents = [run for file in parser.parse_args(argv).results for run in stored.documents(file).values()]
     print(json.dumps(break_even(documents), indent=1))
     return 0
 

@@ -1,6 +1,6 @@
 """Prints how far estimated times are from measured ones, and what that costs. No GPU is needed.
 
-python benchmarks/check_estimates.py benchmarks/results/h200_*.json
+python benchmarks/check_estimates.py benchmarks/results/h200_fit.json.gz
 
 Estimates are what the library chooses kernels by. Errors are printed by family of kernels. Of results of
 bench_kernels.py, which have all kernels, choices are compared with the best ones, too.
@@ -9,14 +9,13 @@ bench_kernels.py, which have all kernels, choices are compared with the best one
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import stored
 from kernel_cases import gpu_of, product_of
 from report import rows_of
 
@@ -59,10 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="of bench_ops.py or bench_kernels.py")
+    parser.add_argument("results", nargs="+", help="of bench_ops.py or bench_kernels.py")
     parser.add_argument("--worst", type=int, default=0, help="print so many of the worst cases, too")
     arguments = parser.parse_args(argv)
-    pairs = [list(pairs_of([json.loads(path.read_text())])) for path in arguments.results]
+    runs = [run for file in arguments.results for run in stored.documents(file).values()]
+    pairs = [list(pairs_of([run])) for run in runs]
     print_errors([pair for of_file in pairs for pair in of_file], arguments.worst)
     if choices := [choice for of_file in pairs for choice in choices_of(of_file)]:
         print_choices(choices, arguments.worst)

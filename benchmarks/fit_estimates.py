@@ -1,7 +1,7 @@
 """Fits the coefficients of estimates to times of kernels, and writes them where the library is built from.
 
     python benchmarks/fit_estimates.py
-    python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_kernels*.json
+    python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_fit.json.gz
 
 Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. Those of bench_ops.py
 count as well, which has the time of the chosen kernel alone. The library says what the features of a product
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import estimate_fit
 import numpy as np
+import stored
 from estimate_fit import Coefficients, Loss, Row, Table
 from kernel_cases import gpu_of, product_of
 from report import rows_of
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "estimates.json"
-NAMES = "*_kernels*.json", "*_pair_*.json", "*_chosen_*.json"  # of those that estimates are fitted to
+NAMES = "*_fit.json.gz", "*_kernels*.json"  # of those that estimates are fitted to
 DENSE = -1  # in the place of a kernel
 INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
 
@@ -80,26 +81,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--left-out", action="store_true", help="fit without each layer, too, and compare")
     arguments = parser.parse_args(argv)
     summaries = {}
-    files = _by_gpu(arguments.results or sorted(path for name in NAMES for path in RESULTS.glob(name)))
-    everything = {gpu: load(gpu, paths) for gpu, paths in files.items()}
+    runs = _by_gpu(arguments.results or sorted(path for name in NAMES for path in RESULTS.glob(name)))
+    everything = {gpu: load(gpu, [*own.values()]) for gpu, own in runs.items()}
     fitted = fit_all(everything)
-    for gpu, paths in files.items():
+    for gpu, own in runs.items():
         coefficients, measured = fitted[gpu]
-        first = {} if gpu == next(iter(files)) else next(iter(fitted.values())).coefficients
+        first = {} if gpu == next(iter(runs)) else next(iter(fitted.values())).coefficients
         found = losses(measured, {**first, **coefficients})
         summaries[gpu] = {
-            "files": [path.name for path in paths],
+            "runs": [*own],
             "interrupted": len(everything[gpu].of_cases()) - len(measured.of_cases()),
             "all": estimate_fit.summary(found),
-            "kinds": {kind: estimate_fit.summary(own) for kind, own in _kinds(measured, found).items()},
+            "kinds": {kind: estimate_fit.summary(some) for kind, some in _kinds(measured, found).items()},
         }
         if arguments.left_out:
             left = estimate_fit.left_out(measured.rows, measured.layer_of, first)
             summaries[gpu]["left_out"] = estimate_fit.summary(left)
-            if len(paths) > 1:
-                summaries[gpu]["unseen"] = estimate_fit.summary(unseen(load(gpu, paths[:1]), measured, first))
+            if len(own) > 1:
+                largest = load(gpu, [next(iter(own.values()))])
+                summaries[gpu]["unseen"] = estimate_fit.summary(unseen(largest, measured, first))
         report(gpu, summaries[gpu], len(coefficients))
-    names = [path.name for paths in files.values() for path in paths]
+    names = [name for own in runs.values() for name in own]
     arguments.output.write_text(as_text({gpu: one.coefficients for gpu, one in fitted.items()}, names))
     arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
     return 0
@@ -122,41 +124,44 @@ def fit_all(everything: Mapping[str, Measured]) -> dict[str, Fitted]:
     return fitted
 
 
-def _by_gpu(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Those files that have times of all kernels of a case, of each GPU the one with most cases first.
+def _by_gpu(paths: Sequence[Path]) -> dict[str, dict[str, stored.Document]]:
+    """Return the runs that have times of all kernels of a case by GPU and name, those with most cases first.
 
     The GPU that others stay near is the first one.
     """
-    found: dict[str, list[tuple[int, Path]]] = defaultdict(list)
+    found: dict[str, list[tuple[int, str, stored.Document]]] = defaultdict(list)
     for path in paths:
-        document = json.loads(path.read_text())
-        cases = document.get("cases")
-        environment = document.get("environment", {})
-        gpu = gpu_of(environment.get("gpu") or "") if "limits" not in environment else None
-        if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
-            found[gpu].append((-len(cases), path))
+        for run, document in stored.documents(path).items():
+            cases = document.get("cases")
+            environment = document.get("environment", {})
+            gpu = gpu_of(environment.get("gpu") or "") if "limits" not in environment else None
+            if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
+                name = f"{path.name}#{run}" if run else path.name
+                found[gpu].append((-len(cases), name, document))
     by_gpu = sorted(found.items(), key=lambda item: item[0] != MEASURED[0])
-    return {gpu: [path for _, path in sorted(files)] for gpu, files in by_gpu}
+    return {
+        gpu: {name: one for _, name, one in sorted(runs, key=lambda run: run[:2])} for gpu, runs in by_gpu
+    }
 
 
 def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
     return any(one.keys() & {"kernels_us", "kernel"} for case in cases for one in case.get("results", ()))
 
 
-def load(gpu: str, paths: Sequence[Path]) -> Measured:
-    """All that was measured on one GPU."""
+def load(gpu: str, runs: Sequence[stored.Document]) -> Measured:
+    """Return the measurements of one GPU."""
     measured = Measured(gpu, [], [])
     device, kernels = Device.find(gpu).info(), {kernel.name: i for i, kernel in enumerate(_C.kernels())}
-    for case, result in timed(paths):
+    for case, result in timed(runs):
         measured.rows.extend(_rows(case, result, len(measured.cases), device, kernels))
         measured.cases.append(case)
     return measured
 
 
-def timed(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def timed(runs: Sequence[stored.Document]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield cases and times of kernels; results of bench_ops.py for one product are a case together."""
     several: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
-    for case, result in rows_of(json.loads(path.read_text()) for path in paths):
+    for case, result in rows_of(runs):
         if result["contender"] != "tilesparse":
             continue
         if "kernels_us" in result:

@@ -7,7 +7,6 @@ import importlib.metadata
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,18 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import records
 import torch
+from records import write_json as write_json
 from torch import Tensor
 
 from tilesparse import _C
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-import records
-from parsing import block_list as block_list
-from parsing import density_list as density_list
-from parsing import name_list as name_list
-from parsing import positive as positive
-from records import write_json as write_json
+from tilesparse._checks import BLOCK_SIZES
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of most that is measured
@@ -315,6 +309,41 @@ def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return parse
+
+
+def name_list(text: str) -> tuple[str, ...]:
+    """The names in an argument like ``a,b``."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def block_list(text: str) -> tuple[tuple[int, int], ...]:
+    """The block shapes in an argument like ``64,128x32``."""
+    return tuple(_block(part) for part in name_list(text))
+
+
+def _block(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    allowed = [str(size) for size in BLOCK_SIZES]
+    if rows not in allowed or (cols or rows) not in allowed:
+        raise argparse.ArgumentTypeError(f"{text} is not made of {', '.join(allowed)}")
+    return int(rows), int(cols or rows)
+
+
+def density_list(text: str) -> tuple[float, ...]:
+    """The densities in an argument like ``.5,.25``."""
+    densities = tuple(float(part) for part in name_list(text))
+    for density in densities:
+        if not 0 < density <= 1:
+            raise argparse.ArgumentTypeError(f"{density} is not above 0 and at most 1")
+    return densities
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 def _installed(distribution: str) -> str | None:

@@ -7,14 +7,13 @@ python benchmarks/report.py results.json --sm80-floors
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import report_cpu
+import stored
 from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
@@ -79,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "results",
-        type=Path,
         nargs="+",
         help="of bench_ops.py, bench_models.py or bench_storages.py, or one of the others",
     )
@@ -90,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare forward kernels whose names begin with sm80 with the tuned Triton BSR",
     )
     arguments = parser.parse_args(argv)
-    documents = [json.loads(path.read_text()) for path in arguments.results]
+    documents = [run for file in arguments.results for run in stored.documents(file).values()]
     if arguments.sm80_floors:
         return int(not _print_floors(rows_of(documents)))
     for document in documents:
@@ -101,18 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "section" in documents[0]["cases"][0]:  # of bench_storages.py
         _print_storages([case for document in documents for case in document["cases"]])
         return 0
-    if "stored_bytes" in documents[0]["cases"][0]:
-        _print_training(documents[0]["cases"])
-        return 0
     if "way" in documents[0]["cases"][0]:  # of bench_parallel.py
         _print_parallel(documents[0]["cases"])
         return 0
-    for key, table_of in {"int8_us": report_cpu.eight_bits, "ms": report_cpu.models}.items():
-        if key in documents[0]["cases"][0] and "op" not in documents[0]["cases"][0]:  # not of bench_cpu.py
-            what, header, lines = table_of([case for document in documents for case in document["cases"]])
-            print(f"{what}\n")
-            _print_table(header, lines)
-            return 0
+    if "int8_us" in documents[0]["cases"][0]:  # of bench_cpu_eight_bits.py
+        what, header, lines = report_cpu.eight_bits([one for run in documents for one in run["cases"]])
+        print(f"{what}\n")
+        _print_table(header, lines)
+        return 0
     if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
         _print_cpu(documents[0]["cases"])
         return 0
@@ -204,44 +198,6 @@ def _microseconds(time_us: float) -> str:
 
 def _block(case: dict[str, Any]) -> str:
     return "x".join(map(str, case["block_shape"]))
-
-
-def _print_training(cases: Sequence[dict[str, Any]]) -> None:
-    """Print the held-out loss of all contenders after equally many steps and after equal time."""
-    cases = [case for case in cases if "unavailable" not in case]
-    evaluated = [{result["step"] for result in case["results"]} for case in cases]
-    steps = max(set.intersection(*evaluated))
-    seconds = min(case["results"][-1]["seconds"] for case in cases)
-    lines = []
-    for case in cases:
-        last = case["results"][-1]
-        lines.append(
-            [
-                case["contender"],
-                f"{1e3 * last['seconds'] / last['step']:.1f}",
-                f"{case['tokens_per_second'] / 1e3:.0f}",
-                f"{_interpolated(case, 'step', steps, 'loss'):.3f}",
-                f"{_interpolated(case, 'seconds', seconds, 'loss'):.3f}",
-                f"{_interpolated(case, 'seconds', seconds, 'step'):.0f}",
-                f"{case['parameters'] / 1e6:.1f}",
-                f"{case['stored_bytes'] / 1e6:.0f}",
-                None if case["peak_bytes"] is None else f"{case['peak_bytes'] / 1e9:.1f}",
-            ]
-        )
-    _print_table(
-        [
-            "",
-            "ms per step",
-            "thousand tokens per s",
-            f"loss after {steps} steps",
-            f"loss after {seconds:.0f} s",
-            "steps in that time",
-            "million parameters",
-            "MB of weights in bfloat16",
-            "peak GB in training",
-        ],
-        lines,
-    )
 
 
 def _print_parallel(cases: Sequence[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Tables of what bench_cpu_eight_bits.py and bench_cpu_models.py have measured, for report.py."""
+"""The table of what bench_cpu_eight_bits.py has measured, for report.py."""
 
 from __future__ import annotations
 
@@ -27,15 +27,3 @@ def eight_bits(cases: Cases) -> Table:
         lines.append([f"{in_features} → {out_features}", f"{density:g}", dense, *cells])
     what = "Time of int8, speedup over the fastest dense int8 product, and over the same blocks in bfloat16"
     return what, ["layer", "density", "dense int8", *(f"{block}x{block}" for block in blocks)], lines
-
-
-def models(cases: Cases) -> Table:
-    """Milliseconds of each contender, a column per density."""
-    densities = sorted({case["density"] for case in cases}, reverse=True)
-    times = {(case["contender"], case["density"]): f"{case['ms']:.1f}" for case in cases if "ms" in case}
-    lines = [
-        [name, *(times.get((name, density), "-") for density in densities)]
-        for name in dict.fromkeys(case["contender"] for case in cases)
-    ]
-    header = ["", *("dense" if density == 1 else f"density {density:g}" for density in densities)]
-    return "Milliseconds for a batch", header, lines

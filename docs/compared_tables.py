@@ -89,7 +89,7 @@ def _products() -> Iterator[list[str]]:
 def _eight_bits(gpu: str, shapes: tuple[str, ...], density: float, block: int) -> list[dict[str, Any]]:
     return [
         case["results"][0]
-        for case in cases(f"{gpu.lower()}_eight_bits.json")
+        for case in cases(f"{gpu.lower()}_eight_bits.json#products")
         if (case["dtype"], case["requested_density"], case["block_shape"]) == ("int8", density, [block] * 2)
         and case["shape"] in shapes
     ]
@@ -105,13 +105,16 @@ def _ratios(dense: list[list[float]], ours: list[list[float]]) -> list[float]:
 
 def _models() -> Iterator[list[str]]:
     """Whole models in CUDA graphs."""
-    block, files = "a Llama 3 8B block, 8192 tokens", ("h200_models.json", "h100_models_eight_bits.json")
+    block, files = (
+        "a Llama 3 8B block, 8192 tokens",
+        ("h200_models.json#graph", "h100_models.json#eight_bits"),
+    )
     yield _line(f"H200, {block}", "bfloat16", _of_model(files[0], "llama-prefill", "graph"), None)
     yield _line(
         f"H100, {block}, compiled", "int8", None, _of_model(files[1], "llama-prefill", "compile-graph")
     )
     yield _line("H200, ViT-H/14, 64 images", "bfloat16", _of_model(files[0], "vit", "graph"), None)
-    products = _of_model("h100_llama_products_16.json", "llama-products", "graph")
+    products = _of_model("h100_models.json#llama_products_16", "llama-products", "graph")
     yield _line("H100, products of a Llama 3 8B block, 16 tokens", "bfloat16", products, None)
     token = _of_model(files[0], "llama-decode1", "graph")
     yield _line("H200, a Llama 3 8B block, one token after 8192", "bfloat16", token, None)
@@ -132,7 +135,7 @@ def _decode() -> Iterator[list[str]]:
     """One token through a large layer, beside dense bfloat16 and PyTorch's dense int4."""
     found: dict[tuple[float, str], dict[str, Any]] = {}
     peer = 0.0
-    for case in cases("h100_int4.json"):
+    for case in cases("h100_eight_bits.json#int4"):
         if (case["tokens"], case["block_shape"]) == (1, [128, 128]):
             density = float(case["requested_density"] if "requested_density" in case else case["density"])
             found |= {(density, one["contender"]): one for one in case["results"]}
@@ -152,7 +155,7 @@ def _experts() -> Iterator[list[str]]:
     """Products of experts, beside the faster of two dense ways, and a layer of them beside Transformers'."""
     found = {
         case["density"]: one["speedup"]
-        for case in cases("h100_experts.json")
+        for case in cases("h100_experts.json#products")
         if (case["name"], case["block_shape"], case["routing"]) == ("many-8192", [128, 128], "even")
         for one in case["results"]
         if one["op"] == "forward"
@@ -162,7 +165,7 @@ def _experts() -> Iterator[list[str]]:
     )
     layers = {
         case["density"]: one["speedup"]
-        for case in cases("h100_experts_layer.json")
+        for case in cases("h100_experts.json#layer")
         if case["block_shape"] == [128, 128]
         for one in case["results"]
         if one["op"] == "layer forward"
@@ -179,7 +182,7 @@ def _on_cpu() -> Iterator[list[str]]:
     two = "two CPU cores"
     products = {
         case["density"]: case
-        for case in cases("cpu_eight_bits.json")
+        for case in cases("cpu_eight_bits.json#two_threads")
         if (case["tokens"], case["in_features"], case["out_features"], case["block"]) == (512, 4096, 4096, 32)
     }
     dense = {density: min(case["dense_us"].values()) for density, case in products.items()}
@@ -205,7 +208,14 @@ def _on_cpu() -> Iterator[list[str]]:
 
 def _minilm(two: str) -> Iterator[list[str]]:
     """The sentence encoder, beside the fastest of PyTorch, ONNX Runtime and OpenVINO."""
-    measured = {(case["contender"], case["density"]): case["ms"] for case in cases("cpu_minilm.json")}
+    setting = {"threads": 2, "batch": 32, "tokens": 64}
+    measured = {
+        (case["contender"], case["density"]): one["ms"]
+        for case in cases("cpu_embeddings.json#speed")
+        if case["block"] in (0, 32)  # 0: dense
+        for one in case["results"]
+        if setting.items() <= one.items()
+    }
     dense = {name: ms for (name, density), ms in measured.items() if density == 1}
     in_8 = min(ms for name, ms in dense.items() if name.endswith("int8"))
     in_16 = min(ms for name, ms in dense.items() if not name.endswith("int8"))

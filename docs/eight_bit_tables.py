@@ -9,8 +9,8 @@ from typing import Any
 from table_makers import BLOCKS, DENSITIES, LARGE
 from table_parts import cases, short, table, times
 
-PRODUCTS = {"H200": "h200_eight_bits.json", "H100": "h100_eight_bits.json"}
-SCALED = "h200_eight_bits_scaled.json"
+PRODUCTS = {"H200": "h200_eight_bits.json#products", "H100": "h100_eight_bits.json#products"}
+SCALED = "h200_eight_bits.json#scaled"
 DTYPES = ("int8", "float8")
 
 
@@ -82,7 +82,7 @@ def scaled_products() -> str:
 def eight_bits_8_0() -> str:
     """The kernels for compute capability 8.0 on a newer GPU: µs in int8 and in bfloat16."""
     lines = []
-    for case in cases("h100_sm80_int8.json"):
+    for case in cases("sm80.json#int8"):
         (one,) = case["results"]
         lines.append(
             [
@@ -108,7 +108,7 @@ def eight_bit_models() -> str:
             f"{one['t_us'] / 1e3:.2f} ms",
             f"{one['speedup']:.2f}×",
         ]
-        for case in cases("h100_models_eight_bits.json")
+        for case in cases("h100_models.json#eight_bits")
         for one in case["results"]
     ]
     return table(["model", "code", "density", "dense float8", "sparse int8", "speedup"], lines)
@@ -116,7 +116,7 @@ def eight_bit_models() -> str:
 
 def four_bits() -> str:
     """Decode with weights in 8 and 4 bits, beside dense bfloat16 and PyTorch's dense int4."""
-    measured = cases("h100_int4.json")
+    measured = cases("h100_eight_bits.json#int4")
     peers = {
         case["tokens"]: one["t_us"]
         for case in measured
@@ -146,7 +146,7 @@ def four_bits() -> str:
 
 def quantized_minilm() -> str:
     """Cosines to the embeddings of MiniLM's dense model, quantized with and without data."""
-    measured = cases("cpu_quantization_minilm.json") + cases("cpu_quantization_minilm_pruned.json")
+    measured = cases("cpu_quantization.json#minilm") + cases("cpu_quantization.json#minilm_pruned")
     return _quality(measured, lambda one, _: f"{one:.4f}".removeprefix("0"))
 
 

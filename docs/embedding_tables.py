@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from table_parts import RESULTS, cases, short, table
+from table_parts import cases, short, table
 
-SPEED, COMPILED = "cpu_embeddings.json", "cpu_embeddings_compiled.json"
-QUALITY = "cpu_embeddings_quality.json"
-RECOVERED = (
-    "h100_embeddings.json",
-    "h100_embeddings_75.json",
-    "h100_embeddings_25.json",
-    "h100_embeddings_25_728s.json",
-    "h100_embeddings_420s.json",
-    "h200_embeddings.json",
-)
+SPEED, COMPILED = "cpu_embeddings.json#speed", "cpu_embeddings.json#compiled"
 Setting = tuple[int, int, int]  # threads, batch, tokens
 
 
@@ -77,61 +66,9 @@ def gains(file: str = SPEED) -> str:
     return table(["", "best dense", *(f"density {short(density)}" for density in densities)], lines)
 
 
-def quality() -> str:
-    """Cosines to float32 and passages found first, of dense contenders on each kind of text."""
-    found = cases(QUALITY)
-    kinds = list(found[0]["quality"])
-    lines = [
-        [
-            case["contender"],
-            *(f"{case['quality'][kind]['cosine']:.4f}" for kind in kinds),
-            *(f"{case['quality'][kind]['first_1']:.3f}" for kind in kinds),
-        ]
-        for case in found
-    ]
-    heads = [*(f"cosine, {kind}" for kind in kinds), *(f"first, {kind}" for kind in kinds)]
-    return table(["", *heads], lines)
-
-
-def recovered() -> str:
-    """Cosines to the dense model and passages found first, before and after recovery, by kind of text."""
-    documents = [json.loads((RESULTS / file).read_text()) for file in RECOVERED]
-    of_dense = documents[0]["dense"]
-    unseen = [kind for kind in of_dense if not kind.startswith(("of ", "validation"))]
-    firsts = [f"{of_dense[kind]['first_1']:.2f}" for kind in unseen]
-    lines = [["dense", "", "", *("1" for _ in unseen), "1", *firsts]]
-    found = [case for document in documents for case in document["cases"]]
-    begun = set[float]()  # densities of which the first point is shown
-    for case in sorted(found, key=lambda case: (-case["density"], case["seconds"])):
-        # The first point of a case that goes on from a higher density is of that one.
-        first = case["start"] == case["density"] and case["density"] not in begun
-        begun.add(case["density"])
-        for point in (*case["curve"][: int(first)], case["curve"][-1]):
-            quality = point["quality"]
-            seen = statistics.fmean(one["cosine"] for kind, one in quality.items() if kind.startswith("of "))
-            lines.append(
-                [
-                    short(case["density"]),
-                    f"{point['seconds']:.0f}",
-                    str(point["steps"]),
-                    *(f"{quality[kind]['cosine']:.3f}" for kind in unseen),
-                    f"{seen:.3f}",
-                    *(f"{quality[kind]['first_1']:.2f}" for kind in unseen),
-                ]
-            )
-    heads = [
-        *(f"cosine, {kind}" for kind in unseen),
-        "kinds it learned",
-        *(f"first, {kind}" for kind in unseen),
-    ]
-    return table(["density", "seconds", "steps", *heads], lines)
-
-
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-speed": speed,
     "embeddings-gains": gains,
     "embeddings-compiled": partial(speed, COMPILED),
     "embeddings-compiled-gains": partial(gains, COMPILED),
-    "embeddings-quality": quality,
-    "embeddings-recovered": recovered,
 }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-from table_parts import RESULTS, table
+from table_parts import document, table
 
 
 def estimates() -> str:
     """Losses against the best kernel, by GPU and kind of product."""
     lines = []
-    for gpu, found in json.loads((RESULTS / "estimates.json").read_text())["gpus"].items():
+    for gpu, found in document("estimates.json")["gpus"].items():
         lines.append(_line(f"{gpu}, all", found["all"], found.get("left_out")))
         if "unseen" in found:
             lines.append(_line(f"{gpu}, fitted to one run, other products of another", found["unseen"]))

@@ -16,7 +16,7 @@ SETS = {
 }
 OPS = {"dds_nt": "forward", "dds_nn": "gradient of x", "sdd_tn": "gradient of W"}
 WORST = 8
-LESS_MEMORY = "h100_99kib.json"
+LESS_MEMORY = "h100_99kib.json.gz"
 WITH_THREE_STAGES = ("dds_nt", "64x128"), ("dds_nn", "64x128"), ("sdd_tn", "64x128"), ("sdd_tn", "128x128")
 CLEARLY = 0.97
 
@@ -28,8 +28,8 @@ def _known(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def _pairs(name: str) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
     """η on an H100 over that on an H200, and both cases, in order."""
-    others = {_known(case): case for case in cases(f"h200_pair_{name}.json")}
-    pairs = [(case, others[_known(case)]) for case in cases(f"h100_pair_{name}.json")]
+    others = {_known(case): case for case in cases(f"h200_fit.json.gz#pair_{name}")}
+    pairs = [(case, others[_known(case)]) for case in cases(f"h100_fit.json.gz#pair_{name}")]
     found = [(_eta(one) / _eta(other), one, other) for one, other in pairs]
     return sorted(found, key=lambda pair: pair[0])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tables import generated
 
 log = logging.getLogger("mkdocs.hooks.docs")  # whose warnings are errors in a strict build
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +48,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between files of the repository become links between those of the site."""
-    here = page.file.src_uri
+    """Generate tables; links between files of the repository become links between those of the site."""
+    here, markdown = page.file.src_uri, generated(markdown)
 
     def moved(link: re.Match[str]) -> str:
         place = posixpath.relpath(place_of(link[2], here), posixpath.dirname(here) or ".")

@@ -98,7 +98,7 @@ def efficiency() -> str:
         [
             product,
             f"{block}×{block}",
-            *(_efficiencies("h200_bf16.json", op, block, shape) for shape in shapes),
+            *(_efficiencies("h200_bf16.json#products", op, block, shape) for shape in shapes),
         ]
         for op, product in PRODUCTS.items()
         for block in reversed(BLOCKS)
@@ -112,7 +112,7 @@ def unequal() -> str:
     lines = []
     for op in ("dds_nt", "dds_nn"):
         for block in (128, 64, 32):
-            by = partial(_efficiencies, "h200_unequal.json", op, block, "up", densities)
+            by = partial(_efficiencies, "h200_patterns.json#unequal", op, block, "up", densities)
             cells = [f"{by(pattern)} ({by(pattern, 'triton')})" for pattern in patterns]
             lines.append([PRODUCTS[op], f"{block}×{block}", *cells])
     return table(["product", "block", *(f"{pattern} (Triton)" for pattern in patterns)], lines)
@@ -160,7 +160,7 @@ def captured() -> str:
         "llama-decode16": "the same, 16 of these",
     }
     measured = {
-        (case["model"], case["task"], case["mode"]): case for case in cases("h200_models_captured.json")
+        (case["model"], case["task"], case["mode"]): case for case in cases("h200_models.json#captured")
     }
     lines = []
     for model, name in names.items():
@@ -176,8 +176,8 @@ def captured() -> str:
 
 def quality() -> str:
     """MiniLM's sentence embeddings after one-shot pruning."""
-    pruned = {case["density"]: case for case in cases("cpu_prune_minilm.json")}
-    magnitude = {case["density"]: case for case in cases("cpu_prune_minilm_magnitude.json")}
+    pruned = {case["density"]: case for case in cases("cpu_pruning.json#minilm")}
+    magnitude = {case["density"]: case for case in cases("cpu_pruning.json#minilm_magnitude")}
     lines = [
         [
             short(density),
@@ -186,19 +186,6 @@ def quality() -> str:
         for density in sorted(pruned, reverse=True)
     ]
     return table(["density", "block OBS with refit", "magnitude"], lines)
-
-
-def plans() -> str:
-    """Time to build plans on a GPU and on the host, and to rewire a pattern."""
-    cells: dict[tuple[str, int], dict[str, str]] = {}
-    for case in cases("h200_plans.json"):
-        row = cells.setdefault((case["shape"], case["block"]), {})
-        row[case["product"]] = f"{case['gpu_us']} µs, {case['host_ms']} ms"
-    lines = [
-        [shape, f"{block}×{block}", *(row[name] for name in (*PRODUCTS, "rewire"))]
-        for (shape, block), row in cells.items()
-    ]
-    return table(["layer", "block", *PRODUCTS.values(), "rewiring"], lines)
 
 
 def host() -> str:
@@ -217,23 +204,6 @@ def host() -> str:
     return table(["", "`nn.Linear`", "`BlockSparseLinear`", "ratio"], lines)
 
 
-def gradients() -> str:
-    """The gradient of W in float32 and that of a bias, beside kernels of their own."""
-    names = ("stored_us", "added_us", "added_apart_us", "with_bias_us", "bias_apart_us")
-    lines = [
-        [
-            "×".join(map(str, case["block_shape"])),
-            short(case["density"]),
-            str(one["tokens"]),
-            *(f"{one[name]:.0f}" for name in names),
-        ]
-        for case in cases("h200_gradients.json")
-        for one in case["results"]
-    ]
-    header = ["block", "density", "tokens", "16 bits", "added in float32", "added by PyTorch"]
-    return table([*header, "with bias", "bias by PyTorch"], lines)
-
-
 def vllm() -> str:
     """Tokens per second of vLLM on two cores of a CPU, dense and sparse."""
     measured = {(case["model"], case["measure"]): case for case in cases("cpu_vllm.json")}
@@ -249,7 +219,7 @@ def vllm() -> str:
 
 
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
-OTHER_TABLES = (unequal, packed, captured, quality, plans, host, gradients, vllm)
+OTHER_TABLES = (unequal, packed, captured, quality, host, vllm)
 TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 
@@ -294,7 +264,7 @@ def _captured(case: dict[str, Any]) -> tuple[str, str]:
 
 def _h200(op: str, shapes: Iterable[str], density: float, block: int) -> Iterator[float]:
     """Speedups of this library for each of the shapes."""
-    for case in (*cases("h200_bf16.json"), *cases("h200_decode.json")):
+    for case in (*cases("h200_bf16.json#products"), *cases("h200_decode.json")):
         if (case["op"], case["requested_density"], case["block_shape"]) != (op, density, [block, block]):
             continue
         if case["shape"] in shapes:
@@ -305,7 +275,7 @@ def _fastest(density: float, block: int, least: float, most: float) -> list[floa
     """Speedups of the fastest kernel where the dense time lies between two bounds in µs."""
     results = [
         case["results"][0]
-        for case in cases("h200_kernels.json")
+        for case in cases("h200_fit.json.gz#kernels")
         if (case["requested_density"], case["block_shape"]) == (density, [block, block])
     ]
     return [
@@ -327,12 +297,14 @@ _large = partial(_h200, "dds_nt", LARGE)
 def _cpu(dtype: str, op: str, count: int, density: float, block: int) -> Iterator[float]:
     wanted = dtype, op, count, density, block, *WIDE
     names = "dtype", "op", "tokens", "density", "block", "in_features", "out_features"
-    return (case["speedup"] for case in cases("cpu.json") if tuple(case[name] for name in names) == wanted)
+    return (
+        case["speedup"] for case in cases("cpu.json#amx") if tuple(case[name] for name in names) == wanted
+    )
 
 
 def _models(model: str, task: str, block: int) -> Iterator[str]:
     """Speedups at each density."""
-    for case in cases("h200_models.json"):
+    for case in cases("h200_models.json#graph"):
         if (case["model"], case["task"], case["mode"]) == (model, task, "graph"):
             for density in DENSITIES:
                 yield times(

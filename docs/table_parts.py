@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import stored
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 @cache
-def cases(file: str) -> list[dict[str, Any]]:
-    """Return those of one file of results."""
-    found: list[dict[str, Any]] = json.loads((RESULTS / file).read_text())["cases"]
+def document(name: str) -> dict[str, Any]:
+    """Return one run, named FILE or FILE#RUN."""
+    return stored.document(RESULTS / name)
+
+
+def runs(file: str) -> list[dict[str, Any]]:
+    """Return all runs of a file."""
+    return [*stored.documents(RESULTS / file).values()]
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    """Return the cases of one run."""
+    found: list[dict[str, Any]] = document(name)["cases"]
     return found
 
 

@@ -1,5 +1,4 @@
-/* Bytes of each structure in the first version of the public header. No caller has a shorter one. In plain C,
- * so that a test can compare them with that header. */
+/* Bytes of each structure in the first version of the public header. No caller has a shorter one. */
 #ifndef TILESPARSE_FIRST_SIZES_H_
 #define TILESPARSE_FIRST_SIZES_H_
 

@@ -6,15 +6,14 @@ python docs/figures/concepts.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from svg import write
 
-from tilesparse import BlockPattern, plot
+from tilesparse import BlockPattern
 
-FOLDER = Path(__file__).parent
 SHAPE, BLOCK = (128, 192), 32
 BLOCKS = [
     (0, 1),
@@ -38,8 +37,7 @@ def main() -> None:
         ("concepts-storages", storages()),
         ("concepts-plan", plan()),
     ):
-        (file,) = plot.save(figure, FOLDER / f"{name}.svg")
-        print(f"wrote {file}, {file.stat().st_size >> 10} KiB")
+        write(figure, name)
 
 
 def kept() -> BlockPattern:

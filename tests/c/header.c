@@ -6,7 +6,7 @@ _Static_assert(offsetof(ts_pattern, struct_size) == 0, "struct_size is the first
 _Static_assert(offsetof(ts_matmul_desc, struct_size) == 0, "struct_size is the first field");
 _Static_assert(offsetof(ts_device_info, struct_size) == 0, "struct_size is the first field");
 _Static_assert(offsetof(ts_kernel_info, struct_size) == 0, "struct_size is the first field");
-/* Sizes are part of the ABI: they only grow, see test_first.c. */
+/* Sizes are part of the ABI: they only grow, see test_descriptors.c. */
 _Static_assert(sizeof(ts_pattern) == 96, "ts_pattern has changed");
 _Static_assert(sizeof(ts_matrix) == 24, "ts_matrix has changed");
 _Static_assert(sizeof(ts_matmul_desc) == 352, "ts_matmul_desc has changed");

@@ -45,7 +45,7 @@ extern int failures;
         CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "%s: written", #change); \
     } while (0)
 
-/* Bytes of the structures in the first version of the header, which test_first.c compares with it. */
+/* Bytes of the structures in the first version of the header, as in cpp/src/first_sizes.h. */
 enum { FIRST_MATMUL_DESC = 160, FIRST_KERNEL_INFO = 104 };
 
 /* Block row 1 is empty, slots are out of order. */

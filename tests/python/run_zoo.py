@@ -38,8 +38,8 @@ from zoo import BLOCK, ZOO, Kind, linear_layers
 
 import tilesparse
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
+from tilesparse.integrations.peft import merge_loss
 from tilesparse.nn.known_experts import projections_of
-from tilesparse.peft import merge_loss
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 

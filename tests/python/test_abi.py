@@ -25,14 +25,6 @@ def test_the_interface_is_that_of_its_baseline() -> None:
     assert now == BASELINE
 
 
-def test_the_interface_has_only_grown_since_the_first_version() -> None:
-    now, first = facts(HEADER), facts(ROOT / "tests/c/first/tilesparse.h")
-    sizes = {name: int(size) for name, size in re.findall(r"^(\w+): (\d+) bytes$", "\n".join(now), re.M)}
-    for line in first:
-        size = re.fullmatch(r"(\w+): (\d+) bytes", line)
-        assert line in now or (size is not None and sizes[size[1]] >= int(size[2])), line
-
-
 @pytest.mark.parametrize(
     ("old", "new", "fact"),
     [

@@ -33,8 +33,6 @@ from tilesparse import (
     Product,
     PseudoBlockSparseLinear,
     TileSparseError,
-    adapter,
-    plot,
     prefer,
     prune,
     recover,
@@ -125,11 +123,9 @@ NOT_CALLED = {
     "nn.ExpertsLinear.from_linear",
     "prune.AllocatedLayer",
     "prune.Allocation",
-    "prune.ErrorCurves",
     "prune.ErrorProfiles",
     "prune.LatencyTable",
     "prune.PermutationReport",
-    "prune.PermutedFold",
     "prune.PermutedGroup",
     "prune.PruneReport",
     "prune.PrunedLayer",
@@ -254,30 +250,15 @@ def snapshots() -> list[tuple[int, dict[str, torch.Tensor]]]:
     return [(step, {"a": torch.eye(2, dtype=torch.bool)}) for step in (0, 1)]
 
 
-@cache
-def figures() -> list[Any]:
-    return plot.patterns(layer())
-
-
 def saved() -> str:
     if not Path("saved").exists():
         tilesparse.save(layered(), "saved")
     return "saved"
 
 
-def adapter_file() -> str:
-    adapter.BlockSparseAdapter(layered(), ".*").save("adapter.safetensors")
-    return "adapter.safetensors"
-
-
 def layered() -> nn.Module:
     """With a pattern that is not drawn."""
     return nn.Sequential(layer())
-
-
-def snapshot_file() -> str:
-    plot.save_snapshots("snapshots.safetensors", snapshots())
-    return "snapshots.safetensors"
 
 
 def table() -> prune.LatencyTable:
@@ -386,21 +367,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "functional.dds": lambda: {"a": tokens(), "values": values(), "pattern": pattern()},
     "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
     "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
-    "hf.follow": lambda: {"model": llama()},
-    "hf.to_dense": lambda: {"model": llama()},
-    "hf.model_card": lambda: {"model": sparse_llama()},
-    "peft.merge_loss": lambda: {"model": sparse()},
-    "adapter.BlockSparseAdapter": lambda: {"model": sparse(), "regex": ".*"},
-    "adapter.BlockSparseAdapter.save": lambda: (
-        adapter.BlockSparseAdapter(sparse(), ".*").save,
-        {"path": "new.safetensors"},
-    ),
-    "adapter.BlockSparseAdapter.load": lambda: {"model": layered(), "path": adapter_file()},
-    "adapter.AdaptedLinear": lambda: {"base_layer": layer(), "delta": layer(bias=False)},
-    "adapter.AdaptedLinear.forward": lambda: (
-        adapter.AdaptedLinear(layer(), layer(bias=False)).forward,
-        {"input": tokens()},
-    ),
+    "integrations.transformers.follow": lambda: {"model": llama()},
+    "integrations.transformers.to_dense": lambda: {"model": llama()},
+    "integrations.transformers.model_card": lambda: {"model": sparse_llama()},
+    "integrations.peft.merge_loss": lambda: {"model": sparse()},
     "BlockSparseLinear": lambda: {**LAYER, "block_shape": BLOCK},
     "BlockSparseLinear.from_spec": lambda: {"spec": layer().spec},
     "BlockSparseLinear.from_state": lambda: {"spec": layer().spec, "tensors": layer().state_dict()},
@@ -523,12 +493,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseMatrix.equal": lambda: (matrix().equal, {"other": matrix()}),
     "BlockSparseMatrix.allclose": lambda: (matrix().allclose, {"dense": torch.ones(32, 64)}),
     "plot.evolution": lambda: {"snapshots": snapshots()},
-    "plot.load_snapshots": lambda: {"path": snapshot_file()},
     "plot.patterns": lambda: {"source": sparse()},
-    "plot.save": lambda: {"figures": figures(), "path": "new.svg"},
-    "plot.save_snapshots": lambda: {"path": "new.safetensors", "snapshots": snapshots()},
-    "plot.tradeoff": lambda: {"points": [{"label": "a", "x": 1.0, "y": 2.0}], "x": "x", "y": "y"},
-    "prune.Choice": lambda: {"density": 0.5, "block_shape": BLOCK},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
@@ -539,8 +504,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "prune.LatencyTable.load": lambda: {"path": table_file()},
     "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
-    "prune.Fold": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
-    "prune.find_folds": lambda: {"model": dense()},
     "prune.find_permutation_groups": lambda: {"model": dense()},
     "prune.measure_errors": lambda: {
         "model": dense(),
@@ -553,11 +516,6 @@ CASES: dict[str, Callable[[], Any]] = {
         "configs": {"0": [BlockSparseConfig(0.5, BLOCK)]},
         "tokens": 8,
         "repetitions": 1,
-    },
-    "prune.measure_sensitivity": lambda: {
-        "model": Lossy(*dense()),
-        "batches": batches(),
-        "layers": ["0"],
     },
     "prune.permute_": lambda: {
         "model": dense(),
@@ -652,8 +610,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "train.MaskSchedule.load_state_dict": lambda: schedule(
         train.MaskSchedule, of_two_of_four(), every=2, decay=0.1
     ),
-    "train.MasterWeights": lambda: trained(sparse().bfloat16()),
-    "train.MasterWeights.load_state_dict": lambda: schedule(train.MasterWeights, sparse().bfloat16()),
     "train.PatternSchedule": lambda: trained(sparse(), every=2),
     "train.PatternSchedule.fractions =": fractioned,
     "train.PatternSchedule.step": lambda: of_schedule("step"),
@@ -669,7 +625,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 # Aliases in annotations, and what of an annotation makes a value of `HOSTILE` one of the right type.
 ALIASES = {"Forward": "Callable", "Loss": "Callable", "Timer": "Callable", "_Model": "Module", "Figure": ""}
-ALIASES |= {"Snapshots": "Sequence", "ErrorCurves": "Mapping", "Device": "None"}
+ALIASES |= {"Snapshots": "Sequence", "Device": "None"}
 RIGHT = {
     "none": {"None"},
     "text": {"str"},

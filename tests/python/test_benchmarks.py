@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,21 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import bench_checkpoint
-import bench_columns
 import bench_cpu
 import bench_cpu_eight_bits
-import bench_cpu_storages
+import bench_cpu_embeddings
 import bench_experts
-import bench_experts_parts
-import bench_gradients
 import bench_host
 import bench_kernels
 import bench_looks
 import bench_models
 import bench_parallel
-import bench_pruning
 import bench_storages
-import bench_training
 import bench_vllm
 import break_even
 import harness
@@ -39,12 +35,13 @@ import kernel_cases
 import models
 import pytest
 import report
+import stored
 import torch
 from models import MODELS, Architecture, Size
 from problems import Shape
 from torch import nn
 
-from tilesparse import _C, BlockSparseLinear, functional
+from tilesparse import _C, BlockSparseLinear
 from tilesparse.cli import info
 
 CPU = torch.device("cpu")
@@ -104,26 +101,6 @@ def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
             error = harness.relative_error(model(x), dense(x).float())
         assert error is not None
         assert 0 < error < bench_models.TOLERANCE
-
-
-@pytest.mark.parametrize("form", ["bfloat16", "float8"])
-def test_models_in_four_columns_are_timed_beside_all_dense_ones(form: str) -> None:
-    arguments = argparse.Namespace(device="cpu", repetitions=1, seed=0)
-    group = bench_columns.Group("llama-decode1", tiny("llama-decode1"), "inference", "eager")
-    result = bench_columns.Columns(group, arguments).result(form, 0.5, (16, 16))
-    assert not result["wrong"] and result["t_us"] > 0
-    assert result["beside_us"].keys() == {"dense", "float8", "float8_compiled"}
-
-
-def test_inputs_are_rounded_alike() -> None:
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[0] = 0
-    rows, scales = models.rounded(x)
-    expected, their_scales = functional.quantize(x, torch.float8_e4m3fn)
-    torch.testing.assert_close(
-        rows.float() * scales[:, None], expected.float() * their_scales[:, None], rtol=0.07, atol=1e-6
-    )
-    assert not rows[0].float().any()
 
 
 def test_decoding_continues_a_prompt() -> None:
@@ -218,30 +195,6 @@ def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.M
     assert all([result["call"] for result in case["results"]] == ["save", "load"] for case in cases)
 
 
-def test_pruning_and_rewiring_are_measured(tmp_path: Path) -> None:
-    path = tmp_path / "pruning.json"
-    sizes = "--hidden 128 --mlp 256 --heads 4 --batches 2 --tokens 32 --step-tokens 32 --block 32"
-    options = ["--device", "cpu", "--repetitions", "1", *sizes.split()]
-    assert bench_pruning.main([*options, "--output", str(path)]) == 0
-    cases = {case["case"]: case["results"] for case in json.loads(path.read_text())["cases"]}
-    assert set(cases) == set(bench_pruning.SECTIONS)
-    assert [result["layers"] for result in cases["pruning"]] == [7, 7, 7]
-    errors = {result["method"]: result["error"] for result in cases["pruning"]}
-    assert errors["obs"] < errors["wanda"] < errors["obs, no refit"]
-    assert [result["schedule"] for result in cases["rewiring"]] == ["set", "rigl"]
-    assert [result["dense_gradient_bytes"] for result in cases["norms"]] == [4 * 128 * 256] * 2
-
-
-def test_gradients_in_float32_are_measured_and_checked(tmp_path: Path) -> None:
-    path = tmp_path / "gradients.json"
-    sizes = "--out-features 128 --in-features 256 --tokens 8 40 --blocks 16,32 --densities 0.5"
-    options = ["--device", "cpu", "--repetitions", "1", *sizes.split()]
-    assert bench_gradients.main([*options, "--output", str(path)]) == 0
-    cases = json.loads(path.read_text())["cases"]
-    assert len(cases) == 4
-    assert all(not result["wrong"] for case in cases for result in case["results"])
-
-
 def test_products_of_experts_are_measured_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,12 +213,6 @@ def test_products_of_experts_are_measured_and_checked(
     assert all(not result["wrong"] for case in cases + layers for result in case["results"])
     most = {case["routing"]: case["most_rows"] for case in cases if case["experts"] == 8}
     assert most["zipf"] > most["even"]
-    options = ["--device", "cpu", "--repetitions", "1", "--tokens", "24", "--blocks", "16"]
-    assert bench_experts_parts.main([*options, "--output", str(path)]) == 0
-    (case,) = json.loads(path.read_text())["cases"]
-    parts = {result["part"]: result["t_us"] for result in case["results"]}
-    assert {"all", "router", "sort", "gather", "combine", "gradient of down"} <= parts.keys()
-    assert all(time > 0 for time in parts.values())
 
 
 def test_products_of_the_cpu_are_measured_and_checked(
@@ -277,13 +224,6 @@ def test_products_of_the_cpu_are_measured_and_checked(
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
-
-
-def test_bench_cpu_storages_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_cpu_storages.main(["--rounds", "1", "--tokens", "1", "--blocks", "64", "--densities", "0.5"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 + len(bench_cpu_storages.LAYERS)
-    assert len({line.count("|") for line in lines[1:]}) == 1
 
 
 def test_products_of_int8_on_a_cpu(
@@ -302,20 +242,6 @@ def test_products_of_int8_on_a_cpu(
     assert re.search(
         r"\| 128 → 192 \| 0.5 \| .* ms \(\w+\) \|.*×, .*× \|.*×, .*× \|", capsys.readouterr().out
     )
-
-
-def test_models_on_a_cpu_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "models.json"
-    cases = [
-        {"contender": "torch", "density": 1.0, "ms": 10.0},
-        {"contender": "openvino", "density": 1.0, "unavailable": "not installed"},
-        {"contender": "tilesparse", "density": 0.5, "ms": 4.0},
-    ]
-    path.write_text(json.dumps({"environment": harness.environment(), "cases": cases}))
-    report.main([str(path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert "|  | dense | density 0.5 |" in lines
-    assert {"| torch | 10.0 | - |", "| openvino | - | - |", "| tilesparse | - | 4.0 |"} <= set(lines)
 
 
 def storages(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
@@ -414,26 +340,6 @@ def test_no_storage_is_measured_after_the_budget(tmp_path: Path, monkeypatch: py
     assert "budget" in json.loads(path.read_text())["stopped"]
 
 
-def test_contenders_are_trained_on_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "training.json"
-    sizes = "--layers 1 --width 128 --context 8 --batch 2 --block 32 --megabytes 1 --held-out-batches 2"
-    arguments = f"--device cpu --no-compile --steps 20 --evaluate-every 10 --every 3 {sizes}"
-    assert bench_training.main([*arguments.split(), "--output", str(path)]) == 0
-    cases = {case["contender"]: case for case in json.loads(path.read_text())["cases"]}
-    assert tuple(cases) == bench_training.NAMES
-    for case in cases.values():
-        assert [result["step"] for result in case["results"]] == [10, 20]
-        assert case["results"][1]["loss"] < case["results"][0]["loss"]
-    parameters = {name: case["parameters"] for name, case in cases.items()}
-    assert parameters["dense"] > parameters["blocks"] == parameters["2:4 in blocks"]
-    assert parameters["half the blocks"] < parameters["blocks"]
-    assert cases["2:4 in blocks"]["stored_bytes"] < cases["blocks"]["stored_bytes"]
-    capsys.readouterr()
-    assert report.main([str(path)]) == 0
-    assert "| loss after 20 steps |" in (text := capsys.readouterr().out)
-    assert all(f"| {name} |" in text for name in cases)
-
-
 @pytest.mark.parametrize(
     ("times", "density"),
     [
@@ -451,8 +357,8 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
 
 
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
-    names = ("h200_bf16.json", "h200_break_even.json")
-    documents = [json.loads((RESULTS / name).read_text()) for name in names]
+    names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
+    documents = [stored.document(RESULTS / name) for name in names]
     assert json.loads(info.BREAK_EVEN.read_text()) == break_even.break_even(documents)
 
 
@@ -575,3 +481,75 @@ def test_served_models_are_of_one_size(tmp_path: Path) -> None:
             assert abs(layer.density - options["density"]) < 0.05
             assert layer.activations == options.get("activations")
         assert bench_vllm.make_checkpoint(tmp_path, name, arguments) == folder
+
+
+def test_runs_are_stored_and_read(tmp_path: Path) -> None:
+    """Fields keep their order, which tells products apart; rows may differ in their fields."""
+    cases = [
+        {"shape": [1, 2], "results": [{"kernels_us": {"b": 1.5, "a": 2.0}, "wrong": False}]},
+        {"results": [{"wrong": True, "kernels_us": {"a": 1.0}}], "shape": None},
+        {"shape": [3], "results": [{"kernels_us": {}, "wrong": False}]},
+    ]
+    one = {"environment": {"gpu": "H100"}, "cases": cases}
+    for name in ("runs.json", "runs.json.gz"):
+        path = tmp_path / name
+        (tmp_path / "run.json").write_text(json.dumps(one))
+        assert stored.main([str(tmp_path / "run.json"), f"{path}#first"]) == 0
+        assert stored.document(path) == one
+        assert stored.main([f"{path}#first", f"{path}#second"]) == 0
+        assert json.dumps(stored.documents(path)) == json.dumps({"first": one, "second": one})
+        with pytest.raises(ValueError, match="file must name one of its runs"):
+            stored.document(path)
+        assert stored.main([f"{path}#second", str(tmp_path / "only.json")]) == 0
+        assert json.dumps(stored.document(tmp_path / "only.json")) == json.dumps(one)
+
+
+def test_embedding_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+
+    class Fake:
+        def __init__(self, arguments: Any, name: str, density: float, block: int) -> None:
+            self.name, self.density, self.block = name, density, block
+
+        def answer(self, turn: Any = None) -> Any:
+            if turn is None:
+                return "ready"
+            turns.append(self.name)
+            return float(100 - len(turns))
+
+        def end(self) -> None:
+            turns.append(f"end of {self.name}")
+
+    monkeypatch.setattr(bench_cpu_embeddings, "Process", Fake)
+    monkeypatch.setattr(bench_cpu_embeddings, "DENSE", ("torch",))
+    output = tmp_path / "out.json"
+    sizes = "--blocks 32 --densities .5 --threads 1 --seconds 0"
+    bench_cpu_embeddings.main(f"--folder {tmp_path} --output {output} {sizes}".split())
+    names = ["torch", *bench_cpu_embeddings.COMPILED_DENSE, *bench_cpu_embeddings.SPARSE]
+    # Three batches, once without counting, so that what is compiled is compiled.
+    assert turns == names * 6 + [f"end of {name}" for name in names]
+    cases = json.loads(output.read_text())["cases"]
+    assert [case["contender"] for case in cases] == names
+    assert [result["ms"] for result in cases[0]["results"]] == [81, 75, 69]
+
+
+def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    tables = runpy.run_path(str(docs / "embedding_tables.py"))
+    found = [
+        {"contender": name, "density": density, "block": block, "results": [{**setting, "ms": ms}]}
+        for setting in [{"threads": 2, "batch": 1, "tokens": 32}]
+        for name, density, block, ms in [
+            ("torch", 1.0, 0, 30.0),
+            ("openvino int8", 1.0, 0, 12.0),
+            ("tilesparse bfloat16", 0.5, 32, 10.0),
+            ("tilesparse bfloat16", 0.5, 64, 8.0),
+            ("tilesparse int8 bfloat16", 0.25, 64, 24.0),
+        ]
+    ]
+    monkeypatch.setitem(tables["gains"].__globals__, "cases", lambda file: found)
+    best = "1.50×, bfloat16, blocks of 64", "0.50×, int8 bfloat16, blocks of 64"
+    assert tables["gains"]().splitlines()[2] == f"| 1 × 32, 2 threads | openvino int8 | {' | '.join(best)} |"
+    assert [line.split(" | ")[-1] for line in tables["speed"]().splitlines()[2:5]] == ["30 |", "12 |", "10 |"]
+    assert "**8**" in tables["speed"]()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,36 +40,10 @@ def test_progress_is_said_without_a_terminal_too(
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
 
 
-def test_both_models_see_the_same_batches_in_the_same_number_of_steps() -> None:
-    settings = demo.Settings(demo.SIZES["tiny"], torch.device("cpu"), torch.float32, 1.0, (32, 32), steps=3)
-    torch.manual_seed(0)
-    dense = demo.GPT(settings.size)
-    trainees = [
-        demo.Trainee(name, model, settings)
-        for name, model in (("dense", dense), ("copy", demo.copy.deepcopy(dense)))
-    ]
-    demo.train(trainees, demo.load_text(None, settings.size.context)[0])
-    assert trainees[0].loss == trainees[1].loss
-    assert [len(trainee.seconds) for trainee in trainees] == [3, 3]
-
-
-def test_own_text_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(bytes(range(256)) * 20)
-    assert cli.main([*TINY, "--steps", "2", "--text", str(file)]) == 0
-    assert "0.0 MB of text" in capsys.readouterr().out
-    file.write_bytes(b"short")
-    assert cli.main([*TINY, "--text", str(file)]) == 2
-    assert cli.main([*TINY, "--text", str(tmp_path / "missing")]) == 2
-    errors = capsys.readouterr().err
-    assert "found 5" in errors and "missing" in errors
-
-
-def test_the_text_is_split_and_always_the_same() -> None:
-    training, validation = demo.load_text(None, 32)
-    assert len(validation) == (len(training) + len(validation)) // 10
-    assert bytes(training[:100_000]).count(b"import ") > 10
-    assert torch.equal(training[:1000], demo.load_text(None, 32)[0][:1000])
+def test_the_text_is_always_the_same() -> None:
+    text = demo.library_sources()
+    assert bytes(text[:100_000]).count(b"import ") > 10
+    assert torch.equal(text[:1000], demo.library_sources()[:1000])
 
 
 def test_bad_block_shapes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:

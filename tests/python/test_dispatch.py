@@ -18,6 +18,7 @@ from pathlib import Path
 
 import check_estimates
 import pytest
+import stored
 import torch
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
@@ -35,7 +36,7 @@ B200 = _C.DeviceInfo(CUDA, 100, 148, 232448)
 
 CPU = _C.device_info(0)
 SPARSE, AUTO, DENSE = range(3)  # ts_matmul_desc.policy
-RUN_DENSE = -1  # TS_EXPAND_AND_RUN_DENSE
+RUN_DENSE = -1  # TS_RUN_DENSE
 RESULTS = Path(check_estimates.__file__).parent / "results"
 
 HAVE_SM90 = any(kernel.min_compute_capability == 90 for kernel in KERNELS)
@@ -365,8 +366,9 @@ def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
 def test_estimates_are_close_to_what_was_measured(gpu: str) -> None:
     """Kernels that are nearly the best; `benchmarks/check_estimates.py` prints all."""
     families: dict[str, list[float]] = defaultdict(list)
-    for path in sorted(RESULTS.glob(f"{gpu}_kernels*.json")):
-        pairs = list(check_estimates.pairs_of([json.loads(path.read_text())]))
+    runs = stored.documents(RESULTS / f"{gpu}_fit.json.gz")
+    for run in (run for name, run in runs.items() if name.startswith("kernels")):
+        pairs = list(check_estimates.pairs_of([run]))
         best = {pair.case: pair.measured for pair in sorted(pairs, key=lambda pair: -pair.measured)}
         for pair in pairs:
             if pair.measured < 1.1 * best[pair.case]:
@@ -384,7 +386,7 @@ def test_estimates_are_printed_by_family(capsys: pytest.CaptureFixture[str]) -> 
 
 @needs_sm90
 def test_choices_are_close_to_the_best_that_was_measured() -> None:
-    pairs = list(check_estimates.pairs_of([json.loads((RESULTS / "h200_kernels.json").read_text())]))
+    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / "h200_fit.json.gz#kernels")]))
     losses = [choice.loss for choice in check_estimates.choices_of(pairs)]
     assert len(losses) > 800
     assert statistics.mean(losses) < 0.02
@@ -396,7 +398,7 @@ def test_choices_are_compared_with_the_best_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where all kernels of a case were measured; the fastest here is one that nothing would choose."""
-    document = json.loads((RESULTS / "h200_untuned.json").read_text())
+    document = stored.document(RESULTS / "h200_untuned.json")
     case = next(case for case in document["cases"] if case["op"] == "dds_nt")
     times = {"sm90_dds_nt_bf16_512x128": 100.0, "sm80_dds_nt_bf16_32x128": 50.0}
     case["results"] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import check_estimates
 import pytest
+import stored
 import torch
 from kernel_cases import product_of
 from report import rows_of
@@ -134,14 +134,15 @@ def test_dense_scales_as_sparse_does() -> None:
 
 @needs_sm90
 @pytest.mark.parametrize(
-    "file", ["h100_kernels.json", "h100_kernels_second.json", "h200_kernels_second.json"]
+    "run",
+    ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"],
 )
-def test_chosen_kernels_are_close_to_the_best(file: str) -> None:
+def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
     """Products that coefficients were fitted to; a kernel that takes over twice as long counts as twice.
 
     Some took much longer as something interrupted a kernel (`fit_estimates.py` leaves them out).
     """
-    pairs = list(check_estimates.pairs_of([json.loads((RESULTS / file).read_text())]))
+    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / run)]))
     losses = [min(choice.loss, 1.0) for choice in check_estimates.choices_of(pairs)]
     assert len(losses) > 2500
     assert statistics.mean(losses) < 0.015
@@ -151,18 +152,18 @@ def test_chosen_kernels_are_close_to_the_best(file: str) -> None:
 @needs_sm90
 def test_choices_for_less_shared_memory_are_close_to_the_best() -> None:
     """Nothing was fitted to these: an H100 with the 99 KiB of a GPU of compute capability 8.9."""
-    pairs = list(check_estimates.pairs_of([json.loads((RESULTS / "h100_99kib.json").read_text())]))
+    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / "h100_99kib.json.gz")]))
     losses = [choice.loss for choice in check_estimates.choices_of(pairs)]
     assert len(losses) > 1200
     assert statistics.mean(losses) < 0.035
 
 
 @needs_sm90
-@pytest.mark.parametrize("file", ["h100_kernels_second.json", "h200_kernels_second.json"])
-def test_auto_takes_the_faster_of_sparse_and_dense(file: str) -> None:
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_auto_takes_the_faster_of_sparse_and_dense(gpu: str) -> None:
     """Where the measured times are apart by a quarter; dense is with writing W out, or copying its blocks."""
-    document = json.loads((RESULTS / file).read_text())
-    device = Device.find("H100" if file.startswith("h100") else "H200").info()
+    document = stored.document(RESULTS / f"{gpu.lower()}_fit.json.gz#kernels_second")
+    device = Device.find(gpu).info()
     numbers = {kernel.name: number for number, kernel in enumerate(KERNELS)}
     clear, wrong = 0, 0
     for case, result in rows_of([document]):

@@ -636,7 +636,7 @@ def test_a_checkpoint_of_experts_does_not_load_into_others(tmp_path: Path) -> No
 
 def test_dense_experts_come_back() -> None:
     pytest.importorskip("transformers")
-    from tilesparse.hf import to_dense
+    from tilesparse.integrations.transformers import to_dense
 
     model = ZOO["gpt_oss"].make()
     ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 import tilesparse as ts
-from tilesparse.adapter import BlockSparseAdapter
-from tilesparse.adapter.linear import AdaptedExperts
 from tilesparse.errors import UnsupportedError
+from tilesparse.integrations.peft import MergeLossWarning, merge_loss
 from tilesparse.integrations.peft_experts import LoraExperts
 from tilesparse.nn.experts_linear import ExpertsLinear
-from tilesparse.peft import MergeLossWarning, merge_loss
 
 TARGETS = ["gate_up", "down"]
 
@@ -256,39 +254,3 @@ def test_lora_is_compiled_and_runs_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         under = model(*inputs)
     torch.testing.assert_close(under, expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
-
-
-# Adapters of blocks.
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("nm", [None, (2, 4)])
-def test_adapters_of_blocks_add_to_kept_weights_and_merge_without_loss(
-    kind: str, nm: Any, tmp_path: Path
-) -> None:
-    model = Holder(sparse_experts(kind, nm=nm, block_shape=32))
-    other = copy.deepcopy(model)
-    inputs = routed(dense_experts(kind), torch.float32)
-    before = model(*inputs)
-    adapter = BlockSparseAdapter(model, r"experts\.(gate_up|down)", density=0.3, generator=seeded())
-    assert all(isinstance(layer, AdaptedExperts) for layer in adapter.layers.values())
-    close(model(*inputs), before)
-    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.5)
-    goal = torch.randn(before.shape, generator=seeded(5))
-    losses = []
-    for _ in range(10):
-        loss = (model(*inputs) - goal).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    trained = model(*inputs)
-    adapter.save(tmp_path / "adapter.safetensors")
-    loaded = BlockSparseAdapter.load(other, tmp_path / "adapter.safetensors")
-    assert torch.equal(other(*inputs), trained)
-    adapter.merge()
-    assert isinstance(model.experts.projections()["down"], ts.nn.ExpertsLinear)
-    close(model(*inputs), trained)
-    assert loaded.remove() is other
-    close(other(*inputs), before)

@@ -18,6 +18,7 @@ import transformers
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from helpers import SIZES
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -70,8 +71,7 @@ from tilesparse import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from tilesparse.adapter import BlockSparseAdapter
-from tilesparse.hf import TileSparseConfig, follow, model_card, to_dense
+from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card, to_dense
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -273,11 +273,11 @@ def test_another_transformers_without_these_names_costs_a_warning(name: str) -> 
 
 
 FORGOTTEN = """
-import sys, tilesparse, tilesparse.hf
+import sys, tilesparse, tilesparse.integrations.transformers
 from transformers import LlamaForCausalLM
 LlamaForCausalLM.from_pretrained(sys.argv[1])
 wrapped = LlamaForCausalLM.save_pretrained
-tilesparse.hf.unregister()
+tilesparse.integrations.transformers.unregister()
 assert LlamaForCausalLM.save_pretrained is wrapped.__wrapped__
 try:
     LlamaForCausalLM.from_pretrained(sys.argv[1])
@@ -377,19 +377,19 @@ def test_undone_models_are_dense_to_transformers(tmp_path: Path) -> None:
 def test_models_with_adapters_are_not_made_dense() -> None:
     model = patched("llama")
     layers = sparse_layers(model)
-    adapter = BlockSparseAdapter(model, r".*down_proj", density=0.5)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["down_proj"]))
     before = dict(model.named_modules())
     with pytest.raises(UnsupportedError, match=r"down_proj\.base_layer': has an adapter; merge or remove"):
         to_dense(model)
     assert dict(model.named_modules()) == before
-    adapter.merge()
+    adapted.merge_and_unload()
     assert sparse_layers(model) == layers and not sparse_layers(to_dense(model))
 
 
 def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
     model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=128, num_layers=1))
     patch(model, r".*(wi|wo)$")
-    BlockSparseAdapter(model, r".*")
+    get_peft_model(model, LoraConfig(target_modules=["wi", "wo"]))
     ids = torch.arange(6)[None]
     assert model(input_ids=ids, decoder_input_ids=ids).logits.shape == (1, 6, 32)
 
@@ -787,12 +787,12 @@ def test_state_dicts_without_a_weight_are_refused(tmp_path: Path) -> None:
 
 def test_checkpoints_with_an_adapter_inside_are_refused(tmp_path: Path) -> None:
     model = patched("llama")
-    adapter = BlockSparseAdapter(model, r".*q_proj")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapted")
     for kind in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(CheckpointError, match=r"q_proj.base_layer' lies inside .*, which is a Linear"):
             kind.from_pretrained(tmp_path / "adapted")
-    patch(adapter.remove(), "lm_head", block_shape=16)
+    patch(adapted.unload(), "lm_head", block_shape=16)
     model.save_pretrained(tmp_path / "plain")
     for kind in (AutoModel, LlamaForSequenceClassification):  # without the head, which is not asked for
         assert len(sparse_layers(kind.from_pretrained(tmp_path / "plain"))) == LAYERS["llama"]

@@ -1,18 +1,12 @@
-"""The examples that compare language models by their latency, and recover one with kinds of text."""
+"""The benchmarks that recover a language model with kinds of text."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import documents
-import ladder
-import ladder_models
 import pytest
 import recover_kinds
 import texts
@@ -21,16 +15,8 @@ import write_texts
 from helpers import DEVICES, seeded
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilesparse import BlockSparseLinear
-from tilesparse.demo import GPT, Size
-
 TEXT = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
 SIZES = "--device cpu --seconds 1 --layers 1 --context 32 --batch 4 --width 64 --block 16"
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(Size(layers=2, width=128, heads=2, context=32, batch=2)).eval()
 
 
 def test_sources_that_are_held_out_are_not_trained_on() -> None:
@@ -39,51 +25,6 @@ def test_sources_that_are_held_out_are_not_trained_on() -> None:
     assert held_out[:1000] not in training and held_out[-1000:] not in training
     again = documents.sources(8 << 20)
     assert bytes(again[1].tolist()) == held_out
-
-
-def test_the_ladder_trains_prunes_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "sources", lambda most: (TEXT, TEXT[:1024]))
-    monkeypatch.setattr(ladder, "CALIBRATION", 2)
-    for command in ("train", "prune", "measure"):
-        call = f"ladder {command} {SIZES} --folder {tmp_path} --output {tmp_path / 'ladder.json'}"
-        monkeypatch.setattr(sys, "argv", call.split())
-        ladder.main()
-    dense, sparse = json.loads((tmp_path / "ladder.json").read_text())["cases"]
-    assert (dense["name"], sparse["name"]) == ("dense-64", "sparse-64-0.5")
-    assert sparse["parameters"] < dense["parameters"] and sparse["density"] == 0.5
-    for case in (dense, sparse):
-        (result,) = case["results"]  # no float8 on a CPU
-        assert result["batch_ms"] > 0 and result["one_byte_ms"] > 0
-        assert result["loss"] == pytest.approx(case["loss"], rel=0.02)
-
-
-@torch.no_grad()
-def test_one_more_byte_is_what_a_full_pass_gives() -> None:
-    model, tokens = gpt(), torch.randint(256, (1, 32), generator=seeded())
-    step = ladder_models.NextByte(model, 32)
-    x = model.tokens(tokens) + model.positions
-    for block, one in zip(model.blocks, step.steps, strict=True):
-        parts = block.attention.inputs(block.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        one.keys.copy_(parts[1])
-        one.values.copy_(parts[2])
-        x = block(x)
-    torch.testing.assert_close(step(tokens[:, -1:]), model(tokens)[:, -1:], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_float8_gives_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense, tokens = gpt(), torch.randint(256, (2, 32), generator=seeded())
-    sparse = copy.deepcopy(dense)
-    settings = argparse.Namespace(block=32)
-    ladder.prune_model(sparse, [tokens], density=1.0, block_shape=settings.block, layers=ladder.LAYERS)
-    for model in (dense, sparse):
-        exact = model.to(torch.bfloat16)(tokens).float()
-        ladder_models.in_float8(model)
-        ladder_models.fused(model)
-        error = (model(tokens).float() - exact).norm() / exact.norm()
-        assert 0 < error < 0.05
-    layers = [module for module in sparse.modules() if isinstance(module, BlockSparseLinear)]
-    assert len(layers) == 8 and all(layer.policy == "sparse" for layer in layers)
 
 
 def test_texts_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -186,17 +127,3 @@ def test_attention_sees_the_past_alone() -> None:
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     assert weights is None
     torch.testing.assert_close(found, expected.transpose(1, 2))
-
-
-def test_a_front_has_what_nothing_beats_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    monkeypatch.syspath_prepend(docs)
-    front = runpy.run_path(str(docs / "language_tables.py"))["front"]
-    assert front([(1.0, 3.0), (2.0, 3.0), (2.0, 2.0), (3.0, 2.5), (4.0, 1.0)]) == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert front([(1.0, 1.0), (1.0, 1.0)]) == [True, True]

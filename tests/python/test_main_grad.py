@@ -1,9 +1,8 @@
-"""Gradients of weights in float32 beside them: main_grad, as in Megatron-LM, and MasterWeights."""
+"""Gradients of weights in float32 beside them: main_grad, as in Megatron-LM."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
 from tilesparse.errors import PatternChangedError
-from tilesparse.nn.experts_linear import ExpertsLinear
-from tilesparse.train import GroupLasso, MaskSchedule, MasterWeights, PatternSchedule, compact
+from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact
 
 HALVES = [torch.bfloat16, torch.float16]
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
@@ -424,155 +422,6 @@ def test_schedules_refuse_what_they_do_not_see() -> None:
     with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
         optimizer.step()
     del schedule
-
-
-# ---- MasterWeights ----
-
-
-class Model(nn.Module):
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.sparse = make(device, dtype)
-        self.norm = nn.LayerNorm(384, device=device)
-        self.dense = nn.Linear(384, 16, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.dense(self.norm(self.sparse(x).float()).to(x.dtype))
-        return y
-
-
-def step(model: Any, parameters: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    dtype, device = model.dense.weight.dtype, model.dense.weight.device
-    for micro in range(4):
-        x = torch.randn(24, 256, generator=seeded(10 * seed + micro)).to(device, dtype)
-        model(x).float().square().mean().backward()
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_masters_follow_the_optimizer(device: str, set_to_none: bool) -> None:
-    """As if the optimizer had seen masters and their gradients, worked out here by hand."""
-    model = Model(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    masters = MasterWeights(model, optimizer)
-    twin = Model(device, torch.bfloat16)
-    copies = {name: parameter.detach().float() for name, parameter in twin.named_parameters()}
-    by_hand = torch.optim.AdamW([nn.Parameter(copy) for copy in copies.values()], lr=1e-3, fused=True)
-    trained = by_hand.param_groups[0]["params"]
-    for seed in range(3):
-        for micro in range(4):
-            x = torch.randn(24, 256, generator=seeded(10 * seed + micro)).to(device, torch.bfloat16)
-            model(x).float().square().mean().backward()
-            _accumulate(twin, x, trained)
-        assert all(p.grad is None for p in model.parameters() if p.dtype == torch.bfloat16)
-        for master, other in zip(masters.parameters(), trained, strict=True):
-            assert master.dtype == torch.float32
-            torch.testing.assert_close(master.grad, other.grad, rtol=1e-4, atol=1e-6)
-        for each in (optimizer, by_hand):
-            each.step()
-            each.zero_grad(set_to_none=set_to_none)
-        with torch.no_grad():
-            for parameter, master in zip(twin.parameters(), trained, strict=True):
-                parameter.copy_(master)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=1e-2, atol=1e-5)
-    state = masters.state_dict()
-    assert pickle.loads(pickle.dumps(model)).sparse.weight.main_grad is None
-    assert torch.equal(model.sparse.weight, state["sparse.weight"].bfloat16())
-    assert not torch.equal(model.sparse.weight.float(), state["sparse.weight"])
-
-
-def _accumulate(twin: Model, x: Tensor, trained: list[nn.Parameter]) -> None:
-    """Adds gradients as MasterWeights is to add them."""
-    seen: list[Tensor] = []
-    handle = twin.sparse.register_full_backward_hook(lambda _, __, grads: seen.extend(grads))
-    twin(x.requires_grad_()).float().square().mean().backward()
-    handle.remove()
-    exact = exact_gradient(twin.sparse.pattern, x, *seen)[0]
-    for parameter, master in zip(twin.parameters(), trained, strict=True):
-        assert parameter.grad is not None
-        grad = exact if parameter is twin.sparse.weight else parameter.grad
-        grad = seen[0].double().sum(0) if parameter is twin.sparse.bias else grad
-        grad = grad.to(master.device, torch.float32)
-        master.grad = grad if master.grad is None else master.grad + grad
-    twin.zero_grad()
-
-
-def test_masters_keep_what_16_bits_lose() -> None:
-    """Small updates add up, and gradients of many micro-batches do."""
-    model = make(dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    masters = MasterWeights(model, optimizer)
-    before = {name: master.clone() for name, master in masters.state_dict().items()}
-    x = torch.ones(1, 256, dtype=torch.bfloat16)
-    for _ in range(4):
-        for _ in range(300):
-            model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, master in masters.state_dict().items():
-        torch.testing.assert_close(master, before[name] - 4 * 300 * 1e-4)
-
-
-def test_masters_take_over_what_others_write_and_are_saved() -> None:
-    model = Model("cpu", torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    masters = MasterWeights(model, optimizer)
-    step(model, masters.parameters(), optimizer, 0)
-    kept = masters.state_dict()["sparse.weight"].clone()
-    with torch.no_grad():
-        model.sparse.weight[2] = 3.0
-    optimizer.step()  # without gradients: nothing is trained
-    now = masters.state_dict()["sparse.weight"]
-    assert bool((now[2] == 3).all()) and torch.equal(now[:2], kept[:2])
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), masters.state_dict()))
-    other = Model("cpu", torch.bfloat16)
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
-    others = MasterWeights(other, other_optimizer)
-    for each, state in zip((other, other_optimizer, others), saved, strict=True):
-        each.load_state_dict(state)
-    for _ in range(2):
-        step(model, masters.parameters(), optimizer, 5)
-        step(other, others.parameters(), other_optimizer, 5)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
-    for name, master in masters.state_dict().items():
-        assert torch.equal(master, others.state_dict()[name]), name
-
-
-def test_masters_that_cannot_be_made_are_refused() -> None:
-    model = Model("cpu", torch.bfloat16)
-    experts = ExpertsLinear(64, 4 * 32, experts=4, block_shape=32, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="no float32 gradients of experts"):
-        MasterWeights(experts, torch.optim.SGD(experts.parameters(), lr=0.1))
-    MasterWeights(experts, torch.optim.SGD([experts.bias], lr=0.1))
-    with pytest.raises(InvalidArgumentError, match="parameters of float16 or bfloat16"):
-        MasterWeights(model, torch.optim.SGD(model.norm.parameters(), lr=0.1))
-    with pytest.raises(InvalidArgumentError, match="not the model's"):
-        MasterWeights(model.dense, torch.optim.SGD(model.parameters(), lr=0.1))
-    used = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
-    used.step()
-    with pytest.raises(InvalidArgumentError, match="must not have made a step"):
-        MasterWeights(model, used)
-    assert all(p in set(model.parameters()) for p in used.param_groups[0]["params"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights(model, optimizer)
-    with pytest.raises(InvalidArgumentError, match="main_grad already"):
-        MasterWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UnsupportedError, match="closure"):
-        optimizer.step(lambda: 0.0)
-    with pytest.raises(InvalidArgumentError, match="another one is trained in its place"):
-        PatternSchedule(model, optimizer, every=1)
-    with pytest.raises(InvalidArgumentError, match="state"):
-        masters.load_state_dict({})
-    model.sparse.weight = nn.Parameter(model.sparse.weight.detach())
-    with pytest.raises(InvalidArgumentError, match="make optimizer and MasterWeights anew"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("option", ["gate", "activation", "residual"])

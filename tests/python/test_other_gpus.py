@@ -21,9 +21,10 @@ import torch
 from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, form_of, prepared_on
 
 import tilesparse
-from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError, selection
+from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse.tuning.devices import runs_on
+from tilesparse.tuning.products import OPS
 
 NO_ROOM = ("the device has too little shared memory", "the device has no room for clusters of thread blocks")
 # By the GPU that each stands for. Kernels are launched with the properties that these leave.
@@ -94,7 +95,7 @@ def test_what_has_no_room_is_refused_and_another_kernel_computes_it(name: str) -
         if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability) and row.name not in able:
             assert any(reason in refusal(row, device) for reason in NO_ROOM), row
     for op, block, tokens, dtype in product(
-        selection.OPS, (16, 32, 64, 128), (1, 64, 8192), (torch.bfloat16, torch.float32, torch.float64)
+        OPS, (16, 32, 64, 128), (1, 64, 8192), (torch.bfloat16, torch.float32, torch.float64)
     ):
         choice = tilesparse.choose(Product(4096, 14336, tokens, 0.25, block, dtype, op), Device.of(device))
         assert choice.kernel in able | {None}  # None: dense is faster

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import prune
 from transformers import (
@@ -42,9 +43,8 @@ from transformers import (
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
 from tilesparse import _progress as progress
-from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
-from tilesparse.demo import GPT, SIZES
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
 from tilesparse.prune import prune_
@@ -246,14 +246,14 @@ def test_undo_restores_the_very_modules() -> None:
 def test_undo_refuses_layers_that_were_replaced_since() -> None:
     model, made = gpt(), patcher()
     made.patch_model(model, keep_dense=True)
-    adapter = BlockSparseAdapter(model, r".*mlp\.0", density=0.5)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["mlp.0"]))
     before = dict(model.named_modules())
     with pytest.raises(
-        InvalidArgumentError, match=r"as 'blocks\.0\.mlp\.0', got AdaptedLinear; merge or remove"
+        InvalidArgumentError, match=r"as 'blocks\.0\.mlp\.0', got LoraLinear; merge or remove"
     ):
         made.undo(model)
     assert dict(model.named_modules()) == before
-    adapter.remove()
+    adapted.unload()
     made.undo(model)
     assert BlockSparseLinear not in kinds(model).values()
 

@@ -31,8 +31,7 @@ from transformers import (
 )
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, UnsupportedError
-from tilesparse.adapter import BlockSparseAdapter
-from tilesparse.peft import LoraLinear, MergeLossWarning, merge_loss
+from tilesparse.integrations.peft import LoraLinear, MergeLossWarning, merge_loss
 
 FORMS: list[dict[str, Any]] = [
     {},
@@ -171,7 +170,7 @@ assert importlib.util.find_spec("peft.tuners") is not None  # looking does not r
 import peft, peft.tuners.lora.config as config
 loader = config.__loader__
 assert "exec_module" not in vars(loader) and loader.get_source(config.__name__)
-assert peft.LoraConfig(target_modules=["a"]) and "tilesparse.peft" not in sys.modules
+assert peft.LoraConfig(target_modules=["a"]) and "tilesparse.integrations.peft" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -244,9 +243,9 @@ def functions():
             tuners_utils._maybe_include_all_linear_layers)
 
 before = functions()
-import tilesparse, tilesparse.peft
+import tilesparse, tilesparse.integrations.peft
 assert not any(map(lambda a, b: a is b, before, functions()))
-tilesparse.peft.unregister()
+tilesparse.integrations.peft.unregister()
 assert functions() == before
 try:
     model = torch.nn.Sequential(tilesparse.BlockSparseLinear(64, 64, block_shape=32))
@@ -349,7 +348,7 @@ def test_unmerging_is_exact(options: dict[str, Any]) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.filterwarnings("ignore::tilesparse.peft.MergeLossWarning")
+@pytest.mark.filterwarnings("ignore::tilesparse.integrations.peft.MergeLossWarning")
 @pytest.mark.parametrize("storage", ["int8", "compressed"])
 def test_unmerging_is_exact_after_another_storage(storage: str) -> None:
     model = adapted(Network(nm=(2, 4)))
@@ -361,7 +360,7 @@ def test_unmerging_is_exact_after_another_storage(storage: str) -> None:
     assert base.storage == "plain" and torch.equal(base.weight, weight)
 
 
-@pytest.mark.filterwarnings("ignore::tilesparse.peft.MergeLossWarning")
+@pytest.mark.filterwarnings("ignore::tilesparse.integrations.peft.MergeLossWarning")
 @pytest.mark.parametrize("density", [0.25, 0.5])
 def test_unmerging_from_another_pattern_is_refused(density: float) -> None:
     model = adapted(Network(), "up")
@@ -506,14 +505,6 @@ def test_all_linear_includes_block_sparse_layers() -> None:
     assert set(model.targeted_module_names) == {"up", "mix", "down"}
     assert model.peft_config["second"].target_modules == {"up", "mix", "down"}
     assert all("second" in getattr(model.base_model.model, name).lora_A for name in ("up", "mix", "down"))
-
-
-def test_all_linear_leaves_adapters_of_blocks_as_they_are() -> None:
-    model = Network()
-    BlockSparseAdapter(model, "up")
-    model = get_peft_model(model, LoraConfig(target_modules="all-linear")).base_model.model
-    assert isinstance(model.down, LoraLinear)
-    assert type(model.up.base_layer) is type(model.up.delta) is BlockSparseLinear
 
 
 def test_a_block_sparse_layer_that_is_trained_whole_is_saved(tmp_path: Path) -> None:

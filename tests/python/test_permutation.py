@@ -12,7 +12,7 @@ from helpers import DEVICES, seeded
 from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 
-from tilesparse import InvalidArgumentError, prune
+from tilesparse import InvalidArgumentError
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.prune import (
     PermutationGroup,
@@ -406,14 +406,3 @@ def test_what_permute_model_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         permute_model(model, **given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_old_names_of_groups_stand_for_new_ones() -> None:
-    assert prune.Fold is PermutationGroup and prune.find_folds is prune.find_permutation_groups
-    model = mixed()
-    before = copy.deepcopy(model.state_dict())
-    permute_(model, fold=MIXED, order=torch.arange(MIXED.units))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    config = Config(0.5, (16, 16))
-    report = permute_model(model, [torch.randn(64, 64)], choice=config, folds=[MIXED])
-    assert report.folds == report.groups and report.folds[0].fold == MIXED

@@ -37,10 +37,10 @@ from transformers import (
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
 from tilesparse._replay.replay import Stream
+from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.demo import GPT, SIZES
-from tilesparse.prune import Choice, PruneReport, measure_errors, prune_, prune_model, refit, scores
+from tilesparse.prune import PruneReport, measure_errors, prune_, prune_model, refit, scores
 from tilesparse.prune import compensation as exact
 from tilesparse.prune.moments import Moments
 
@@ -547,18 +547,6 @@ def test_a_config_is_as_the_arguments_that_it_stands_for() -> None:
     assert prune_(own.model, named, own.batches).layers == report.layers
     now, then = case.model.state_dict(), own.model.state_dict()
     assert all(torch.equal(now[name], then[name]) for name in now)
-
-
-def test_old_names_stand_for_new_ones() -> None:
-    case, own = CASES["mlp"](), CASES["mlp"]()
-    config = Choice(0.5, (16, 16))
-    assert Choice is Config and repr(config).startswith("BlockSparseConfig(density=0.5, block_shape=(16, 16)")
-    (old,) = prune_model(case.model, case.batches, choices={"0": config}).layers
-    (new,) = prune_model(own.model, own.batches, configs={"0": config}).layers
-    assert old == new and old.choice == old.config == config
-    assert measure_errors(mlp(), vectors(), choices=[config]).keys() == {"0", "2"}
-    with pytest.raises(InvalidArgumentError, match="choices must not be given beside configs"):
-        prune_model(mlp(), vectors(), configs={"0": config}, choices={"0": config})
 
 
 @pytest.mark.parametrize(

@@ -338,8 +338,8 @@ def test_the_pages_on_training_run() -> None:
     assert executed("master-weights.md")["half"][0].weight.dtype == torch.bfloat16
 
 
-def test_the_language_model_of_the_examples_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example: Any = runpy.run_path(str(ROOT / "examples/train_lm.py"))
+def test_the_language_model_of_the_benchmark_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example: Any = runpy.run_path(str(ROOT / "benchmarks/train_lm.py"))
     text = torch.randint(256, (4096,), generator=seeded(), dtype=torch.uint8)
     monkeypatch.setitem(example["main"].__globals__, "sources", lambda most: (text, text))
     output = tmp_path / "results.json"

@@ -75,7 +75,7 @@ enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 }; /* ts_matmul_desc.op */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
 /* How the values of the kept blocks lie in memory.
  *
- * TS_STORAGE_DENSE: dense blocks [nnz, bn, bk]. TS_STORAGE_PLAIN is its former name.
+ * TS_STORAGE_DENSE: dense blocks [nnz, bn, bk].
  * TS_STORAGE_2_4: [nnz, bn, bk / 2], for bk of 32, 64 or 128. Of each 4 neighbours in a row of a block at
  * most two are not zero; two of them are there, in order, and the metadata says which. Metadata is 32-bit
  * words [nnz, bk / 32, bn / 16, 8, 2]: word (i, c, r, g, h) has the columns 32 c + 16 h and the 15 behind it,
@@ -92,13 +92,13 @@ enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
  * byte j of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of
  * 2 j + 1 in the high ones. Kernels that read them do not round the weight, which is done where values are
  * dequantized first. */
-enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1, TS_STORAGE_PLAIN = 0 };
+enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1 };
 /* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
  * whichever is estimated to be faster; always TS_RUN_DENSE. */
 enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
 /* In place of a kernel: the caller writes W dense and runs the product in a dense library, which ts_matmul
- * does not do. TS_EXPAND_AND_RUN_DENSE is its former name. */
-enum { TS_RUN_DENSE = -1, TS_EXPAND_AND_RUN_DENSE = -1 };
+ * does not do. */
+enum { TS_RUN_DENSE = -1 };
 /* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major).
  * TS_FEATURE_MAJOR is the former name of the latter. */
 enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1, TS_FEATURE_MAJOR = 1 };

@@ -1,4 +1,4 @@
-"""Ties to Transformers that do not import it: `tilesparse.hf` is imported once Transformers has been."""
+"""Import `tilesparse.integrations.transformers` once Transformers has been imported, never before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HF = "tilesparse.integrations.transformers"
 
 
 def register() -> None:
-    """Makes Transformers know `tilesparse.hf`, now or as soon as it is imported."""
+    """Register the quantization method of Transformers, now or as soon as it is imported."""
     when_imported(
         _METHODS,
         lambda module: _import_hf(),
@@ -24,7 +24,7 @@ def register() -> None:
     when_imported(
         "transformers.modeling_utils",
         _describe_before_saving,
-        "call tilesparse.hf.follow(model) before save_pretrained if layers were not put in by the patcher",
+        "call follow(model) before save_pretrained if layers were not put in by the patcher",
     )
 
 

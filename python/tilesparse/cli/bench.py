@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from .. import functional
 from ..nn.linear import BlockSparseLinear
 from ..pattern.block_pattern import BlockPattern
-from .demo import synchronize
 from .options import DTYPES, add_device, add_layer, chosen_ops, describe_layer
 
 ROUNDS = 9
@@ -115,3 +114,9 @@ def _seconds(function: Callable[[], Tensor], calls: int, device: torch.device) -
         function()
     synchronize(device)
     return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

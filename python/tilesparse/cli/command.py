@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise``, ``prune`` and ``plot``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise`` and ``prune``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ COMMANDS = {  # each is a module beside this one, which has `add_arguments` and 
     "demo": "train a small GPT on Python's own sources, dense and block-sparse side by side",
     "advise": "measure whether block sparsity pays for a model of Transformers on this device",
     "prune": "make a model of Transformers block-sparse, calibrated on a text, and save it",
-    "plot": "draw kept blocks, how patterns changed in training, or quality against time",
 }
 
 

@@ -28,12 +28,12 @@ try:
     from peft.tuners.lora.layer import Linear
     from peft.tuners.tuners_utils import check_adapters_to_merge
 except ImportError as error:
-    raise ImportError(f"tilesparse.peft needs PEFT 0.20 or newer (pip install peft): {error}") from error
+    raise ImportError(f"tilesparse needs PEFT 0.20 or newer (pip install peft): {error}") from error
 if tuple(map(int, peft_version.split(".")[:2])) < (0, 20):  # older ones do not say what a variant of LoRA is
-    raise ImportError(f"tilesparse.peft needs PEFT 0.20 or newer, got {peft_version}")
+    raise ImportError(f"tilesparse needs PEFT 0.20 or newer, got {peft_version}")
 for _name in ("_get_in_out_features", "_get_base_layer_device_and_dtype"):
     if not hasattr(Linear, _name):  # what replaces it would read a block-sparse weight as a dense one
-        raise ImportError(f"tilesparse.peft needs PEFT with lora.Linear.{_name}, got {peft_version}")
+        raise ImportError(f"tilesparse needs PEFT with lora.Linear.{_name}, got {peft_version}")
 
 # Those that do not read the weight: the others take it for a dense matrix.
 _INITS = (True, False, "gaussian", "eva")
@@ -226,7 +226,7 @@ class LoraLinear(Linear):
     def _about(self, loss: float, names: list[str]) -> str:
         return (
             f"layer {self._name!r}: zeros stay zero, and merging {', '.join(names)} has lost {loss:.1%} of "
-            "the change, by Frobenius norm; tilesparse.peft.merge_loss(model) says so before"
+            "the change, by Frobenius norm; tilesparse.integrations.peft.merge_loss(model) says so before"
         )
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:

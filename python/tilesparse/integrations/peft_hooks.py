@@ -9,13 +9,12 @@ from typing import Any
 
 from .._libraries.hooks import PEFT, adapt, when_imported
 from .._reports import listed, warn_user
-from ..adapter.linear import AdaptedLinear
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
-    """Makes LoRA of PEFT know `tilesparse.peft`, now or as soon as it is imported."""
+    """Makes LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
     for name, callback, otherwise in (
         ("lora.model", _adapt_layers, "LoRA of block-sparse layers will be refused"),
         ("tuners_utils", _include_in_all_linear, 'target_modules="all-linear" will pass over them'),
@@ -77,7 +76,7 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     experts: set[str] = set()
     adapted: tuple[str, ...] = ()
     for name, layer in model.named_modules():  # parents come first
-        if isinstance(layer, tuner_layer | AdaptedLinear):
+        if isinstance(layer, tuner_layer):
             adapted = (*adapted, f"{name}.")
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
             (experts if layer.of_experts else names).add(name)

@@ -2,40 +2,30 @@
 
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
 from .compensation import refit
-from .configs import Choice, ErrorCurves, ErrorProfiles
+from .configs import ErrorProfiles
 from .driver import prune_, prune_model
 from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
 from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedGroup, permute_model
 from .profiles import measure_errors
 from .report import PrunedLayer, PruneReport
-from .sensitivity import measure_sensitivity
-
-# Their old names, for one release.
-Fold, PermutedFold, find_folds = PermutationGroup, PermutedGroup, find_permutation_groups
 
 __all__ = [
     "AllocatedLayer",
     "Allocation",
-    "Choice",
-    "ErrorCurves",
     "ErrorProfiles",
-    "Fold",
     "LatencyTable",
     "PermutationGroup",
     "PermutationReport",
-    "PermutedFold",
     "PermutedGroup",
     "PruneReport",
     "PrunedLayer",
     "Rows",
     "allocate",
     "erk",
-    "find_folds",
     "find_permutation_groups",
     "measure_errors",
     "measure_latency",
-    "measure_sensitivity",
     "permute_",
     "permute_model",
     "prune_",

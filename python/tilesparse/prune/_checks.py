@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from .._arguments import checked, shown
+from .._arguments import shown
 from .._checks import checked_number
 from .._replay.batches import check_batches, checked_batch
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from .layer import METHODS
 from .moments import Moments
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_numbers(method: str, damping: float, refit: bool) -> None:
@@ -51,25 +47,6 @@ def checked_config(where: str, config: object) -> BlockSparseConfig:
             f"{where}: transposable must be False: pruning chooses two of four weights in rows alone"
         )
     return config
-
-
-def renamed(**names: str) -> Callable[[F], F]:
-    """Check types as `checked` does, and accept keywords by old names, for one release: new="old"."""
-
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for new, old in names.items():
-                if old in kwargs and new in kwargs:
-                    raise InvalidArgumentError(f"{old} must not be given beside {new}, its new name")
-                if old in kwargs:
-                    kwargs[new] = kwargs.pop(old)
-            return accepting(*args, **kwargs)
-
-        accepting = checked(function)
-        return typing.cast(F, call)
-
-    return decorate
 
 
 def check_model(model: nn.Module) -> None:

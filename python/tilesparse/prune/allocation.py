@@ -16,7 +16,6 @@ from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
 from ..storage.registry import forms_of
-from ._checks import renamed
 from ._layers import (
     checked_configs,
     dense_layers,
@@ -42,11 +41,6 @@ class AllocatedLayer:
     error: float
     cost: float
     dense_cost: float
-
-    @property
-    def choice(self) -> BlockSparseConfig | None:
-        """The old name of ``config``, for one release."""
-        return self.config
 
 
 @dataclass(frozen=True, eq=False)  # equal to any mapping with the same configs
@@ -206,7 +200,7 @@ def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[
     return kept
 
 
-@renamed(profiles="curves")
+@checked
 def allocate(
     profiles: ErrorProfiles,
     model: nn.Module,

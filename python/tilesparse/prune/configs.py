@@ -1,4 +1,4 @@
-"""Error profiles: what each way to store a layer does to its output; old names of layer configs."""
+"""Error profiles: what each way to store a layer does to its output."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from ..config import BlockSparseConfig
 
 # By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
 ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
-
-# Their old names, for one release.
-Choice: TypeAlias = BlockSparseConfig
-ErrorCurves: TypeAlias = ErrorProfiles
 
 
 def block_shape_of(config: BlockSparseConfig) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..patch.reports import SkippedLayer
 from ..pattern.block_pattern import BlockPattern
-from ._checks import check_model, checked_config, renamed
+from ._checks import check_model, checked_config
 from .calibration import Forward, Loss
 from .compensation import DAMPING
 from .pruning import PruneOptions, prune_targets
@@ -83,7 +83,7 @@ def prune_(
     return prune_targets(model, batches, partial(targets_named, model, config, "config"), None, options)
 
 
-@renamed(configs="choices")
+@checked
 def prune_model(
     model: nn.Module,
     batches: Iterable[Any],

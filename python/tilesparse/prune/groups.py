@@ -18,7 +18,6 @@ from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
-from ._checks import renamed
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -107,7 +106,7 @@ def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
     return groups
 
 
-@renamed(group="fold")
+@checked
 @torch.no_grad()
 def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
     """Reorder the units of a permutation group in place; the model's function stays the same.

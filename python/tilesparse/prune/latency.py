@@ -21,7 +21,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from ._checks import checked_config, renamed
+from ._checks import checked_config
 from ._layers import (
     check_names,
     checked_configs,
@@ -59,7 +59,7 @@ class LatencyTable:
     versions: Mapping[str, str]
     times: Mapping[tuple[int, int], Mapping[BlockSparseConfig | None, float]]
 
-    @renamed(config="choice")
+    @checked
     def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
         """Return milliseconds of one call of a layer of this shape.
 
@@ -104,7 +104,7 @@ class LatencyTable:
             return "the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)
         return ", ".join(" ".join(filter(None, described(config))) for config in self.times[shape])
 
-    @renamed(configs="choices")
+    @checked
     def total(self, model: nn.Module, configs: Mapping[str, BlockSparseConfig | None]) -> float:
         """Return milliseconds of one call of each of these layers of a dense model, stored by their configs.
 
@@ -177,7 +177,7 @@ class LatencyTable:
         return cls(*about, dict(document["versions"]), times)
 
 
-@renamed(configs="choices")
+@checked
 @torch.no_grad()
 def measure_latency(
     model: nn.Module,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._progress import Progress
 from .._replay.batches import chosen_device, observing, swapped, tensors_in
 from .._replay.calls import differences
@@ -16,7 +17,7 @@ from .._reports import aligned
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from ._checks import check_model, check_numbers, checked_config, checked_moments, collected, renamed
+from ._checks import check_model, check_numbers, checked_config, checked_moments, collected
 from ._layers import checked_configs, shape_of
 from .calibration import Calibration, Forward, call_model
 from .compensation import DAMPING
@@ -41,22 +42,12 @@ class PermutedGroup:
     after: float | None
     taken: bool
 
-    @property
-    def fold(self) -> PermutationGroup:
-        """The old name of ``group``, for one release."""
-        return self.group
-
 
 @dataclass(frozen=True)
 class PermutationReport:
     """Result of `permute_model`; ``str()`` makes a table of it."""
 
     groups: list[PermutedGroup]
-
-    @property
-    def folds(self) -> list[PermutedGroup]:
-        """The old name of ``groups``, for one release."""
-        return self.groups
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("consumer", "groups", "units", "error", "reordered", "")]
@@ -68,7 +59,7 @@ class PermutationReport:
         return "\n".join([*aligned(rows), f"{taken} of {len(self.groups)} groups have another order"])
 
 
-@renamed(config="choice", groups="folds")
+@checked
 def permute_model(
     model: nn.Module,
     batches: Iterable[Any],

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._arguments import checked
 from .._replay.batches import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..patch.reports import SkippedLayer
-from ._checks import check_model, check_numbers, checked_config, collected, renamed
+from ._checks import check_model, check_numbers, checked_config, collected
 from .calibration import Calibration, Forward, call_model
 from .compensation import DAMPING
 from .configs import ErrorProfiles
@@ -23,7 +24,7 @@ from .run import Run
 from .targets import reasons, targets_matching
 
 
-@renamed(configs="choices")
+@checked
 def measure_errors(
     model: nn.Module,
     batches: Iterable[Any],

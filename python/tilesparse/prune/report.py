@@ -51,11 +51,6 @@ class PrunedLayer:
     empty_columns: int
     projection: str | None = None
 
-    @property
-    def choice(self) -> BlockSparseConfig:
-        """The old name of ``config``, for one release."""
-        return self.config
-
 
 @dataclass(frozen=True)
 class PruneReport:

@@ -1,4 +1,4 @@
-"""Training of sparse layers: patterns that move or shrink, gates, penalties, 2:4 masks, averages, masters."""
+"""Training of sparse layers: patterns that move or shrink, gates, penalties, 2:4 masks, averages."""
 
 from .averaging import AveragedModel
 from .gates import BlockGates
@@ -6,7 +6,6 @@ from .gradients import block_gradient_norms
 from .gradual import Gradual, compact
 from .lasso import GroupLasso
 from .masks import MaskSchedule, set_nm
-from .masters import MasterWeights
 from .patterns import PatternSchedule
 from .scaling import learning_rate_factor, parameter_groups
 from .snapshots import snapshot
@@ -17,7 +16,6 @@ __all__ = [
     "Gradual",
     "GroupLasso",
     "MaskSchedule",
-    "MasterWeights",
     "PatternSchedule",
     "block_gradient_norms",
     "compact",

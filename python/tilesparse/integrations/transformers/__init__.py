@@ -11,9 +11,9 @@ from __future__ import annotations
 try:
     import transformers
 except ImportError as error:
-    raise ImportError("tilesparse.hf needs Transformers 5.17 or newer, got none") from error
+    raise ImportError("tilesparse needs Transformers 5.17 or newer, got none") from error
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
-    raise ImportError(f"tilesparse.hf needs Transformers 5.17 or newer, got {transformers.__version__}")
+    raise ImportError(f"tilesparse needs Transformers 5.17 or newer, got {transformers.__version__}")
 from ..._listeners import Listener, add_listener
 from .card import model_card
 from .config import TileSparseConfig

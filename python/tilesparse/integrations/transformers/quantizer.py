@@ -29,7 +29,7 @@ from .layers import tensors_of
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
         raise ImportError(
-            f"tilesparse.hf needs Transformers with HfQuantizer.{_name}, got {transformers.__version__}"
+            f"tilesparse needs Transformers with HfQuantizer.{_name}, got {transformers.__version__}"
         )
 
 
