@@ -1,10 +1,13 @@
 """Build backend: scikit-build-core, with nvcc from the package index where the system has none.
 
-Source distributions get the CUTLASS headers, so that they are built without a network.
+The CUDA kernels are built where TILESPARSE_CUDA=ON asks for them, and by default on machines that have an
+NVIDIA driver or a CUDA compiler. Source distributions get the CUTLASS headers, so that they are built without
+a network.
 """
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib
 import os
 import platform
@@ -43,15 +46,34 @@ _CUTLASS = Path(__file__).resolve().parents[2] / "third_party" / "cutlass"
 # Of the wheel of nvidia-cutlass: the headers, and the licence.
 _HEADERS = re.compile(r"cutlass_library/source/(include/(?:cute|cutlass)/.+)")
 _LICENCE = re.compile(r"[^/]+\.dist-info/licenses/(LICENSE\.txt)")
-_CUDA_OFF = re.compile(r"TILESPARSE_CUDA(:BOOL)?=(OFF|0|NO|FALSE)\b", re.IGNORECASE)
+_CUDA_OPTION = re.compile(r"TILESPARSE_CUDA(?::BOOL)?=(\w+)")
+_OFF = {"OFF", "0", "NO", "FALSE", "N"}
+
+
+def _cuda_option(settings: Settings) -> bool | None:
+    """Return what TILESPARSE_CUDA is set to, or None if it is not set."""
+    variables = ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")
+    lines = [os.environ.get(name, "") for name in variables]
+    lines += [f"{key}={value}" for key, value in (settings or {}).items()]
+    values = _CUDA_OPTION.findall("\n".join(lines))
+    return values[-1].upper() not in _OFF if values else None
+
+
+def _machine_has_cuda() -> bool:
+    """Return True if there is a CUDA compiler, of any release, or an NVIDIA driver."""
+    if os.environ.get("CUDACXX") or shutil.which("nvcc", path=_nvcc_path()):
+        return True
+    return ctypes.util.find_library("cuda") is not None or shutil.which("nvidia-smi") is not None
 
 
 def _wants_cuda(settings: Settings) -> bool:
-    given = [f"{key}={value}" for key, value in (settings or {}).items()]
-    given += [
-        os.environ.get(name, "") for name in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")
-    ]
-    return not _CUDA_OFF.search("\n".join(given))
+    option = _cuda_option(settings)
+    return _machine_has_cuda() if option is None else option
+
+
+def _nvcc_path() -> str:
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return os.pathsep.join([os.environ.get("PATH", "")] + [f"{root}/bin" for root in roots if root])
 
 
 def _oldest_nvcc() -> tuple[int, int]:
@@ -70,9 +92,7 @@ def _is_recent(nvcc: str) -> bool:
 def _system_has_nvcc() -> bool:
     if os.environ.get("CUDACXX"):
         return True
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    path = os.pathsep.join([os.environ.get("PATH", "")] + [f"{root}/bin" for root in roots if root])
-    nvcc = shutil.which("nvcc", path=path)
+    nvcc = shutil.which("nvcc", path=_nvcc_path())
     return nvcc is not None and _is_recent(nvcc)
 
 
@@ -86,9 +106,15 @@ def _requires(settings: Settings) -> list[str]:
     return [*download, f"cuda-toolkit[nvcc,cudart,cccl]=={version}"]
 
 
-def _provide_nvcc(settings: Settings) -> None:
-    """Points CMake to the nvcc of the package index if that is the one to use."""
-    if not _wants_cuda(settings) or _system_has_nvcc():
+def _configure_cuda(settings: Settings) -> None:
+    """Turn CUDA off where this machine has none, or point CMake to the nvcc of the package index."""
+    if not _wants_cuda(settings):
+        if _cuda_option(settings) is None:
+            print("tilesparse: no NVIDIA driver and no nvcc here, so kernels for the CPU alone are built;")
+            print("tilesparse: TILESPARSE_CUDA=ON, see docs/install.md, builds those for GPUs as well")
+            os.environ["CMAKE_ARGS"] = f"{os.environ.get('CMAKE_ARGS', '')} -DTILESPARSE_CUDA=OFF".strip()
+        return
+    if _system_has_nvcc():
         return
     try:
         root = importlib.import_module("nvidia.cu13").__path__[0]
@@ -110,14 +136,14 @@ def get_requires_for_build_editable(config_settings: Settings = None) -> list[st
 def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    _provide_nvcc(config_settings)
+    _configure_cuda(config_settings)
     return _skb.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    _provide_nvcc(config_settings)
+    _configure_cuda(config_settings)
     return _skb.build_editable(wheel_directory, config_settings, metadata_directory)
 
 

@@ -174,10 +174,6 @@ void with_rows(const Combination& of, const Visit& visit) {
     }
 }
 
-#ifndef TILESPARSE_CUDA
-[[noreturn]] void refuse() { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
-#endif
-
 }  // namespace
 
 void combine_rows(const Combination& of, void* stream) {
@@ -191,7 +187,7 @@ void combine_rows(const Combination& of, void* stream) {
     launch_checked("combine", [&] { return combine::add_up(of, stream); });
 #else
     static_cast<void>(stream);
-    refuse();
+    fail_without_cuda();
 #endif
 }
 
@@ -205,7 +201,7 @@ void differentiate_combination(const Combination& of, void* stream) {
     launch_checked("combine_gradient", [&] { return combine::differentiate(of, stream); });
 #else
     static_cast<void>(stream);
-    refuse();
+    fail_without_cuda();
 #endif
 }
 

@@ -166,7 +166,7 @@ void check_launch(int32_t code, const char* kernel, const LastError& last_error)
 
 #else
 
-const NamedDevice& cuda_device(int32_t) { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
+const NamedDevice& cuda_device(int32_t) { fail_without_cuda(); }
 
 LastError::LastError() : before_(0) {}
 void LastError::forget(int32_t) const {}
@@ -176,5 +176,11 @@ void check_launch(int32_t code, const char* kernel, const LastError&) {
 }
 
 #endif
+
+void fail_without_cuda() {
+    fail(TS_NO_DEVICE,
+         "this library was built without CUDA kernels; build it with TILESPARSE_CUDA=ON, or compute on the "
+         "CPU");
+}
 
 }  // namespace ts

@@ -19,6 +19,9 @@ const NamedDevice& cpu_device();
 // such device or no CUDA in the library.
 const NamedDevice& cuda_device(int32_t ordinal);
 
+// Throws TS_NO_DEVICE in a library that was built without CUDA, and says how to get one with the kernels.
+[[noreturn]] void fail_without_cuda();
+
 // Errors of the CUDA runtime stay with the thread until it asks for the last one. What is reported here must
 // not surface in a later call; an error that was there before is the caller's and must.
 class LastError {

@@ -122,7 +122,9 @@ void check_capability(const Device& device) {
         if (kernel->device == DeviceType::cuda) oldest = std::min(oldest, kernel->min_compute_capability);
     const int32_t capability = device.compute_capability;
     if (oldest == std::numeric_limits<int32_t>::max())
-        fail(TS_UNSUPPORTED, "this library was built without CUDA kernels; compute on the CPU, or densely");
+        fail(TS_UNSUPPORTED,
+             "this library was built without CUDA kernels; build it with TILESPARSE_CUDA=ON, or compute "
+             "on the CPU or densely");
     if (capability < oldest)
         fail(TS_UNSUPPORTED, "this CUDA device has compute capability ", capability / 10, '.',
              capability % 10, ", and the kernels of this library need ", oldest / 10, '.', oldest % 10,

@@ -45,7 +45,7 @@ void quantize_activations(const Quantization& of, void* stream) {
     launch_checked("quantize", [&] { return quantize::run(of, stream); });
 #else
     static_cast<void>(stream);
-    fail(TS_NO_DEVICE, "this library was built without CUDA and quantizes on the CPU only");
+    fail_without_cuda();
 #endif
 }
 

@@ -153,11 +153,10 @@ size_t sums_workspace_size(const Problem&, const Device&) { return 0; }
 
 void sum_y(const Problem& problem, const Device&, void*, void*) { sum_on_host(problem); }
 
-[[noreturn]] void refuse() { fail(TS_NO_DEVICE, "this library was built without CUDA"); }
-size_t activation_gradient_workspace_size(const ActivationGradient&, const Device&) { refuse(); }
-void activation_gradient(const ActivationGradient&, const Device&, void*, void*) { refuse(); }
+size_t activation_gradient_workspace_size(const ActivationGradient&, const Device&) { fail_without_cuda(); }
+void activation_gradient(const ActivationGradient&, const Device&, void*, void*) { fail_without_cuda(); }
 void sum_groups(const GroupSums& of, void*) {
-    if (of.device != DeviceType::cpu) refuse();
+    if (of.device != DeviceType::cpu) fail_without_cuda();
     sum_groups_on_host(of);
 }
 

@@ -204,11 +204,8 @@ void compress_on_device(const Compression& c, void* stream) {
 
 namespace {
 
-[[noreturn]] void refuse() {
-    fail(TS_NO_DEVICE, "this library was built without CUDA and handles values on the CPU only");
-}
-void dequantize_on_device(const Problem&, void*, void*) { refuse(); }
-void compress_on_device(const Compression&, void*) { refuse(); }
+void dequantize_on_device(const Problem&, void*, void*) { fail_without_cuda(); }
+void compress_on_device(const Compression&, void*) { fail_without_cuda(); }
 
 }  // namespace
 

@@ -2,10 +2,13 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -16,9 +19,22 @@
 namespace bindings {
 namespace {
 
-// Counts how often the patterns of a device were checked for writes that PyTorch does not count.
-struct Looks {
-    uint64_t count = 0;
+// Seconds of the clock that Python has as time.monotonic.
+double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// When the patterns of a device are to be looked at for writes that PyTorch does not count, in seconds.
+struct Clock {
+    double due = 0;
+};
+
+// The use of a pattern by products that look for such writes: the clock of its device, and when it was last.
+struct Use {
+    explicit Use(std::shared_ptr<const Clock> clock) : clock(std::move(clock)) {}
+
+    std::shared_ptr<const Clock> clock;
+    double last = 0;
 };
 
 // The objects made for patterns, given as (crow_indices, col_indices, slot, shape, block_shape): on CUDA
@@ -28,27 +44,30 @@ class Known {
   public:
     explicit Known(const Tensors& tensors) : tensors_(tensors) {}
 
-    // Returns the object of a pattern, or None. With `looking` also where it was found so since the last look
-    // at the patterns of its device: then it is time for another one.
+    // Returns the object of a pattern, or None. With `looking` also where its clock says that it is time for
+    // a look.
     std::optional<nb::any> find(const AnyTuple& index, bool looking) {
         const auto found = objects_.find(key(index));
         State now;
         if (found == objects_.end() || !read(index, now)) return std::nullopt;
-        auto& [object, state, looks, seen] = found->second;
+        const auto& [object, state, use] = found->second;
         if (!state.is_same(now)) return std::nullopt;
-        if (looking && looks != nullptr && std::exchange(seen, looks->count) == looks->count)
-            return std::nullopt;
+        if (looking && use) {
+            const double time = seconds_now();
+            if (time >= use->clock->due) return std::nullopt;
+            use->last = time;
+        }
         return object;
     }
 
-    // `copies`: the addresses of the three copies that an object has on the CPU. `looks`: at its device.
+    // `copies`: the addresses of the three copies that an object has on the CPU. `use`: null on the CPU.
     void keep(const AnyTuple& index, nb::any object, std::optional<std::array<uintptr_t, 3>> copies,
-              const Looks* looks) {
+              std::shared_ptr<Use> use) {
         State state;
         forget(index);
         if (!read(index, state) || copies.has_value() != state.on_cpu) return;
         if (copies) state.at = *copies;
-        objects_.emplace(key(index), Object{std::move(object), state, looks, looks ? looks->count : 0});
+        objects_.emplace(key(index), Object{std::move(object), state, std::move(use)});
     }
 
     // To be called when one of the tensors is gone, with their `id` in place of them.
@@ -77,8 +96,7 @@ class Known {
     struct Object {
         nb::any object;
         State state;
-        const Looks* looks;  // of the object's device; null on the CPU
-        uint64_t seen;       // looks when the object was found last
+        std::shared_ptr<Use> use;
     };
 
     static Key key(const AnyTuple& index) {
@@ -125,13 +143,16 @@ void bind_tensors(nb::module_& m) {
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "exchange"_a.none(),
              "tensor_type"_a, "parameter_type"_a, "current_device"_a.none(), "tf32"_a);
 
-    nb::class_<Looks>(m, "Looks").def(nb::init<>()).def("add", [](Looks& self) { ++self.count; });
+    nb::class_<Clock>(m, "Clock").def(nb::init<>()).def_rw("due", &Clock::due);
+
+    nb::class_<Use>(m, "Use")
+        .def(nb::init<std::shared_ptr<const Clock>>(), "clock"_a)
+        .def_rw("last", &Use::last);
 
     nb::class_<Known>(m, "Known")
         .def(nb::init<const Tensors&>(), nb::keep_alive<1, 2>(), "tensors"_a)
         .def("find", &Known::find, "index"_a, "looking"_a)
-        .def("keep", &Known::keep, "index"_a, "object"_a, "copies"_a.none(), "looks"_a.none(),
-             nb::keep_alive<1, 5>())
+        .def("keep", &Known::keep, "index"_a, "object"_a, "copies"_a.none(), "use"_a.none())
         .def("forget", &Known::forget, "ids"_a);
 }
 

@@ -16,7 +16,7 @@ from . import (
     train,
     tuning,
 )
-from ._libraries import inductor_hooks, transformers_hooks
+from ._libraries import checkpoint_hooks, diffusers_hooks, inductor_hooks, transformers_hooks
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -57,6 +57,8 @@ __version__ = _belongs.VERSION
 
 tuning.load_on_import()
 accelerate.register()
+checkpoint_hooks.register()
+diffusers_hooks.register()
 inductor_hooks.register()
 peft_hooks.register()
 transformers_hooks.register()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ._checks import as_integer, is_sequence, is_tensor
-from .errors import InvalidTypeError, UnsupportedError
+from .errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,6 +76,8 @@ def shown(value: object) -> str:
         return text if len(text) <= 60 else text[:57] + "..."
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return f"a {value.layout} tensor"
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)
@@ -91,6 +93,9 @@ def _check(name: str, value: Any, kinds: Sequence[Kind]) -> None:
     if not fitting:
         allowed = " or ".join(kind.words for kind in kinds)
         raise InvalidTypeError(f"{name} must be {allowed}, got {shown(value)}")
+    is_path = isinstance(value, str | os.PathLike) and any(kind.words in _PATHS for kind in kinds)
+    if is_path and "\0" in os.fsdecode(value):
+        raise InvalidArgumentError(f"{name} must be a path without null characters, got {value!r}")
     items = fitting[0].items
     if all(map(_is_left, items)):
         return
@@ -143,7 +148,7 @@ def _kinds(annotation: Any) -> Iterator[Kind]:
         of = {*arguments} - {Ellipsis} if origin is tuple else {*arguments[-1:]}
         yield _COLLECTIONS[origin]._replace(items=tuple(_kinds(*of)) if len(of) == 1 else ())
     elif origin is os.PathLike:
-        yield Kind("a path", lambda value: isinstance(value, os.PathLike))
+        yield Kind(_PATHS[0], lambda value: isinstance(value, os.PathLike))
     elif origin is Callable:
         yield Kind("a function", callable)
     elif isinstance(annotation, type) and annotation is not Any:
@@ -197,6 +202,7 @@ _KINDS: dict[Any, Kind] = {
     str: Kind("a string", lambda value: isinstance(value, str)),
     Tensor: Kind("a dense tensor", is_tensor),
 }
+_PATHS = ("a path", "a pathlib.Path")
 _DEVICE = Kind("a device that PyTorch has here", _is_device)
 _DEVICE_OR_NONE = Kind(f"{_DEVICE.words}, or None", lambda value: value is None or _is_device(value))
 _OF_DEVICES = {torch.device, str, int, type(None)}

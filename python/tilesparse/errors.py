@@ -80,8 +80,9 @@ class TuneFileError(TileSparseError, OSError):
 class PatternChangedError(TileSparseError, RuntimeError):
     """A pattern was updated while something still depends on the old blocks.
 
-    Raised by a backward pass that would use other blocks than its forward pass did, and by the step of an
-    optimizer whose states are for another number of blocks than the weight now has.
+    Raised by a backward pass that would use other blocks than its forward pass did, by the step of an
+    optimizer whose states are for another number of blocks than the weight now has, and on a GPU by a call
+    that finds that a pattern was written to unnoticed, so that calls before may have used the old blocks.
     """
 
 

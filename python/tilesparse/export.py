@@ -126,7 +126,8 @@ def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Te
 
 def _unpacked(values: Tensor) -> Tensor:
     """Return the numbers of int4, in float32."""
-    both = torch.stack((values & 15, values >> 4), -1).flatten(2).float()
+    codes = values.int()  # PyTorch's exporter types a shift of uint8 as int8, which ONNX Runtime refuses
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(2).float()
     return torch.where(both < 8, both, both - 16)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ._arguments import checked, shown
 from ._listeners import layers_changed
-from ._replay.batches import call, device_of, evaluating, tensors_in
+from ._replay.batches import call, device_of, evaluating, tensors_in, uncompiled
 from ._runtime.timing import medians
 from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.joint import JointLinear
@@ -163,14 +163,15 @@ def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]
     found: _Tokens = {}
 
     def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["x"]
+        x = args[0] if args else kwargs["input"]
         counts = found.setdefault(layer, [])
         if x.numel() and (count := x.numel() // layer.in_features) not in counts:
             counts.append(count)
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        call(model, batch)
+        with uncompiled():
+            call(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from . import functional
 from ._arguments import checked, shown
-from ._checks import as_number, check_factor, check_like_product, check_values, checked_number
+from ._checks import DTYPES, as_number, check_factor, check_like_product, check_values, checked_number
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
 from .pattern.block_pattern import BlockPattern
-from .pattern.choosing import canonical_scipy
+from .pattern.choosing import canonical_bsr, canonical_scipy
 
 
 class BlockSparseMatrix:
@@ -37,6 +37,7 @@ class BlockSparseMatrix:
 
     @checked
     def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
+        _check_dtype("values", values)
         check_values("values", values, pattern.index_on(values.device))
         self.values = values
         self.pattern = pattern
@@ -162,9 +163,13 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
-        """Convert a ``torch.sparse_bsr`` matrix; contiguous values are shared, not copied."""
+        """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; duplicates are summed.
+
+        Contiguous values of sorted blocks are shared, not copied.
+        """
+        _check_dtype("matrix", matrix)
         pattern = BlockPattern.from_bsr(matrix)
-        return cls(matrix.values().contiguous(), pattern)
+        return cls(canonical_bsr(matrix)[2].contiguous(), pattern)
 
     @classmethod
     @checked
@@ -183,6 +188,8 @@ class BlockSparseMatrix:
             device: device of the result; None is the CPU.
         """
         matrix = canonical_scipy(matrix, block_shape)
+        if matrix.dtype.name not in ("float64", "float32"):
+            raise InvalidArgumentError(f"matrix must have dtype float64 or float32, got {matrix.dtype.name}")
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
 
     @classmethod
@@ -390,3 +397,10 @@ class BlockSparseMatrix:
     def _in_row_order(self) -> Tensor:
         """Return a detached copy of the values in the order of the pattern's entries."""
         return self.values.detach()[self.pattern.index_on(self.device).slot.long()]
+
+
+def _check_dtype(name: str, values: object) -> None:
+    if isinstance(values, Tensor) and values.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"{name} must have dtype float64, float32, float16 or bfloat16, got {values.dtype}"
+        )

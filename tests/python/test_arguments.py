@@ -328,9 +328,9 @@ def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return getattr(made, name), {}
 
 
-def set_fractions(fractions: float) -> None:
-    model = sparse()
-    train.PatternSchedule(model, optimizer(model), every=2).fractions = fractions
+def fractioned() -> tuple[Callable[..., Any], dict[str, Any]]:
+    made = callback()["schedule"]
+    return lambda fractions: setattr(made, "fractions", fractions), {"fractions": 0.5}
 
 
 def assigned(name: str, make: Callable[[], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -385,7 +385,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "BlockSparseLinear.in_features =": lambda: assigned("in_features", lambda: 64),
     "BlockSparseLinear.out_features =": lambda: assigned("out_features", lambda: 32),
     "BlockSparseLinear.reset_parameters": lambda: (layer().reset_parameters, {}),
-    "BlockSparseLinear.forward": lambda: (layer(), {"x": tokens()}),
+    "BlockSparseLinear.forward": lambda: (layer(), {"input": tokens()}),
     "BlockSparseLinear.pack": lambda: (layer().pack, {}),
     "BlockSparseMLP": lambda: {
         "up": BlockSparseLinear(32, 64, block_shape=32),
@@ -414,7 +414,7 @@ CASES: dict[str, Callable[[], Any]] = {
         {"x": tokens(), "offsets": torch.tensor([0, 3, len(tokens())], dtype=torch.int32)},
     ),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
-    "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"x": tokens()}),
+    "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"input": tokens()}),
     "parallel.ColwiseParallel": dict,
     "parallel.ExpertParallel": dict,
     "parallel.ExpertTensorParallel": dict,
@@ -611,7 +611,7 @@ CASES: dict[str, Callable[[], Any]] = {
         train.MaskSchedule, of_two_of_four(), every=2, decay=0.1
     ),
     "train.PatternSchedule": lambda: trained(sparse(), every=2),
-    "train.PatternSchedule.fractions =": lambda: (set_fractions, {"fractions": 0.5}),
+    "train.PatternSchedule.fractions =": fractioned,
     "train.PatternSchedule.step": lambda: of_schedule("step"),
     "train.PatternSchedule.load_state_dict": lambda: schedule(train.PatternSchedule, every=2),
     "train.block_gradient_norms": lambda: {"dy": tokens(32), "x": tokens(), "block_shape": BLOCK},
@@ -743,3 +743,16 @@ def test_hostile_arguments(
         for kind in HOSTILE
     }
     assert {what: said for what, said in found.items() if said} == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*CASES])
+def test_the_default_device_is_for_new_tensors_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("parallel."):
+        request.getfixturevalue("group")
+    function, arguments = call_of(name, public()[name])
+    with torch.device("meta"):  # whose tensors have no contents, for whoever takes them for others
+        function(**arguments)

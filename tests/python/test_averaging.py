@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,8 +104,84 @@ def test_averaged_indices_are_refused_with_the_layer() -> None:
     layer = model[0]
     layer.col_indices.copy_(layer.col_indices * 0.999)  # as an average of all buffers gives
     layer.slot.copy_(layer.slot * 0.999)
-    with pytest.raises(InvalidPatternError, match=r"BlockSparseLinear\(in_features=96, .* as averages"):
+    with pytest.raises(
+        InvalidPatternError, match=r"BlockSparseLinear\(in_features=96, .*\): averages of .*use_buffers=False"
+    ):
         model(randn(5, IN, dtype=torch.float64))
+
+
+def with_few_blocks(device: str) -> Any:
+    """A layer whose pattern is one again when its last column is the one before."""
+    blocks = torch.tensor([[0, 0], [0, 5], [0, 11]])
+    pattern = BlockPattern.from_blocks(blocks, shape=(16, 192), block_shape=16)
+    return nn.Sequential(BlockSparseLinear(192, 16, pattern=pattern)).to(device)
+
+
+class AverageOfStates:
+    """Averages everything in a state dict, or copies integers, as timm's ModelEmaV2 and ModelEmaV3 do."""
+
+    def __init__(self, model: nn.Module, decay: float, *, integers: bool) -> None:
+        self.module = copy.deepcopy(model).eval()
+        self.module.to(next(model.parameters()).device)
+        self.decay, self.integers = decay, integers
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
+        for average, now in pairs:
+            averaged = self.integers or average.is_floating_point()
+            average.copy_(self.decay * average + (1 - self.decay) * now if averaged else now)
+
+
+OTHERS: dict[str, Any] = {
+    "states": partial(AverageOfStates, integers=True),
+    "floating point": partial(AverageOfStates, integers=False),
+    "buffers": lambda model, decay: swa_utils.AveragedModel(
+        model, model.device, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
+    ),
+    "buffers one by one": lambda model, decay: swa_utils.AveragedModel(
+        model, avg_fn=swa_utils.get_ema_avg_fn(decay), use_buffers=True
+    ),
+    "parameters": lambda model, decay: swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(decay)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_average_of_patterns_is_refused(name: str, decay: float, device: str) -> None:
+    """Also where it is a pattern; others are as before, and go on."""
+    model = with_few_blocks(device)
+    model.device = torch.device(device)
+    average = OTHERS[name](model, decay)
+    x = randn(5, 192, dtype=torch.float32, device=device)
+    refused = name in ("states", "buffers", "buffers one by one") and decay != 0.999
+    expected = pytest.raises(InvalidPatternError, match="use_buffers=False") if refused else nullcontext()
+    with expected:
+        for _ in range(3):
+            average.update_parameters(model)
+        average.module(x)
+    if refused:
+        for use in (average.module.state_dict, partial(average.module, x)):
+            with pytest.raises(InvalidPatternError, match=r"averaged; .*tilesparse\.train\.AveragedModel"):
+                use()
+        average.module.load_state_dict(model.state_dict())
+    assert average.module[0].pattern == model[0].pattern
+    torch.testing.assert_close(average.module(x), model(x))
+
+
+def test_copies_may_be_written_to_and_trained() -> None:
+    """By anything that is no average: other patterns, at any time, and one column less in training."""
+    layer = copy.deepcopy(with_few_blocks("cpu")[0]).eval()
+    x = randn(5, 192, dtype=torch.float32)
+    for columns in ([1, 3, 9], [1, 4, 10], [0, 5, 11]):
+        layer.col_indices.copy_(torch.tensor(columns))
+        dense = layer.to_linear()
+        torch.testing.assert_close(layer(x), dense(x))
+        assert layer.state_dict()["col_indices"].tolist() == columns
+    layer.train()(x)
+    layer.col_indices.copy_(torch.tensor([0, 5, 10]))
+    torch.testing.assert_close(layer(x), layer.to_linear()(x))
 
 
 def test_one_function_at_most() -> None:

@@ -424,11 +424,11 @@ def test_operators_between_values_and_dense_matrices() -> None:
 @pytest.mark.parametrize(
     ("x", "said"),
     [
-        ([1.0], r"x must be a dense tensor, got \[1.0\]"),
-        (None, "x must be a dense tensor, got None"),
-        (np.ones(32, np.float32), "x must be a dense tensor, got numpy.ndarray"),
-        (torch.eye(32).to_sparse(), "x must be a dense tensor, got a torch.sparse_coo tensor"),
-        (torch.eye(32).to_sparse_csr(), "x must be a dense tensor, got a torch.sparse_csr tensor"),
+        ([1.0], r"input must be a dense tensor, got \[1.0\]"),
+        (None, "input must be a dense tensor, got None"),
+        (np.ones(32, np.float32), "input must be a dense tensor, got numpy.ndarray"),
+        (torch.eye(32).to_sparse(), "input must be a dense tensor, got a torch.sparse_coo tensor"),
+        (torch.eye(32).to_sparse_csr(), "input must be a dense tensor, got a torch.sparse_csr tensor"),
     ],
 )
 @pytest.mark.parametrize("policy", ["sparse", "auto", "dense"])

@@ -24,6 +24,7 @@ import bench_cpu_embeddings
 import bench_experts
 import bench_host
 import bench_kernels
+import bench_looks
 import bench_models
 import bench_parallel
 import bench_storages
@@ -170,6 +171,16 @@ def test_the_time_of_the_host_is_measured_in_every_mode(
     for case in cases:
         (result,) = case["results"]
         assert result["ratio"] == pytest.approx(result["host_us"] / result["dense_host_us"], rel=1e-2)
+
+
+def test_a_layer_is_measured_with_and_without_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_looks, "LAYERS", [(64, 96, 32)])
+    monkeypatch.setattr(bench_looks, "SECONDS", 0.01)
+    path = tmp_path / "looks.json"
+    assert bench_looks.main(["--device", "cpu", "--rounds", "1", "--output", str(path)]) == 0
+    for case in json.loads(path.read_text())["cases"]:
+        assert [result["contender"] for result in case["results"]] == ["with", "without"]
+        assert all(result[name] > 0 for result in case["results"] for name in bench_looks.TIMES)
 
 
 def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,69 @@ def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
     assert {WEIGHTS, CONFIG} <= contents(tmp_path / str(steps - 1)).keys()
 
 
+SAVING = """
+import sys
+import torch
+from torch import nn
+import tilesparse
+
+folder, value, size = sys.argv[1:]
+model = nn.Sequential(nn.Linear(64, 64), tilesparse.BlockSparseLinear(64, 64, density=1, block_shape=32))
+for parameter in model.parameters():
+    nn.init.constant_(parameter, float(value))
+sys.stdin.readline()
+for _ in range(20):
+    tilesparse.save(model, folder, max_shard_size=size)
+"""
+
+
+def test_saves_at_the_same_time(tmp_path: Path) -> None:
+    """Of processes that are no ranks of each other: one is loaded, whole, meanwhile and afterwards."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def loaded() -> float:
+        parameters = tilesparse.load(build, tmp_path).parameters()
+        (value,) = {float(value) for tensor in parameters for value in tensor.detach().unique()}
+        return value
+
+    env = os.environ | {"PYTHONPATH": str(Path(tilesparse.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    sizes = {"1": "5GB", "2": "10KB"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVING, str(tmp_path), *one], stdin=subprocess.PIPE, env=env, text=True
+        )
+        for one in sizes.items()
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    seen = set()
+    while any(process.poll() is None for process in processes):
+        if (tmp_path / CONFIG).exists():
+            seen.add(loaded())
+    assert [process.wait() for process in processes] == [0, 0]
+    assert seen <= {1.0, 2.0} and loaded() in seen
+    assert all(path.is_file() and not path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def test_threads_that_save_at_the_same_time(tmp_path: Path) -> None:
+    nets = [sparse_net(seed=seed) for seed in range(3)]
+
+    def save(net: Net) -> None:
+        for _ in range(12):
+            tilesparse.save(net, tmp_path, max_shard_size="20KB")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save, nets))
+    found: Any = tilesparse.load(Net, tmp_path)
+    (same,) = [net for net in nets if torch.equal(net.sparse.weight, found.sparse.weight)]
+    assert_same(found, same)
+    assert contents(tmp_path).keys() == {CONFIG, INDEX, FIRST, SECOND}
+
+
 def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others have written it, who do not know of the files that were not moved."""
     first, second, third = (sparse_net(seed=seed) for seed in (1, 2, 3))
@@ -543,6 +607,26 @@ def test_paths_that_are_no_folders(path: Any, tmp_path: Path, monkeypatch: pytes
         ):
             call()
     assert contents(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_pipes_are_no_files(name: str, tmp_path: Path) -> None:
+    """Which would let `load` wait for ever."""
+    net = sparse_net()
+    tilesparse.save(net, tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"^{name}: cannot be read: a pipe, no file"):
+        tilesparse.load(Net, tmp_path)
+
+
+def test_paths_without_null_characters(tmp_path: Path) -> None:
+    text = r"^path must be a path without null characters, got .*\\x00"
+    for path in ("a\0b", tmp_path / "a\0b"):
+        with pytest.raises(InvalidArgumentError, match=text):
+            tilesparse.save(sparse_net(), path)
+        with pytest.raises(InvalidArgumentError, match=text):
+            tilesparse.load(Net, path)
 
 
 @pytest.mark.parametrize("model", ["folder", {}, None, Net], ids=str)
@@ -644,13 +728,88 @@ def test_masks_keep_two_of_four(tmp_path: Path) -> None:
 
 
 def test_hooks_of_parameters_are_not_lost(tmp_path: Path) -> None:
-    net = sparse_net()
-    tilesparse.save(net, tmp_path)
+    net = sparse_net("plain")
+    tilesparse.save(sparse_net("plain", seed=1), tmp_path)
+    called: list[Tensor] = []
     for layer in (net.norm, net.masked):
-        hook = next(layer.parameters()).register_post_accumulate_grad_hook(print)
-        with pytest.raises(CheckpointError, match="a hook of a parameter cannot move"):
-            tilesparse.load(net, tmp_path)
-        hook.remove()
+        next(layer.parameters()).register_post_accumulate_grad_hook(called.append)
+    tilesparse.load(net, tmp_path)
+    net(torch.arange(8)).sum().backward()
+    assert {id(parameter) for parameter in called} == {id(net.norm.weight), id(net.masked.weight)}
+
+
+class Referring(nn.Module):
+    """With plain references to its parameters, which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(4))
+        self.sparse: nn.Module = nn.Linear(64, 64)
+        self.dense = nn.Linear(64, 64)
+        self.weight = weight
+        self.tied: Any = [self.dense.weight, {"weight": (weight,)}]
+        self.closure = lambda: weight
+
+
+def test_references_to_parameters_stay(tmp_path: Path) -> None:
+    """Of a class, an instance, one of another dtype, and one on the meta device."""
+    saved = Referring()
+    saved.sparse = sparse_layer()
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    tilesparse.save(saved, tmp_path)
+    with torch.device("meta"):
+        nowhere = Referring()
+    for given in (Referring, Referring(), Referring().double(), nowhere):
+        loaded = tilesparse.load(given, tmp_path)
+        assert_same(loaded, saved)
+        assert loaded.tied[0] is loaded.dense.weight
+        assert loaded.tied[1]["weight"][0] is loaded.closure() is loaded.weight
+
+
+@pytest.mark.parametrize("form", ["plain", "int8 by row"])
+def test_parameters_stay_the_same_objects(form: str, tmp_path: Path) -> None:
+    """Also those of sparse layers with another storage or number of blocks, so optimizers go on."""
+    saved = nn.Sequential(sparse_layer(form), nn.Linear(64, 2))
+    tilesparse.save(saved, tmp_path)
+    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    view = model[1].weight[0]
+    tilesparse.load(model, tmp_path)
+    assert_same(model, saved)
+    assert torch.equal(view, saved[1].weight[0])
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model[1].bias, saved[1].bias - 0.5)
+    assert (model[0].weight.grad is None) == (form != "plain")
+
+
+@pytest.mark.parametrize(
+    ("refer", "text"),
+    [
+        (lambda model: [model.sparse], "'other[0]' refers to 'sparse', which load replaces"),
+        (lambda model: {"w": model.sparse.weight}, "\"other['w']\" refers to 'sparse.weight', which load"),
+        (lambda model: model.dense.weight.T, "'other' is on the meta device"),
+        (lambda model: [nn.Linear(2, 2)], "'other[0].weight' is on the meta device"),
+        (lambda model: model.to("cpu"), "model_or_class must not move or read parameters"),
+        (lambda model: model.weight.norm().item(), "model_or_class must not move or read parameters"),
+    ],
+)
+def test_references_that_loading_would_leave_behind(
+    refer: Callable[[Referring], Any], text: str, tmp_path: Path
+) -> None:
+    saved = Referring()
+    saved.sparse = sparse_layer()
+    tilesparse.save(saved, tmp_path)
+
+    def build() -> Referring:
+        model = Referring()
+        model.other = refer(model)
+        return model
+
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tilesparse.load(build, tmp_path)
 
 
 def test_a_buffer_that_only_one_module_saves_stays_one(tmp_path: Path) -> None:
@@ -706,6 +865,34 @@ def test_sharded_models(tmp_path: Path) -> None:
         dist.destroy_process_group()
     loaded = tilesparse.load(Net, tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize(
+    "others", [("plain", "int8 by row", "float8 by row"), ("2:4 compressed", "int4 by row")]
+)
+def test_distributed_checkpoints_keep_the_storage(others: tuple[str, ...], tmp_path: Path) -> None:
+    """torch.distributed.checkpoint casts, and values of all these have one shape."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    for saved in others:
+        net = sparse_net(saved)
+        dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / saved)
+        for form in others:
+            model = sparse_net(form, seed=1)
+            state = {"model": model.state_dict()}
+            before = {name: tensor.clone() for name, tensor in state["model"].items()}
+            if form == saved:
+                dcp.load(state, checkpoint_id=tmp_path / saved)
+                assert_same(model, net)
+                continue
+            with pytest.raises(
+                CheckpointException, match=r"model\.stored\.weight must be torch\..*to_storage"
+            ):
+                dcp.load(state, checkpoint_id=tmp_path / saved)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            with pytest.raises(RuntimeError, match="stored"):
+                model.load_state_dict(net.state_dict())
 
 
 class Rotary(Net):

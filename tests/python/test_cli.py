@@ -300,8 +300,14 @@ def test_an_output_that_takes_nothing_is_one_line_and_status_one(
 
 @pytest.mark.parametrize("command", [["-m", "tilesparse"], ["tilesparse"]])
 def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: Path) -> None:
-    """Of the module, and of a script as it is installed; PyTorch is replaced by one that never ends."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    """Of the module, and of a script as it is installed; PyTorch is replaced by one that never ends.
+
+    It sets the handler: a process that is started in the background inherits that the signal is ignored.
+    """
+    (tmp_path / "torch.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "print('importing', flush=True)\ntime.sleep(60)\n"
+    )
     script = tmp_path / "tilesparse"
     script.write_text("import sys\nfrom tilesparse.cli import main\nsys.exit(main())\n")
     paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[2])])

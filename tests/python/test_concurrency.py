@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import operator
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import DEVICES, randn, seeded
-from torch import Tensor
+from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse import (
+    _C,
+    BlockPattern,
+    BlockSparseLinear,
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    prune,
+)
+from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
+from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.native import TENSORS
+from tilesparse.adapter import BlockSparseAdapter
+from tilesparse.prune.layer import Solution
+from tilesparse.prune.resume import Progress
 
 SIZE = 512
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
+
+
+@pytest.fixture
+def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call on a GPU compare all patterns with their copies, or ask for the answer."""
+    monkeypatch.setattr(writes, "INTERVAL", 0.0)
+    monkeypatch.setattr(writes, "PAUSE", 0.0)
 
 
 def patterns() -> list[BlockPattern]:
@@ -138,6 +165,219 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
         assert any(torch.equal(y, one) for one in allowed)
 
 
+# ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
+
+
+class Comparison(writes.Comparison):
+    """Comparisons whose answer is given."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.differing: list[int] | None = None  # None: under way
+
+    def reserve(self, rows: int) -> None:
+        pass
+
+    def begin(self, pairs: Any, entries: Any) -> bool:
+        self.begun += 1
+        self.differing = None
+        return True
+
+    def answer(self) -> list[int] | None:
+        return self.differing
+
+
+class Entry:
+    """What is kept of a pattern, which was written to."""
+
+    def __init__(self, watch: writes.Watch, uncounted: bool = True, valid: bool = True) -> None:
+        self.use, self.noted = _C.Use(watch.clock), 0.0
+        self.uncounted, self.valid, self.followed = uncounted, valid, 0
+        watch.add(self)
+
+    def follow_writes(self) -> bool:
+        self.followed += 1
+        if not self.valid:
+            raise InvalidPatternError("slot")
+        return self.uncounted
+
+    def distrust(self) -> None:
+        self.valid = True
+
+
+class Time:
+    """A clock in the place of the real one, in seconds."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(writes, "monotonic", clock)
+    monkeypatch.setattr(writes, "INTERVAL", 0.1)
+    monkeypatch.setattr(writes, "PAUSE", 0.001)
+    return clock
+
+
+def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
+    comparison = Comparison()
+    watch = writes.Watch(comparison)
+    entries = [Entry(watch) for _ in range(30)]
+    asked = 0
+    for number in range(10_000):  # a call in .1 ms, which asks for nothing before the clock says so
+        clock.now += 1e-4
+        asked += clock.now >= watch.clock.due
+        if number % 1000 == 20:
+            comparison.differing = []  # .1 ms to 2 ms after it was begun
+        watch.use(entries[number % 30])
+        assert entries[number % 30].use.last == clock.now
+    assert comparison.begun == 10
+    assert asked <= 10 * 4
+
+
+@pytest.mark.parametrize("end", [0.01, 5.0])
+def test_another_is_begun_once_the_last_has_ended(clock: Time, end: float) -> None:
+    comparison = Comparison()
+    watch = writes.Watch(comparison)
+    entry = Entry(watch)
+    watch.use(entry)
+    clock.now += end
+    watch.use(entry)
+    assert comparison.begun == 1
+    comparison.differing = []
+    clock.now += 0.2
+    watch.use(entry)
+    assert comparison.begun == 2
+
+
+# Seconds after the comparison that found no difference: when the pattern was used last, and when its own
+# copies were written; whether PyTorch has not counted the write; and what is raised. The next comparison is
+# at .1, and its answer at .11.
+FINDINGS = {
+    "used since": (0.05, None, True, "between 110 and 10 ms ago"),
+    "used since it was written to here": (0.05, 0.03, True, "between 80 and 10 ms ago"),
+    "used before it was written to here": (0.02, 0.03, True, None),
+    "not used since": (-0.01, None, True, None),
+    "counted": (0.05, None, False, None),
+    "written to here while it was compared": (0.05, 0.105, True, None),
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
+    used, noted, uncounted, message = FINDINGS[name]
+    comparison = Comparison()
+    watch = writes.Watch(comparison)
+    other, entry = Entry(watch), Entry(watch, uncounted)
+    start = clock.now
+    entry.use.last = start - 1
+    watch.use(other)
+    comparison.differing = []
+    clock.now = start + 0.1
+    entry.use.last = start + used
+    watch.use(other)
+    assert comparison.begun == 2 and entry.followed == 0
+    if noted is not None:
+        entry.noted = start + noted
+    comparison.differing = [3, 5]
+    clock.now = start + 0.11
+    if message is None:
+        watch.use(other)
+    else:
+        with pytest.raises(PatternChangedError, match=message):
+            watch.use(other)
+    assert entry.followed == (name != "written to here while it was compared") and other.followed == 0
+    watch.use(other)  # once
+    assert comparison.begun == 2
+
+
+def test_a_finding_that_is_no_pattern_raises_and_is_not_trusted(clock: Time) -> None:
+    comparison = Comparison()
+    watch = writes.Watch(comparison)
+    entry = Entry(watch, valid=False)
+    watch.use(entry)
+    comparison.differing = [0]
+    clock.now += 0.01
+    with pytest.raises(PatternChangedError) as raised:
+        watch.use(entry)
+    assert isinstance(raised.value.__cause__, InvalidPatternError) and entry.valid
+
+
+def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
+    comparison = Comparison()
+    watch = writes.Watch(comparison)
+    first, second = Entry(watch), Entry(watch)
+    watch.use(second)
+    watch.remove(0)
+    del first
+    third = Entry(watch)
+    third.noted = clock.now
+    comparison.differing = [0, 1, 2]  # of the first
+    clock.now += 0.01
+    watch.use(second)
+    assert third.followed == second.followed == 0
+
+
+@pytest.mark.skipif(not TENSORS.enabled, reason="PyTorch 2.10 reads tensors natively")
+def test_a_known_pattern_is_found_until_its_clock_says_so() -> None:
+    pattern = patterns()[0]
+    index = pattern.index_on(torch.device("cpu"))
+    entry, clock, known = prepared(index), _C.Clock(), _C.Known(TENSORS)
+    use = _C.Use(clock)
+    known.keep(index, entry, entry.snapshot(), use)
+    clock.due = math.inf
+    before = time.monotonic()
+    assert known.find(index, True) is entry and before <= use.last <= time.monotonic()
+    clock.due = use.last = 1.0
+    assert known.find(index, True) is None and use.last == 1.0
+    assert known.find(index, False) is entry and use.last == 1.0
+    known.keep(index, entry, entry.snapshot(), None)
+    assert known.find(index, True) is entry
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8", "int4", "W8A8"])
+def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(storage: str) -> None:
+    makes = []
+    for seed, density in enumerate((0.25, 0.5, 0.75)):
+        layer = BlockSparseLinear(SIZE, SIZE, density=density, block_shape=32, generator=seeded(seed))
+        torch.nn.init.zeros_(layer.bias)
+        if storage != "plain":
+            eight = "int8" if storage == "W8A8" else None
+            layer.to_storage(eight or storage, activations=eight)
+        makes.append(layer)
+    layer, states = copy.deepcopy(makes[0]), [copy.deepcopy(made.state_dict()) for made in makes]
+    x, results, loading = randn(16, SIZE, dtype=torch.float32), list[Tensor](), [True]
+    allowed, calls = [made(x).detach() for made in makes], [0, 0, 0]
+
+    def read(number: int) -> None:
+        try:
+            with torch.no_grad():
+                while loading:
+                    try:
+                        results.append(layer(x))
+                    except (InvalidArgumentError, InvalidPatternError) as error:  # they do not fit each other
+                        assert not re.search(r"\d{9}", str(error)), error
+                    calls[number] += 1
+        finally:
+            loading.clear()
+
+    def write() -> None:
+        for i in range(50):
+            layer.load_state_dict(states[i % 3])
+            _ = [torch.full_like(made.weight, -1) for made in makes]  # where memory was freed
+            seen = list(calls)
+            while loading and any(map(operator.eq, calls, seen)):  # one load in each call at most
+                time.sleep(0)
+        loading.clear()
+
+    in_threads([write, *[lambda number=number: read(number) for number in range(3)]])
+    assert all(any(torch.equal(y, one) for one in allowed) for y in results)
+
+
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     layer, x = BlockSparseLinear(64, 64, block_shape=16), torch.ones(2, 64)
     held, release = threading.Event(), threading.Event()
@@ -157,3 +397,53 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     release.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def save_adapter(path: Path) -> None:
+    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
+    BlockSparseAdapter(model, ".*", density=0.5, generator=seeded()).save(path)
+
+
+def load_adapter(path: Path) -> None:
+    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
+    BlockSparseAdapter.load(model, path)
+
+
+def save_table(path: Path) -> None:
+    times = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
+    prune.LatencyTable("CPU", 8, "float32", {}, times).save(path)
+
+
+def save_solution(path: Path) -> None:
+    pattern = BlockPattern.random((64, 64), block_shape=32, density=0.5, generator=seeded())
+    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
+    values = torch.zeros(pattern.nnz, 32, 32)
+    progress.save("layer", Solution(pattern, values, None, None, 0.0, 0.0, 0.0, 0))
+
+
+def load_solution(path: Path) -> None:
+    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
+    assert progress.load("layer", (32, 32), (64, 64)) is not None
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (save_adapter, load_adapter),
+        (save_table, prune.LatencyTable.load),
+        (save_solution, load_solution),
+    ],
+)
+def test_files_that_threads_write_at_the_same_time_are_whole(
+    save: Callable[[Path], None], load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Whoever reads meanwhile finds one of them, and nothing else is left."""
+    path = tmp_path / "file.safetensors"
+    save(path)
+
+    def repeat(function: Callable[[Path], Any]) -> Callable[[], Any]:
+        return lambda: [function(path) for _ in range(20)]
+
+    in_threads([repeat(save), repeat(save), repeat(load)])
+    files = {file.name for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(files) == (2 if save is save_solution else 1) and not any(name[0] == "." for name in files)

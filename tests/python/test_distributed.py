@@ -100,6 +100,38 @@ def by_default(rank: int) -> None:
     assert all(entry.generation <= 1 for entry in entries)
 
 
+def changed_by_hand(rank: int) -> None:
+    """DistributedDataParallel broadcasts no buffers in the pass after one without gradients or sync."""
+    model = make(rank)
+    wrapped = DistributedDataParallel(model)
+    x = randn(8, IN, dtype=torch.float32, device=here())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            wrapped(x)
+
+    def accumulate() -> None:
+        with wrapped.no_sync():
+            wrapped(x).sum().backward()
+
+    train(wrapped)
+    for before in (evaluate, accumulate):
+        train(wrapped, 1)
+        before()
+        model[0].pattern.update_(make(20)[0].pattern)
+        train(wrapped, 2)
+        assert fingerprint(model)[:3] == fingerprint(make(20))[:3] and patterns_agree(model)
+        before()
+        model[0].pattern.update_(make(rank + 10)[0].pattern)
+        with pytest.raises(UnsynchronizedPatternError, match=rf"processes \[{1 - rank}\] have another one"):
+            train(wrapped, 1)
+        synchronize_patterns(model)
+        train(wrapped, 1)
+        model[0].pattern.update_(make(rank + 10)[0].pattern)
+        train(wrapped, 1)  # broadcasts
+        assert fingerprint(model)[:3] == fingerprint(make(10))[:3] and patterns_agree(model)
+
+
 def without_broadcasts(rank: int) -> None:
     model = make(rank)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
@@ -238,6 +270,7 @@ def masked(rank: int) -> None:
 
 SCENES: tuple[Callable[[int], None], ...] = (
     by_default,
+    changed_by_hand,
     without_broadcasts,
     without_broadcasts_synchronized,
     loaded,

@@ -422,7 +422,7 @@ def test_graphs_follow_scales_and_patterns(count: int, name: str) -> None:
 
 @both
 @on_every_device
-def test_scales_of_rows_are_kept_until_they_change(device: str, name: str) -> None:
+def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device: str, name: str) -> None:
     from tilesparse._ops.scaled import row_scales_on
 
     layer = make(name, device=device)
@@ -434,12 +434,36 @@ def test_scales_of_rows_are_kept_until_they_change(device: str, name: str) -> No
         assert torch.equal(storage.row_scales(layer.scales, layer.pattern), wanted)
 
     check()
+    layer.scales.data.mul_(2)  # which PyTorch does not count
+    check()
+    layer.pack()
     first = row_scales_on(layer.scales, layer.index())
     assert row_scales_on(layer.scales, layer.index()) is first
     layer.pattern.update_(make_pattern_like(layer, 9))
     check()
+    layer.pack()
+    check()
     layer.scales.mul_(3)
     check()
+    layer.scales.data.mul_(2)
+    layer.pack()
+    check()
+
+
+@both
+@on_every_device
+def test_gradients_of_x_follow_scales_that_are_written_to(device: str, name: str) -> None:
+    layer, other = make(name, device=device), make(name, device=device)
+    x = torch.randn(64, layer.in_features, device=device, requires_grad=True)
+
+    def gradient(of: BlockSparseLinear) -> Tensor:
+        y = of(x)
+        return torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    gradient(layer)
+    other.scales.mul_(torch.linspace(0.1, 4, len(other.scales), device=device))
+    layer.scales.data.copy_(other.scales)
+    assert torch.equal(gradient(layer), gradient(other))
 
 
 # ---- configs and layers ----

@@ -18,6 +18,7 @@ import tilesparse as ts
 from tilesparse.errors import UnsupportedError
 from tilesparse.integrations.peft import MergeLossWarning, merge_loss
 from tilesparse.integrations.peft_experts import LoraExperts
+from tilesparse.nn.experts_linear import ExpertsLinear
 
 TARGETS = ["gate_up", "down"]
 
@@ -97,6 +98,27 @@ def test_lora_adds_each_experts_own_product(kind: str, r: int) -> None:
         assert len(plain) == 2
     with model.disable_adapter():
         close(model(*inputs), sparse_experts(kind)(*inputs))
+
+
+@pytest.mark.parametrize("r", [4, 16, 24])
+def test_a_single_expert_has_lora(r: int) -> None:
+    """Its factors are blocks as they lie, which no copy makes contiguous."""
+    layers = (
+        ExpertsLinear(width, features, experts=1, bias=False, block_shape=BLOCK, generator=seeded())
+        for width, features in ((64, 128), (64, 32))
+    )
+    experts = ts.BlockSparseExperts(*layers)
+    weights = experts.to_dense()
+    model = adapted(experts, r)
+    deltas = updates(model)
+    x, index, scale = torch.randn(7, 64, generator=seeded(1)), torch.zeros(7, 1).long(), torch.ones(7, 1)
+    gate, up = (x @ (weights["gate_up_proj"] + deltas["gate_up"])[0].T).chunk(2, -1)
+    expected = (nn.functional.silu(gate) * up) @ (weights["down_proj"] + deltas["down"])[0].T
+    y = model(x, index, scale)
+    close(y, expected)
+    y.sum().backward()
+    layer = model.base_model.model.experts.down
+    assert layer.lora_A["default"].weight.grad.any() and layer.lora_B["default"].weight.grad.any()
 
 
 def test_gradients_of_lora_are_those_of_the_dense_update() -> None:

@@ -254,7 +254,7 @@ DECOMPOSED: dict[str, dict[str, Any]] = {
 
 
 def to_decompose(name: str) -> tuple[nn.Module, Tensor]:
-    first = BlockSparseLinear(128, OUT, generator=seeded(), **{"block_shape": 32, **DECOMPOSED[name]})
+    first = BlockSparseLinear(1024, OUT, generator=seeded(), **{"block_shape": 32, **DECOMPOSED[name]})
     first.pattern.move_blocks_([0], (~first.pattern.to_block_mask()).nonzero()[:1])  # slots out of order
     second = BlockSparseLinear(OUT, IN, density=0.25, block_shape=(16, 32), generator=seeded(1))
     model = nn.Sequential(first, nn.GELU(), second).eval()

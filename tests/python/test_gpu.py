@@ -7,6 +7,8 @@ import fcntl
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -39,6 +41,7 @@ from tilesparse import (
     functional,
 )
 from tilesparse._checks import BLOCK_SIZES
+from tilesparse._runtime import writes
 from tilesparse._runtime.kernels import use_kernel
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
@@ -741,8 +744,55 @@ def twin(layer: Any, pattern: BlockPattern) -> Any:
     return made
 
 
+def assert_found(call: Callable[[], object], interval: float = writes.INTERVAL) -> None:
+    """A write that PyTorch does not count is found once the first call after the interval has compared."""
+    time.sleep(interval)
+    call()
+    torch.cuda.synchronize()
+    time.sleep(writes.PAUSE)
+    with pytest.raises(PatternChangedError, match=r"between .* ms ago.* may have read the former one since"):
+        call()
+
+
+@pytest.fixture
+def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every call begin a comparison, or ask for the answer."""
+    monkeypatch.setattr(writes, "INTERVAL", 0.0)
+    monkeypatch.setattr(writes, "PAUSE", 0.0)
+
+
+def through_another_library(buffer: Tensor, value: Tensor) -> None:
+    torch.from_dlpack(torch.utils.dlpack.to_dlpack(buffer)).copy_(value)
+
+
+def through_a_collective(buffer: Tensor, value: Tensor) -> None:
+    torch.distributed.all_gather_into_tensor(buffer, value.cuda())
+
+
 @pytest.mark.alone
-def test_a_write_that_is_not_counted_is_followed_in_every_layer() -> None:
+@pytest.mark.parametrize("write", [through_another_library, through_a_collective])
+@torch.no_grad()
+def test_a_write_of_others_is_found_at_the_next_call_after_the_interval(
+    write: Callable[[Tensor, Tensor], None],
+) -> None:
+    layer, x = make_layer(), randn(64, 256, dtype=BF16, device="cuda")
+    pattern = another(layer, 7)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer(x)
+        for name in ("crow_indices", "col_indices", "slot"):
+            buffer = layer.get_buffer(name)
+            version = buffer._version
+            write(buffer, getattr(pattern, name))
+            assert buffer._version == version
+        assert_found(lambda: layer(x))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(layer(x), twin(layer, pattern)(x))
+
+
+@pytest.mark.alone
+def test_a_write_that_is_not_counted_is_found_in_every_layer() -> None:
     x = randn(64, 256, dtype=BF16, device="cuda")
     layers = [make_layer() for _ in range(40)]  # more than there is room for at first
     for turn in range(3):
@@ -751,38 +801,72 @@ def test_a_write_that_is_not_counted_is_followed_in_every_layer() -> None:
         patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
         for layer, pattern in zip(layers, patterns, strict=True):
             write_uncounted(layer, pattern)
-        results = [layer(x) for layer in layers]
-        for layer, pattern, y in zip(layers, patterns, results, strict=True):
-            assert torch.equal(y, twin(layer, pattern)(x))
+        for layer in layers[1:]:
+            layer(x)
+        assert_found(lambda: layers[0](x))
+        for layer, pattern in zip(layers, patterns, strict=True):
+            assert torch.equal(layer(x), twin(layer, pattern)(x))
         del layers[1::2], layer
         torch.cuda.empty_cache()
 
 
 @pytest.mark.alone
-def test_a_write_that_is_seen_late_raises_and_is_followed() -> None:
+def test_a_write_is_followed_where_nothing_has_read_the_former_pattern(no_interval: None) -> None:
+    layer, other = make_layer(), make_layer()
+    x = randn(64, 256, dtype=BF16, device="cuda")
+    for called in (layer, layer, other, other, other):  # the last has the answer that nothing was written
+        called(x)
+        torch.cuda.synchronize()
+    pattern = another(layer, 7)
+    write_uncounted(layer, pattern)
+    for _ in range(3):
+        other(x)
+        torch.cuda.synchronize()
+    assert torch.equal(layer(x), twin(layer, pattern)(x))
+
+
+@pytest.mark.alone
+def test_the_host_does_not_wait_for_a_comparison(
+    no_interval: None, sync_is_an_error: Callable[[], None]
+) -> None:
     layer, x = make_layer(), randn(64, 256, dtype=BF16, device="cuda")
     before, pattern = layer(x), another(layer, 7)
-    torch.cuda._sleep(SLEEP)
+    for _ in range(3):
+        layer(x)
+        torch.cuda.synchronize()
+    torch.cuda._sleep(20 * SLEEP)
+    asleep = torch.cuda.Event()
+    asleep.record()
     write_uncounted(layer, pattern)
-    assert torch.equal(layer(x), before)  # the host has not waited
+    sync_is_an_error()
+    results = [layer(x) for _ in range(100)]
+    assert not asleep.query(), "the host waited for the GPU"
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(y, before) for y in results)
     torch.cuda.synchronize()
-    with pytest.raises(PatternChangedError, match="products have read the former one since"):
+    with pytest.raises(PatternChangedError, match=r"between .* ms ago"):
         layer(x)
     assert torch.equal(layer(x), twin(layer, pattern)(x))
-    other: Any = make_layer()
-    other(x)
-    layer.slot.data.fill_(10**6)
+
+
+@pytest.mark.alone
+def test_what_is_written_and_no_pattern_is_refused(no_interval: None) -> None:
+    layer, other = make_layer(), make_layer()
+    x, pattern = randn(64, 256, dtype=BF16, device="cuda"), another(layer, 7)
+    layer(x)
     torch.cuda.synchronize()
+    layer.slot.data.fill_(10**6)
+    layer(x)
+    assert_found(lambda: other(x), 0.0)
     for _ in range(2):
         other(x)
         with pytest.raises(InvalidPatternError, match="slot"):
             layer(x)
     write_uncounted(layer, pattern)
-    torch.cuda.synchronize()
     assert torch.equal(layer(x), twin(layer, pattern)(x))
 
 
-def test_a_counted_write_that_another_pattern_sees_late_is_followed() -> None:
+def test_a_counted_write_that_another_pattern_sees_is_followed(no_interval: None) -> None:
     layer, other = make_layer(), make_layer()
     x = randn(64, 256, dtype=BF16, device="cuda")
     pattern, before = another(layer, 7), layer(x)
@@ -791,11 +875,165 @@ def test_a_counted_write_that_another_pattern_sees_late_is_followed() -> None:
     with torch.no_grad():
         for name in ("crow_indices", "col_indices", "slot"):
             getattr(layer, name).copy_(getattr(pattern, name))
-    for _ in range(2):  # the second sees that the pattern has differed since the first
+    for _ in range(3):
         other(x)
         torch.cuda.synchronize()
     found = layer(x)
     assert torch.equal(found, twin(layer, pattern)(x)) and not torch.equal(found, before)
+
+
+def test_a_counted_write_on_another_stream_is_not_lost() -> None:
+    """The call of another pattern compares all that were written, and does not wait for that stream."""
+    layer, other, side = make_layer(), make_layer(), torch.cuda.Stream()
+    x, pattern = randn(64, 256, dtype=BF16, device="cuda"), another(layer, 7)
+    other(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side), torch.no_grad():
+        layer(x)
+        torch.cuda._sleep(SLEEP)
+        for name in ("crow_indices", "col_indices", "slot"):
+            layer.get_buffer(name).copy_(getattr(pattern, name))
+    other.slot.copy_(other.slot.clone())
+    other(x)
+    with torch.cuda.stream(side):
+        found = layer(x)
+    torch.cuda.synchronize()
+    assert torch.equal(found, twin(layer, pattern)(x))
+
+
+@pytest.mark.alone
+def test_nothing_is_compared_while_a_graph_is_captured(
+    no_interval: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = make_layer(), randn(64, 256, dtype=BF16, device="cuda")
+    begun: list[object] = []
+    compare = _C.arrays_compare
+    monkeypatch.setattr(_C, "arrays_compare", lambda *args: (begun.append(args), compare(*args)))
+    with torch.no_grad():
+        for _ in range(2):
+            before = layer(x)
+        torch.cuda.synchronize()
+        count, graph = len(begun), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [layer(x) for _ in range(3)]
+        assert len(begun) == count > 0
+        pattern = another(layer, 7)
+        write_uncounted(layer, pattern)
+        for _ in range(2):
+            graph.replay()
+        assert all(torch.equal(y, before) for y in captured)
+        assert_found(lambda: layer(x), 0.0)
+        graph.replay()
+        assert all(torch.equal(y, twin(layer, pattern)(x)) for y in captured)
+
+
+def test_a_graph_is_captured_while_another_thread_compares(no_interval: None) -> None:
+    layer, other = make_layer(), make_layer(generator=seeded(1))
+    x = randn(64, 256, dtype=BF16, device="cuda")
+    expected, done = other(x).detach(), threading.Event()
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                while not done.is_set():
+                    other(x)
+        except Exception as error:
+            errors.append(error)
+
+    with torch.no_grad():
+        before = layer(x)
+        thread = threading.Thread(target=call)
+        thread.start()
+        try:
+            for _ in range(20):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    captured = layer(x)
+                graph.replay()
+                assert torch.equal(captured, before)
+        finally:
+            done.set()
+            thread.join()
+    assert errors == [] and torch.equal(other(x), expected)
+
+
+def test_updates_on_other_streams_are_no_writes_of_others(no_interval: None) -> None:
+    """For a second each thread changes a layer of its own, while its calls compare those of all others."""
+    x = randn(64, 256, dtype=BF16, device="cuda")
+    end, errors, rounds = time.monotonic() + 1, list[BaseException](), list[int]()
+    layers = [make_layer(generator=seeded(seed)) for seed in range(4)]
+
+    def change(layer: Any, turn: int, patterns: list[BlockPattern], states: list[Any]) -> None:
+        other = turn % 2
+        if turn % 5 == 0:
+            layer.load_state_dict(states[other])
+        elif turn % 5 == 1:
+            for name in ("crow_indices", "col_indices", "slot"):
+                layer.get_buffer(name).copy_(getattr(patterns[other], name))
+        elif turn % 5 == 2:
+            for buffer in layer.buffers():
+                buffer.copy_(buffer.clone())
+            layer(x)
+            layer.pattern = patterns[other]
+        else:
+            layer.pattern.update_(patterns[other])
+
+    def run(layer: Any) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                patterns, states, expected, turn = [another(layer, seed) for seed in (1, 2)], [], [], 0
+                for pattern in patterns:
+                    layer.pattern = pattern
+                    states.append({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+                    expected.append(layer(x))
+                while time.monotonic() < end:
+                    change(layer, turn, patterns, states)
+                    assert all(torch.equal(layer(x), expected[turn % 2]) for _ in range(3))
+                    turn += 1
+                rounds.append(turn)
+        except BaseException as error:
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=(layer,)) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert min(rounds) > 5
+    torch.cuda.synchronize()
+    for layer in layers:
+        layer(x)
+        torch.cuda.synchronize()
+        pattern = another(layer, 7)
+        write_uncounted(layer, pattern)
+        assert_found(lambda layer=layer: layer(x), 0.0)
+        assert torch.equal(layer(x), twin(layer, pattern)(x))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_each_device_is_compared_by_itself() -> None:
+    layers = [make_layer(device=f"cuda:{device}") for device in range(2)]
+    inputs = [randn(64, 256, dtype=BF16, device=f"cuda:{device}") for device in range(2)]
+    for layer, x in zip(layers, inputs, strict=True):
+        layer(x)
+    pattern = BlockPattern.random((384, 256), block_shape=32, nnz=layers[1].pattern.nnz, generator=seeded(7))
+    write_uncounted(layers[1], pattern)
+    time.sleep(writes.INTERVAL)
+    for device in (0, 1, 0):
+        layers[device](inputs[device])
+    torch.cuda.synchronize(1)
+    time.sleep(writes.PAUSE)
+    with pytest.raises(PatternChangedError):
+        layers[1](inputs[1])
+    assert torch.cuda.current_device() == 0
+    weight = dense_weight(layers[1].weight.cpu(), pattern)
+    y = inputs[1].double().cpu() @ weight.t() + layers[1].bias.double().cpu()
+    torch.testing.assert_close(layers[1](inputs[1]).double().cpu(), y, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.alone

@@ -566,6 +566,51 @@ def test_layers_put_in_by_hand_are_described(tmp_path: Path) -> None:
     assert_saved(model, tmp_path)
 
 
+@pytest.mark.parametrize("storage", [None, "plain", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_from_pretrained_loads_what_tilesparse_saves(name: str, storage: str | None, tmp_path: Path) -> None:
+    """Without the type of the model it would make one of 7 billion parameters."""
+    make = MODELS[name][0]
+    model = make() if storage is None else patched(name, storage=storage)
+    if model.can_generate():
+        model.generation_config.max_new_tokens = 7
+    model.bfloat16().save_pretrained(tmp_path / "theirs")
+    tilesparse.save(model, tmp_path / "ours")
+    ours, theirs = (
+        [
+            json.loads((tmp_path / folder / file).read_text())
+            for file in ("config.json", "generation_config.json")
+        ]
+        for folder in ("ours", "theirs")
+    )
+    ours[0].pop("tilesparse", None)
+    assert (storage is not None) == ("files" in ours[0].get("quantization_config", {}))
+    for key in ("files", "ties"):  # of Transformers' checkpoints the model has the ties
+        ours[0].get("quantization_config", {}).pop(key, None)
+    assert ours == theirs
+    for load in (type(model).from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert_same(load(tmp_path / "ours"), model)
+    assert_same(tilesparse.load(make, tmp_path / "ours"), model)
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8"])
+def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) -> None:
+    """safetensors maps files, and headers may have any length."""
+    model = patched("llama", storage=storage)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length], content[8 + length :]
+    file.write_bytes((length + 1).to_bytes(8, "little") + header + b" " + data)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = inputs("llama")
+    assert torch.equal(loaded(**tokens).logits, model(**tokens).logits)
+    other = patched("llama", storage=storage)
+    other.load_state_dict(load_file(file), assign=True, strict=False)
+    assert torch.equal(other(**tokens).logits, model(**tokens).logits)
+
+
 def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
     model = patched("gpt2", storage="int8")
     model.save_pretrained(tmp_path)

@@ -11,11 +11,14 @@ import zipfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from tilesparse import BlockSparseLinear, UnsupportedError
+from tilesparse._libraries import diffusers_hooks
 from tilesparse._libraries.hooks import adapt, revert, when_imported
 
 
@@ -168,3 +171,21 @@ assert not late, late
 from tilesparse.parallel import ColwiseParallel
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_save_pretrained_of_diffusers_refuses_block_sparse_layers() -> None:
+    class ModelMixin(nn.Module):
+        """As `diffusers.ModelMixin`, whose files have no place for the patterns."""
+
+        def save_pretrained(self, folder: str) -> str:
+            return folder
+
+    class Model(ModelMixin):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+    diffusers_hooks._refuse_to_save(SimpleNamespace(ModelMixin=ModelMixin))
+    assert Model(nn.Linear(64, 64)).save_pretrained("folder") == "folder"
+    with pytest.raises(UnsupportedError, match=r"block-sparse layer 'layer'; call tilesparse\.save"):
+        Model(BlockSparseLinear(64, 64, block_shape=32)).save_pretrained("folder")

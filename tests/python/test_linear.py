@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import Recorder, seeded, spawn
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
@@ -21,6 +22,7 @@ from tilesparse._runtime.lookup import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,
+    InvalidTypeError,
     PatternChangedError,
     UnsupportedError,
 )
@@ -445,6 +447,27 @@ def test_second_derivatives(policy: str) -> None:
     assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
 
 
+@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+def test_calls_are_those_of_nn_linear(kind: Callable[[BlockSparseLinear], nn.Module]) -> None:
+    """As PyTorch's own tests of modules call it: by the name of the argument, and without a mode."""
+    layer, x = kind(make()), randn(4, IN)
+    y = layer(input=x)
+    assert torch.equal(y, layer(x))
+    del layer.training
+    assert torch.equal(layer(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(
+    kind: Callable[[BlockSparseLinear], nn.Module], layout: torch.layout
+) -> None:
+    x = torch.nested.nested_tensor([randn(3, IN), randn(5, IN)], layout=layout)
+    with pytest.raises(InvalidTypeError, match=r"^input must be a dense tensor, got a"):
+        kind(make())(x)
+
+
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, policy: str) -> None:
@@ -561,3 +584,17 @@ def test_what_is_hung_on_single_weights_is_not_refused() -> None:
     assert torch.allclose(layer(x), y, atol=1e-6)
     PARAMETRIZATIONS.weight_norm(layer, "bias")
     assert torch.allclose(layer(x), y, atol=1e-6)
+
+
+@pytest.mark.parametrize(("whole", "limit", "compiled"), [(False, 8, 8), (False, 16, 12), (True, 8, 1)])
+def test_many_layers_are_compiled_as_the_page_on_compilation_says(
+    whole: bool, limit: int, compiled: int
+) -> None:
+    layers = [BlockSparseLinear(256, 256, block_shape=16, density=0.1 + 0.06 * i) for i in range(12)]
+    assert len({layer.pattern.nnz for layer in layers}) == 12
+    counter, x = CompileCounterWithBackend("eager"), torch.randn(8, 256)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=limit), torch.no_grad():
+        for module in [nn.Sequential(*layers)] if whole else layers:
+            torch.testing.assert_close(torch.compile(module, backend=counter)(x), module(x))
+    assert counter.frame_count == compiled

@@ -124,12 +124,37 @@ def test_scipy_round_trip(dtype: torch.dtype, name: str) -> None:
     assert torch.equal(other.to_dense().double(), reference(matrix))
 
 
-def test_from_scipy_sums_duplicates() -> None:
-    data = randn(3, 16, 16, dtype=torch.float64).numpy()
-    array = scipy.sparse.bsr_array((data, [1, 0, 1], [0, 3]), shape=(16, 32))
-    matrix = BlockSparseMatrix.from_scipy(array)
-    assert torch.equal(matrix.values, torch.from_numpy(data[[1, 0]] + [0 * data[0], data[2]]))
-    assert array.nnz == 3 * 256  # the given one is untouched
+def bsr(values: torch.Tensor, columns: list[int]) -> torch.Tensor:
+    """A matrix [16, 64] of one block row, as PyTorch lets it be made."""
+    crow, col = torch.tensor([0, len(columns)]), torch.tensor(columns)
+    return torch.sparse_bsr_tensor(crow, col, values, (16, 64), check_invariants=False)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+@pytest.mark.parametrize("columns", [[3, 0, 1], [1, 0, 1], [2, 2, 2], []], ids=str)
+def test_blocks_of_others_are_sorted_and_summed(columns: list[int]) -> None:
+    values = torch.randn(len(columns), 16, 16, generator=seeded())
+    dense = torch.zeros(16, 4, 16)
+    for column, block in zip(columns, values, strict=True):
+        dense[:, column] += block
+    array = scipy.sparse.bsr_array((values.numpy(), columns, [0, len(columns)]), shape=(16, 64))
+    for kind, given in (("bsr", bsr(values, columns)), ("scipy", array)):
+        matrix = getattr(BlockSparseMatrix, f"from_{kind}")(given)
+        assert torch.equal(matrix.to_dense(), dense.view(16, 64))
+        assert getattr(BlockPattern, f"from_{kind}")(given) == matrix.pattern
+        assert matrix.pattern.col_indices.tolist() == sorted({*columns})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_matrices_have_the_dtypes_of_products(dtype: torch.dtype) -> None:
+    for columns in ([1, 0], [1, 1]):
+        with pytest.raises(InvalidArgumentError, match=f"must have dtype float64, float32, .*got {dtype}"):
+            BlockSparseMatrix.from_bsr(bsr(torch.ones(2, 16, 16).to(dtype), columns))
+    if dtype != torch.float8_e5m2:
+        array = scipy.sparse.csr_array(torch.ones(16, 16).to(dtype).numpy())
+        with pytest.raises(InvalidArgumentError, match="matrix must have dtype float64 or float32, got"):
+            BlockSparseMatrix.from_scipy(array, block_shape=16)
 
 
 @pytest.mark.parametrize("device", DEVICES)

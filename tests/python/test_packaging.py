@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -186,3 +189,58 @@ def test_description_has_no_links_to_files_of_the_repository() -> None:
     description = importlib.metadata.metadata("tilesparse").get_payload()
     assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
     assert description.startswith("# TileSparse")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The build backend, without the scikit-build-core that it hands on to, on a machine without CUDA."""
+    stub: Any = ModuleType("scikit_build_core.build")
+    stub.prepare_metadata_for_build_editable = stub.prepare_metadata_for_build_wheel = None
+    package: Any = ModuleType("scikit_build_core")
+    package.build = stub
+    monkeypatch.setitem(sys.modules, "scikit_build_core", package)
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", stub)
+    for name in (
+        "CMAKE_ARGS",
+        "SKBUILD_CMAKE_ARGS",
+        "SKBUILD_CMAKE_DEFINE",
+        "CUDACXX",
+        "CUDA_HOME",
+        "CUDA_PATH",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    path = ROOT / "cmake" / "build_backend" / "tilesparse_backend.py"
+    spec = importlib.util.spec_from_file_location("tilesparse_backend", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(module.ctypes.util, "find_library", lambda name: None)
+    return module
+
+
+def test_machines_without_cuda_build_for_the_cpu_and_say_so(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert backend._requires(None) == []  # neither nvcc nor CUTLASS
+    monkeypatch.setenv("CMAKE_ARGS", "-DOTHER=1")
+    backend._configure_cuda(None)
+    assert os.environ["CMAKE_ARGS"] == "-DOTHER=1 -DTILESPARSE_CUDA=OFF"
+    assert "TILESPARSE_CUDA=ON" in capsys.readouterr().out
+
+
+def test_a_driver_a_compiler_or_a_setting_asks_for_cuda(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on = {"cmake.define.TILESPARSE_CUDA": "ON"}
+    assert any(need.startswith("cuda-toolkit[nvcc") for need in backend._requires(on))
+    monkeypatch.setenv("CMAKE_ARGS", "-DTILESPARSE_CUDA=ON -DTILESPARSE_CUDA=OFF")  # the last one counts
+    assert not backend._wants_cuda(None) and backend._wants_cuda(on)
+    backend._configure_cuda(None)
+    assert capsys.readouterr().out == ""  # as asked for
+    monkeypatch.delenv("CMAKE_ARGS")
+    monkeypatch.setattr(backend.ctypes.util, "find_library", lambda name: "libcuda.so.1")
+    assert any(need.startswith("cuda-toolkit[nvcc") for need in backend._requires(None))
+    monkeypatch.setattr(backend.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setenv("CUDACXX", "/opt/nvcc")
+    assert backend._requires(None) == ["pip"]

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import re
 import warnings
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,18 +30,25 @@ from transformers import (
     Mamba2Config,
     Mamba2Model,
     MambaConfig,
+    MambaForCausalLM,
     MambaModel,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
+    T5ForConditionalGeneration,
     T5Model,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
 from tilesparse import _progress as progress
 from tilesparse.cli.demo import GPT, SIZES
+from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.patch import SkippedLayer
+from tilesparse.prune import prune_
+from tilesparse.quantization import quantize_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -273,6 +284,17 @@ def test_the_patcher_does_not_keep_models_alive() -> None:
     assert watch() is None
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_of_a_patcher_have_its_patterns(copied: Callable[[Any], Any]) -> None:
+    made, model, other = patcher(density=0.25), gpt(), gpt()
+    report = made.patch_model(model, keep_dense=True)
+    copied = copied(made)
+    with pytest.raises(InvalidArgumentError, match="patched by this patcher"):
+        copied.undo(model)
+    assert copied.patch_model(other) == report
+    made.undo(model)
+
+
 def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:
     made = BlockSparseModelPatcher()
     made.add_pattern(r"blocks\.0\.mlp\.0", {"density": 0.25})
@@ -280,6 +302,26 @@ def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:
     model = gpt()
     made.patch_model(model)
     assert (model.blocks[0].mlp[0].density, model.blocks[0].mlp[2].density) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("first", [".*", "mlp", r"blocks\.0\.(mlp|attention)"])
+def test_a_pattern_that_never_decides_is_refused(first: str, strict: bool) -> None:
+    model = gpt()
+    made = patcher(first, density=0.25)
+    made.add_pattern("mlp.2", {"block_shape": 32, "density": 0.75})
+    with pytest.raises(InvalidArgumentError, match=f"'mlp.2' after {re.escape(repr(first))}"):
+        made.patch_model(model, strict=strict)
+    assert not any(isinstance(module, BlockSparseLinear) for module in model.modules())
+
+
+def test_patterns_may_overlap_and_repeat_each_other() -> None:
+    model = gpt()
+    made = patcher(r"blocks\.0\.mlp\.0", density=0.25)
+    made.add_pattern("mlp", {"block_shape": 32, "density": 0.75})
+    made.add_pattern(r"blocks\.0\.mlp\.2", {"block_shape": 32, "density": 0.75})
+    report = made.patch_model(model)
+    assert [layer.density for layer in report.layers] == [0.25, 0.75]
 
 
 def test_fullmatch_wants_the_whole_name_and_unmatched_patterns_are_reported() -> None:
@@ -414,6 +456,23 @@ def test_subclasses_choose_and_make_layers() -> None:
     ]
 
 
+@pytest.mark.parametrize("made", [None, nn.Linear(4, 4), nn.Sequential(), "layer"])
+def test_what_subclasses_make_is_block_sparse(made: Any) -> None:
+    class Other(BlockSparseModelPatcher):
+        def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Any:
+            return made if name.endswith("mlp.2") else super().new_child_module(name, module, options)
+
+    other, model = Other(), gpt()
+    other.add_pattern(BLOCKS)
+    modules = dict(model.named_modules())
+    with pytest.raises(
+        TypeError,
+        match=r"^layer 'blocks.0.mlp.2': new_child_module must return a BlockSparseLinear, ",
+    ):
+        other.patch_model(model)
+    assert dict(model.named_modules()) == modules
+
+
 def reasons(model: nn.Module, regex: str = ".*", **options: Any) -> dict[str, str]:
     """Why each skipped module was, once it is known that none was replaced."""
     modules = dict(model.named_modules())
@@ -466,7 +525,7 @@ def test_layers_that_no_sparse_layer_can_stand_for_are_skipped() -> None:
     layers["d"].weight.register_hook(lambda gradient: gradient)
     layers["e"].register_state_dict_post_hook(legacy_hook)
     layers["f"].forward = lambda x: x  # type: ignore[assignment, method-assign]
-    layers["g"].weight = nn.Parameter(layers["g"].weight.to(torch.float8_e4m3fn), requires_grad=False)
+    layers["g"].weight = nn.Parameter(layers["g"].weight.to(torch.int8), requires_grad=False)
     said = reasons(nn.ModuleDict({**layers, "h": nn.Linear(0, 64)}), "[a-h]$")
     for name, word in zip(
         "abcdefgh",
@@ -477,7 +536,7 @@ def test_layers_that_no_sparse_layer_can_stand_for_are_skipped() -> None:
             "on a parameter",
             "state dict",
             "forward was replaced",
-            "float8_e4m3fn",
+            "torch.int8",
             "empty",
         ),
         strict=True,
@@ -901,3 +960,137 @@ def test_empty_block_rows_and_columns_are_named() -> None:
         pattern = BlockPattern.from_blocks([(0, 0)], shape=(128, 64), block_shape=32)
         (layer,) = patcher("0", pattern=pattern).patch_model(lopsided()).layers  # as are these
         assert (layer.empty_rows, layer.empty_columns) == (3, 1)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Keeper(nn.Module):
+    """Computes with layers that it finds in attributes of its own."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        a, b = self.layers
+        self.kept: Any = {
+            "list": [a, b],
+            "tuple": (a, b),
+            "named tuple": Pair(a, b),
+            "dict": {"a": a, "b": b},
+            "nested": [{"a": (a,)}, [b]],
+        }[place]
+        self.kept = [self.kept, self.kept] if place == "list" else self.kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers_kept():
+            x = layer(x)
+        return x
+
+    def layers_kept(self) -> list[nn.Module]:
+        def flat(value: Any) -> list[nn.Module]:
+            if isinstance(value, nn.Module):
+                return [value]
+            parts = value.values() if isinstance(value, dict) else value
+            return [layer for part in parts for layer in flat(part)]
+
+        return flat(self.kept)[-2:]
+
+
+@pytest.mark.parametrize("place", ["list", "tuple", "named tuple", "dict", "nested"])
+def test_layers_that_a_model_keeps_in_attributes_are_replaced_there(place: str) -> None:
+    model = Keeper(place)
+    object.__setattr__(model, "plain", model.layers[0])  # which nn.Module would register
+    dense, kept, x = [*model.layers], model.kept, torch.randn(3, 64)
+    made = patcher("layers", density=0.5)
+    made.patch_model(model, keep_dense=True)
+    assert model.layers_kept() == [*model.layers] and model.plain is model.layers[0]
+    assert (model.kept is kept) == (not isinstance(kept, tuple)) and type(model.kept) is type(kept)
+    torch.testing.assert_close(model(x), nn.Sequential(*model.layers)(x))
+    made.undo(model)
+    assert model.layers_kept() == dense and model.plain is dense[0]
+    prune_(model, BlockSparseConfig(0.5, 32), [torch.randn(200, 64)])
+    torch.testing.assert_close(model(x), nn.Sequential(*model.layers)(x))
+    assert all(isinstance(layer, BlockSparseLinear) for layer in model.layers_kept())
+
+
+HOLDERS: dict[str, Callable[[nn.Linear], Any]] = {
+    "a weight": lambda layer: [layer.weight],
+    "a bias in a dict": lambda layer: {"bias": layer.bias},
+    "a set": lambda layer: {layer},
+    "a key": lambda layer: {layer: 1},
+    "a partial function": lambda layer: partial(layer),
+    "a bound method": lambda layer: layer.forward,
+}
+
+
+@pytest.mark.parametrize("what", HOLDERS)
+def test_layers_that_something_would_go_on_holding_stay_dense(what: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].holder = HOLDERS[what](model[0])
+    report = patcher(".*", density=0.5).patch_model(model)
+    assert [layer.name for layer in report.layers] == ["1"]
+    assert "1.holder" in {one.name: one.reason for one in report.skipped}["0"]
+    untied = patcher("0", density=0.5, untie=True).patch_model(model, strict=False)
+    assert bool(untied.layers) == (what in ("a weight", "a bias in a dict"))
+
+
+def test_attributes_of_layers_and_weights_are_carried_over() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    dense: Any = model[0]
+    dense.label, dense.scale, dense.weight.no_decay, dense.bias.rate = "q", torch.ones(2), True, 2.0
+    model[1].density = 0.3
+    model[2].weight.main_grad = torch.zeros(64, 64)
+    model[3].compile(backend="eager")
+    report = patcher(".*", density=0.5).patch_model(model)
+    layer: Any = model[0]
+    assert isinstance(layer, BlockSparseLinear) and (layer.label, layer.scale) == ("q", dense.scale)
+    assert layer.weight.no_decay is True and layer.bias.rate == 2.0
+    said = {one.name: one.reason for one in report.skipped}
+    for name, word in (("1", "density"), ("2", "main_grad"), ("3", "compiled")):
+        assert word in said[name]
+
+
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "d_kv": 32,
+    "d_ff": 128,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+CASTERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "T5": (lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES)), "DenseReluDense.wo"),
+    "gated T5": (
+        lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES, feed_forward_proj="gated-gelu")),
+        "DenseReluDense.wo",
+    ),
+    "UMT5": (lambda: UMT5ForConditionalGeneration(UMT5Config(**T5_SIZES)), "DenseReluDense.wo"),
+    "Mamba": (
+        lambda: MambaForCausalLM(
+            MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, tie_word_embeddings=False)
+        ),
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("name", CASTERS)
+def test_layers_to_whose_dtype_others_cast_are_not_stored_in_fewer_bits(name: str, storage: str) -> None:
+    make, layer = CASTERS[name]
+    batch = dict.fromkeys(("input_ids", "labels"), torch.arange(1, 33).view(2, 16))
+    spared = storage == "int8" and name != "Mamba"  # T5 asks for this dtype first
+    model = make().eval()
+    made = patcher("lm_head", density=0.5, storage=storage)
+    made.add_pattern(".*", {"block_shape": 32, "storage": storage})
+    skipped = {one.name: one.reason for one in made.patch_model(model, strict=False).skipped}
+    casts = {one for one, reason in skipped.items() if f"in the storage {storage!r}" in reason}
+    assert casts == {one for one, _ in model.named_modules() if one.endswith(layer) and not spared}
+    assert model(**batch).logits.isfinite().all()
+    model = make().eval()
+    patcher(layer, density=0.5).patch_model(model)
+    report = quantize_(model, [batch], storage=storage, strict=False)
+    assert bool(report.layers) == spared
+    assert model(**batch).logits.isfinite().all()

@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -202,12 +204,6 @@ def test_from_bsr_and_scipy(name: str) -> None:
     assert BlockPattern.from_scipy(bsr.tocsr(), block_shape=(16, 32)) == in_row_order
 
 
-def test_from_scipy_sorts_and_merges() -> None:
-    blocks, columns, rows = torch.ones(3, 16, 16).numpy(), [1, 0, 1], [0, 3]
-    pattern = BlockPattern.from_scipy(scipy.sparse.bsr_array((blocks, columns, rows), shape=(16, 32)))
-    assert pattern.col_indices.tolist() == [0, 1]
-
-
 def test_equality_sees_slots() -> None:
     pattern = BlockPattern.full((64, 64), block_shape=(16, 16))
     assert pattern == BlockPattern.full((64, 64), block_shape=(16, 16))
@@ -290,6 +286,15 @@ def test_patterns_live_on_the_host_whatever_the_default_device() -> None:
         assert {tensor.device.type for tensor in tensors_of(pattern)} == {"cpu"}
         assert pattern.transpose().transpose() == pattern
         assert pattern.to_mask().sum() == pattern.nnz * 256
+
+
+@pytest.mark.parametrize("make", [BlockPattern.full, partial(BlockPattern.random, nnz=3)])
+def test_blocks_are_chosen_from_as_many_as_there_is_memory_for(make: Callable[..., BlockPattern]) -> None:
+    shape = 2**30, 2**30
+    with pytest.raises(InvalidArgumentError, match=r"shape must have fewer than 2\^31 blocks .*from_blocks"):
+        make(shape, block_shape=16)
+    last = [(2**26 - 1, 2**26 - 1)]
+    assert BlockPattern.from_blocks(last, shape=shape, block_shape=16).nnz == 1
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (4, 6)])

@@ -262,6 +262,29 @@ def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: tor
     assert "taken" in str(report) and "1 of 1 groups" in str(report)
 
 
+class Branching(nn.Sequential):
+    """A model that reads its hidden features itself: for long batches, or for a second output."""
+
+    def __init__(self, long: bool) -> None:
+        super().__init__(*mixed())
+        self.long = long
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self[1](self[0](x))
+        y = self[2](hidden)
+        return (y + hidden[:, :64] if len(x) > 64 else y) if self.long else {"y": y, "hidden": hidden}
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_all_outputs_of_all_batches_are_compared(long: bool) -> None:
+    model = Branching(long).eval()
+    before = copy.deepcopy(model.state_dict())
+    batches = [torch.randn(size, 64, generator=seeded(size)) for size in (64, 128)]
+    with pytest.raises(InvalidArgumentError, match="groups must leave the outputs equal"):
+        permute_model(model, batches, Config(0.5, (16, 16)), groups=[MIXED])
+    assert all(torch.equal(after, before[name]) for name, after in model.state_dict().items())
+
+
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
 def test_orders_that_do_not_help_and_what_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, end: type[BaseException] | None

@@ -945,6 +945,11 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "folder": (vectors, {"folder": 3}, "folder must be a string or a path or None, got 3"),
     "file": (vectors, {"folder": __file__}, "folder must be a folder"),
     "meta device": (vectors, {"device": "meta"}, "device must have memory"),
+    "batches on meta": (
+        lambda: [torch.ones(4, 64, device="meta")],
+        {},
+        "batches must have tensors with data, got one on the meta device",
+    ),
     "other batches": (lambda: [torch.randn(4, 32)], {}, "mat1"),
 }
 
@@ -960,6 +965,47 @@ def test_bad_input_leaves_the_model_as_it_was(name: str) -> None:
     with pytest.raises(expected, match=text):
         prune_model(model, options.pop("batches"), **options)
     assert unchanged(model, before) and all(module.training for module in model.modules())
+
+
+class Listed(nn.Module):
+    """A layer that has a second name, in a model without a stack that may be interrupted midway."""
+
+    def __init__(self, layers: Any, error: type[BaseException] | None = None) -> None:
+        super().__init__()
+        self.first, self.last = layers
+        self.again, self.error, self.calls = nn.ModuleList([self.first]), error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.again[0](self.first(x).relu()).relu())
+        self.calls += self.error is not None
+        if self.error is not None and self.calls == 14:  # with the first layer pruned
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interruption_leaves_modules_with_two_names(error: type[BaseException]) -> None:
+    model = Listed((nn.Linear(64, 64), nn.Linear(64, 64)), error)
+    weight, before = model.first.weight, state(model)
+    with pytest.raises(error):
+        prune_model(model, vectors(), block_shape=16)
+    assert model.first.weight is weight and unchanged(model, before)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_models_are_pruned_as_others(whole: bool) -> None:
+    """Compiled code does not call hooks that are set afterwards."""
+    made = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    model, expected = Listed(made), Listed(copy.deepcopy(made))
+    if whole:
+        model.compile(backend="aot_eager")
+    else:
+        model.first.compile(backend="aot_eager")
+        model.last.compile(backend="aot_eager")
+    model(vectors()[0])
+    report = prune_model(model, vectors(), block_shape=16)
+    assert report.layers == prune_model(expected, vectors(), block_shape=16).layers
+    torch.testing.assert_close(model(vectors()[0]), expected(vectors()[0]))
 
 
 def test_layers_that_never_run_are_named() -> None:

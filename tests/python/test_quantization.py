@@ -315,6 +315,103 @@ def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
     assert "not smoothed: one (BlockSparseLinear): something else reads what norm gives" in str(report)
 
 
+class ReadBlock(nn.Module):
+    def __init__(self, layer: nn.Module, branches: bool) -> None:
+        super().__init__()
+        self.norm, self.layer, self.branches = nn.LayerNorm(WIDTH), layer, branches
+        self.norm.weight.data[:4] = OUTLIERS
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.normed = self.norm(x)
+        y: Tensor = self.layer(self.normed)
+        return y + self.normed if self.branches and len(x) > 2 else y
+
+
+class Read(nn.Module):
+    """Blocks whose norm something else reads: the model itself, or the block in batches of more texts."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.outside, self.head = outside, linear(WIDTH, WIDTH)
+        layers = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), MLP()
+        self.blocks = nn.ModuleList(
+            ReadBlock(layer, not (outside or i == 2)) for i, layer in enumerate(layers)
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x)
+        y = self.head(x) + self.blocks[0].normed * self.outside
+        return {"y": y, "logits": torch.full((2,), -torch.inf)}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_scales_that_change_any_output_of_the_model_are_undone_and_reported(outside: bool) -> None:
+    made: Any = Read(outside).eval()
+    data = [torch.randn(size, 32, WIDTH, generator=seeded(size)) for size in (2, 4)]
+    norms = [block.norm.weight.detach().clone() for block in made.blocks]
+    expected = [made(x)["y"].detach() for x in data]
+    report = quantize_(made, data)
+    for x, y in zip(data, expected, strict=True):
+        assert (made(x)["y"] - y).norm() < 0.05 * y.norm()
+    blocks = zip(norms, made.blocks, strict=True)
+    changed = [not torch.equal(norm, block.norm.weight) for norm, block in blocks]
+    assert changed == [False, outside, True]
+    undone = [layer.name for layer in report.layers if "outputs change where" in str(layer.reason)]
+    assert undone == [f"blocks.{number}.layer" for number in range(1 if outside else 2)]
+
+
+def test_outputs_that_differ_from_run_to_run_are_not_relied_on() -> None:
+    made = model()
+    report = quantize_(made, batches(), forward=lambda m, x: m(x) + torch.rand(()))
+    assert {"two runs give different tensors" in str(layer.reason) for layer in report.layers[:3]} == {True}
+
+
+@pytest.mark.parametrize("activations", ["auto", None])
+def test_tokens_that_are_all_masked_are_refused(activations: str | None) -> None:
+    made = model()
+    before = copy.deepcopy(made)
+    data = [{"x": x, "attention_mask": torch.zeros(4, 32)} for x in batches()]
+    with pytest.raises(InvalidArgumentError, match="batches must have tokens at every layer, got none for"):
+        quantize_(made, data, activations=activations, forward=lambda m, b: m(b["x"]))
+    assert_unchanged(made, before)
+
+
+class Named(nn.Module):
+    """Two blocks and a layer behind them; a module of the first, or the block itself, has a second name."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(WIDTH), "in": linear(WIDTH, WIDTH), "out": linear(WIDTH, WIDTH)}
+            )
+            for _ in range(2)
+        )
+        self.head = linear(WIDTH, WIDTH)
+        if shared == "block":
+            self.blocks[1] = self.blocks[0]
+        else:
+            self.blocks[1][shared] = self.blocks[0][shared]  # type: ignore[index,operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["out"](block["in"](block["norm"](x)))  # type: ignore[index,operator]
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("activations", ["auto", None])
+@pytest.mark.parametrize("shared", ["norm", "in", "block"])
+def test_modules_with_two_names_keep_their_parameters(shared: str, activations: str | None) -> None:
+    made, data = Named(shared).eval(), batches()
+    norm, weight = made.blocks[0]["norm"], made.blocks[0]["norm"].weight  # type: ignore[index,operator]
+    expected = made(data[0]).detach()
+    quantize_(made, data, activations=activations)
+    assert norm.weight is weight
+    assert (made(data[0]) - expected).norm() < 0.03 * expected.norm()
+
+
 def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     made = model()
     made.blocks[1].before.weight = made.blocks[0].before.weight

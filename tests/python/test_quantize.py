@@ -107,6 +107,9 @@ def test_views_and_shapes(device: str) -> None:
 def test_nothing_to_quantize(device: str) -> None:
     values, scales = functional.quantize(torch.empty(0, 32, device=device))
     assert values.shape == (0, 32) and scales.shape == (0,)
+    for dtype in LARGEST:
+        torch.full((5,), 7.0, device=device)  # where memory was freed
+        assert_defined(torch.empty(5, 0, device=device), dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -30,6 +30,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     T5Config,
     T5EncoderModel,
+    T5ForConditionalGeneration,
     T5Model,
     TrainingArguments,
     WhisperConfig,
@@ -44,6 +45,7 @@ from tilesparse import (
     InvalidArgumentError,
     UnsupportedError,
 )
+from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill, graphs, losses, reconstruct, reconstruction
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
@@ -400,7 +402,7 @@ def test_a_position_bias_that_one_block_gives_is_computed_anew() -> None:
     assert report.blocks == [""]
 
 
-def test_labels_are_left_out_of_reconstruction() -> None:
+def test_labels_change_nothing_in_reconstruction() -> None:
     (model, teacher), batches = pair("llama"), texts(3)
     other = copy.deepcopy(model)
     labelled = [batch | {"labels": batch["input_ids"]} for batch in batches]
@@ -721,6 +723,9 @@ def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], 
         lambda m, t: {"autocast": torch.float16},
     )
     yield "one batch", wrong, "batches must be at least two", lambda m, t: {"batches": texts(1)}
+    masked = texts(3)
+    masked[2]["attention_mask"] = torch.zeros_like(masked[2]["attention_mask"])
+    yield "all masked", wrong, "got none in the held-out ones", lambda m, t: {"batches": masked}
     yield "no batches", wrong, "batches must be an iterable", lambda m, t: {"batches": 3}
     yield (
         "a batch",
@@ -984,15 +989,59 @@ def test_callbacks_steps_and_teachers_from_a_cache() -> None:
     assert run.loss == history.loss and same(tensors_of(model), tensors_of(other))
 
 
-def test_labels_go_to_the_model_alone_where_the_loss_has_a_task() -> None:
+def test_labels_go_to_both_models() -> None:
     model, teacher = pair("llama")
     watches = Watch(model), Watch(teacher)
     batches = [batch | {"labels": batch["input_ids"]} for batch in texts(1)]
     history = distill(model, teacher, batches, adam(model), loss=DistillationLoss(task=1.0, logits=1.0))
     assert 3 < history.terms["task"][0] < 6  # the logarithm of the vocabulary's size is 4.6
     distill(model, teacher, batches, adam(model), loss=DistillationLoss(logits=1.0))
-    assert ["labels" in kwargs for _, _, kwargs in watches[0].calls] == [True, False]
-    assert ["labels" in kwargs for _, _, kwargs in watches[1].calls] == [False, False]
+    assert [["labels" in kwargs for _, _, kwargs in watch.calls] for watch in watches] == 2 * [[True, True]]
+
+
+def translations(count: int) -> list[dict[str, Tensor]]:
+    """Texts whose labels have another length, and end in padding."""
+    labels = [torch.where(torch.arange(6) < 4, batch["input_ids"][:, :6], -100) for batch in texts(count)]
+    return [batch | {"labels": some} for batch, some in zip(texts(count), labels, strict=True)]
+
+
+def test_encoder_decoders_take_the_batches_that_pruning_takes() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_heads": 2}
+    teacher = T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, decoder_start_token_id=0)).eval()
+    model, batches = copy.deepcopy(teacher), translations(4)
+    prune_model(model, batches, block_shape=16, layers=r".*wi")
+    report = reconstruct(model, teacher, batches, epochs=1)
+    assert any(part.after < part.before for part in report.submodules)
+    with torch.no_grad():
+        ours, theirs = model(**batches[0]).logits, teacher(**batches[0]).logits
+    history = distill(model, teacher, batches, lr=1e-3)
+    counted = batches[0]["labels"] != -100
+    divergence = (theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1)
+    assert history.loss[0] == pytest.approx(float(divergence[counted].mean()), rel=1e-3)
+
+
+class Writing(nn.Sequential):
+    """A model that writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x.clone())
+        x.zero_()
+        return y
+
+
+def test_model_and_teacher_have_inputs_of_their_own() -> None:
+    teacher, x = Writing(nn.Linear(64, 64)), vectors(1)[0]
+    model, before = copy.deepcopy(teacher), x.clone()
+    history = distill(model, teacher, [x], lr=1e-3, loss=DistillationLoss(logits=1.0))
+    assert history.loss[0] == pytest.approx(0, abs=1e-6) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize("train", [distill, reconstruct])
+def test_batches_without_data_are_refused(train: Any) -> None:
+    model, teacher = pair("llama")
+    batches = [{name: value.to("meta") for name, value in batch.items()} for batch in texts(2)]
+    with pytest.raises(InvalidArgumentError, match="batches must have tensors with data, got one on"):
+        train(model, teacher, batches, lr=1e-3)
 
 
 def test_autocast_and_forward() -> None:

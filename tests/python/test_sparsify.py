@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from helpers import seeded
+from torch import Tensor, nn
+from torch.masked import masked_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tilesparse
@@ -18,6 +22,7 @@ from tilesparse._names import NamePattern
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
+from tilesparse.prune import prune_
 from tilesparse.tuning.products import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
@@ -227,3 +232,76 @@ def test_block_shape_has_one_default() -> None:
     assert {shape for _, shape in found} == {(64, 64)}
     assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product"} <= {name for name, _ in found}
     assert DEFAULT_OPTIONS["block_shape"] == (64, 64)
+
+
+def gappy() -> Tensor:
+    """A weight [64, 64] of multiples of 1/8, half of whose blocks of 32 are zero."""
+    weight = torch.randn(64, 64, generator=seeded()).mul(8).round().clamp(-15, 15) / 8
+    weight[:32, :32], weight[32:, 32:] = 0, 0
+    return weight
+
+
+CONVERTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "bsr": lambda weight: weight.to_sparse_bsr(32),
+    "bsr of other blocks": lambda weight: weight.to_sparse_bsr(8),
+    "bsc": lambda weight: weight.to_sparse_bsc(32),
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "coo": Tensor.to_sparse,
+    "float8": lambda weight: weight.to(torch.float8_e4m3fn),
+    "float8 of 5 bits": lambda weight: weight.clamp(-1, 1).to(torch.float8_e5m2),
+}
+LEFT_ALONE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "mkldnn": (Tensor.to_mkldnn, r"layout torch\._mkldnn"),
+    "int8": (lambda weight: weight.to(torch.int8), r"torch\.int8"),
+    "quantized": (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), r"torch\.qint8"),
+    "complex": (lambda weight: weight.to(torch.complex64), r"torch\.complex64"),
+    "another class": (lambda weight: masked_tensor(weight, weight > 0), r"MaskedTensor"),
+}
+
+
+def stored(weight: Tensor) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", CONVERTED)
+def test_weights_that_pytorch_stores_otherwise_are_converted(name: str) -> None:
+    weight = CONVERTED[name](gappy())
+    plain = weight.to_dense().float() if weight.layout != torch.strided else weight.float()
+    model = stored(weight)
+    report = sparsify_(model, BlockSparseConfig(0.5, 32))
+    assert [layer.name for layer in report.layers] == ["0", "1"]
+    pattern = BlockPattern.full((64, 64), block_shape=32)
+    for layer in (model[0], BlockSparseLinear.from_linear(stored(weight)[0], pattern=pattern)):
+        assert torch.equal(layer.to_linear().weight, plain) and not layer.weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_weights_that_cannot_be_read_are_left_alone_with_the_reason(name: str) -> None:
+    make, reason = LEFT_ALONE[name]
+    model = stored(make(gappy()))
+    report = sparsify_(model, BlockSparseConfig(0.5, 32))
+    assert [layer.name for layer in report.layers] == ["1"]
+    assert re.search(reason, {layer.name: layer.reason for layer in report.skipped}["0"])
+    with pytest.raises(InvalidArgumentError, match=rf"linear must have a weight .* read: .*{reason}"):
+        BlockSparseLinear.from_linear(model[0], block_shape=32)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_pruning_reads_sparse_weights() -> None:
+    batches = [torch.randn(200, 64, generator=seeded())]
+    reports = []
+    for weight in (gappy(), gappy().to_sparse_bsr(32), gappy().to_sparse_csr()):
+        torch.manual_seed(0)
+        model = stored(weight)
+        reports.append((str(prune_(model, BlockSparseConfig(0.25, 32), batches)), model(batches[0])))
+    for report, y in reports[1:]:
+        assert report == reports[0][0]
+        torch.testing.assert_close(y, reports[0][1])
+    model = stored(gappy().to_sparse_csr())
+    with pytest.raises(InvalidArgumentError, match="method must not be 'taylor' for layer '0'"):
+        prune_(model, CONFIG, batches, method="taylor", loss=lambda model, batch: model(batch).sum())

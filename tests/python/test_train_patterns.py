@@ -576,6 +576,25 @@ def test_fractions_have_a_plain_name_beside_lr() -> None:
     assert schedule.fractions == {"0": 0.1, "1": 0.1}
 
 
+@pytest.mark.parametrize("grow", ["random", "gradient", "momentum"])
+def test_a_schedule_ends_when_it_is_removed(grow: str) -> None:
+    """So does `Gradual`, which would go on by sums of movement that no longer change."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    patterns = PatternSchedule(model, optimizer, every=1, grow=grow, drop="movement")
+    gradual = Gradual(model, optimizer, density=0.25, steps=4, begin=0, score="movement")
+    state = patterns.state_dict()
+    before = state_of(model, optimizer)
+    for schedule in (patterns, gradual):
+        schedule.remove()
+        schedule.remove()
+        with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
+            schedule.step()
+    with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
+        patterns.load_state_dict(state)
+    assert same(state_of(model, optimizer), before) and not optimizer._optimizer_step_pre_hooks
+
+
 def test_copies_of_a_model_are_not_observed() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
@@ -657,6 +676,11 @@ def test_a_weight_that_was_replaced_is_named() -> None:
         ({"every": 0}, InvalidArgumentError, r"^every must be "),
         ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every must be "),
         ({"fraction": 1.1}, InvalidArgumentError, r"^fraction must be "),
+        (
+            {"fraction": {".*": 0.1, "0": 0.2}},
+            InvalidArgumentError,
+            r"^fraction: '0' must come before '\.\*'",
+        ),
         ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
         ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction must be a name or a regular expression"),
         ({"fraction": {}}, InvalidArgumentError, r"^fraction must"),

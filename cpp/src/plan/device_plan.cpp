@@ -119,7 +119,7 @@ namespace {
 
 [[noreturn]] void refuse() {
     fail(TS_UNSUPPORTED,
-         "this library was built without CUDA; plans and transposes are made on the host only");
+         "this library was built without CUDA kernels; it makes plans and transposes on the host alone");
 }
 
 }  // namespace

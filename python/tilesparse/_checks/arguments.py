@@ -1,6 +1,7 @@
 """What arguments must be, checked before anything is computed."""
 
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -71,7 +72,7 @@ def as_integer(number: object) -> int:
 
 def is_tensor(value: object) -> bool:
     """Return True for a tensor with strides, as products and conversions need it."""
-    return isinstance(value, Tensor) and value.layout == torch.strided
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def is_sequence(value: object) -> bool:
@@ -144,12 +145,13 @@ def check_writable(name: str, path: Path) -> None:
     """Refuse a path where no file or folder can be made or changed, before its content is computed."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        if place.is_dir():
-            tempfile.TemporaryFile(dir=place).close()
-        elif place == path:
-            place.open("ab").close()
-        else:
+        if place.is_file() and place != path:
             raise NotADirectoryError(f"{str(place)!r} is a file")
+        if place.is_file():
+            place.open("ab").close()
+        if place.is_file() or place.is_dir():  # a new file takes the place of the former
+            folder = place if place.is_dir() else Path(os.path.realpath(place)).parent
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InvalidArgumentError(
             f"{name} must be a path that can be written, got {str(path)!r}: {error}"

@@ -72,7 +72,7 @@ def stored_scales_on(scales: Tensor, values: Tensor, index: Index) -> Tensor:
 
 
 def row_scales_on(scales: Tensor, index: Index) -> Tensor:
-    """Return the scales of the rows of blocks [nnz, bn], kept ones in eager mode; only to be read."""
+    """Return the scales of the rows of blocks [nnz, bn], kept ones of packed layers; only to be read."""
     if is_plain((scales,)):
         return _values.kept_row_scales(scales, prepared(index))
     made: Tensor = _ROW_SCALES(scales, *index)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -36,19 +38,19 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
         raise
 
 
+def checked_batch(batch: Any) -> Any:
+    """Return a batch whose tensors all have data."""
+    if any(tensor.is_meta for tensor in tensors_in(batch)):
+        raise InvalidArgumentError("batches must have tensors with data, got one on the meta device")
+    return batch
+
+
 def check_batches(batches: object) -> None:
     """Raise InvalidArgumentError for a single mapping, whose keys would be taken for batches."""
     if isinstance(batches, Mapping):
         raise InvalidArgumentError(
             f"batches must be an iterable of batches, such as a list, got {type(batches).__name__}"
         )
-
-
-def without_labels(batch: Any) -> Any:
-    """Return a batch without labels, from which a model of Transformers would compute its loss, too."""
-    if not isinstance(batch, Mapping):
-        return batch
-    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
@@ -87,6 +89,15 @@ def mask_of(batch: Any) -> Tensor | None:
     """Return the attention mask [batch, tokens] of a batch, or None."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def mask_of_outputs(model: nn.Module, batch: Any) -> Tensor | None:
+    """Return the mask [batch, tokens] of what a model gives; of an encoder-decoder that of the decoder."""
+    config = getattr(model, "config", None)
+    if not isinstance(batch, Mapping) or not getattr(config, "is_encoder_decoder", False):
+        return mask_of(batch)
+    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    return labels.ne(-100) if mask is None and isinstance(labels, Tensor) else mask
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
@@ -131,6 +142,47 @@ def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
                 f"teacher must have parameters of its own, but the model trains {name!r}, too; take "
                 "copy.deepcopy(model) before it is pruned"
             )
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Have a model hold other tensors in place of some parameters and buffers, under all of their names.
+
+    `torch.func.functional_call` would leave them in a module that is registered under two names.
+
+    Args:
+        model: any; afterwards it holds the same objects as before, whatever happens.
+        tensors: new tensors by those that they replace; others than the model's are passed over.
+    """
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, tensor)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor in tensors
+    ]
+    try:
+        for held, name, tensor in places:
+            held[name] = tensors[tensor]
+        yield
+    finally:
+        for held, name, tensor in places:
+            held[name] = tensor
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Have compiled modules run as they are: compiled code does not call hooks that are set afterwards."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
+        return contextlib.nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+@contextlib.contextmanager
+def observing(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode, in which hooks see all of their modules."""
+    with evaluating(*models), uncompiled():
+        yield
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .batches import mapped, moved
+from .batches import mapped, moved, tensors_in
 
 # Keywords of Transformers' models: of a block's input, and of caches, whose name is another one since 5.24.
 _HIDDEN = "hidden_states"
@@ -52,10 +53,14 @@ class Call:
 
 
 def first_of(output: Any) -> Any:
-    """Return the tensor of a module's output, or the first entry of a tuple or mapping."""
-    if isinstance(output, Mapping):
-        return next(iter(output.values()), None)
-    return output[0] if isinstance(output, tuple | list) and output else output
+    """Return the tensor of a module's output, or the first entry of a tuple or mapping that is no scalar.
+
+    The loss of a model is one, which comes first where a batch has labels.
+    """
+    if not isinstance(output, Mapping | tuple | list) or not output:
+        return output
+    entries = [*(output.values() if isinstance(output, Mapping) else output)]
+    return next((one for one in entries if not isinstance(one, Tensor) or one.dim()), entries[0])
 
 
 def tensor_of(name: str, output: Any) -> Tensor:
@@ -83,6 +88,31 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Call) and isinstance(b, Call):
         return same(a.args, b.args) and same(a.kwargs, b.kwargs)
     return a is b or (type(a) is type(b) and isinstance(a, str | int | float | bool) and a == b)
+
+
+def differences(output: Any, expected: Any) -> list[tuple[torch.dtype, float]]:
+    """Return the relative differences of the floating-point tensors of two outputs, with their dtypes.
+
+    Scalars, such as a loss, count only where there is nothing else. Without any tensor, or with tensors of
+    other shapes, the difference is infinite; NaN and infinities are equal to each other.
+    """
+    ours, theirs = (
+        [tensor for tensor in tensors_in(one) if tensor.is_floating_point()] for one in (output, expected)
+    )
+    if not theirs or [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+        return [(torch.float32, math.inf)]
+    pairs = list(zip(ours, theirs, strict=True))
+    return [(b.dtype, _difference(a, b)) for a, b in [pair for pair in pairs if pair[1].dim()] or pairs]
+
+
+def _difference(output: Tensor, expected: Tensor) -> float:
+    finite, dtype = expected.isfinite(), torch.promote_types(expected.dtype, torch.float32)
+    if not torch.equal(finite, output.isfinite()):
+        return math.inf
+    output, expected = (torch.where(finite, one, 0).to(dtype) for one in (output, expected))
+    difference = float(torch.linalg.vector_norm(output - expected, dtype=torch.float64))
+    size = float(torch.linalg.vector_norm(expected, dtype=torch.float64))
+    return difference / size if size else math.inf if difference else 0.0
 
 
 def shapes_of(batch: Any) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from .batches import device_of, moved, tensors_in
+from .batches import device_of, moved, swapped, tensors_in
 from .calls import Call, first_of, same, shapes_of, tensor_of
 from .devices import visiting
 
@@ -137,16 +136,19 @@ class Stream:
         """
         module = self._model.get_submodule(block)
         # By identity: the model may know a layer by another name than that of the block and its own in it.
-        new = {self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()}
-        state: dict[str, Tensor] = {}
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            on_device = moved(new.get(tensor, tensor), self._device)  # type: ignore[call-overload]
+        new: dict[Tensor, Tensor] = {
+            self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()
+        }
+        for tensor in chain(module.parameters(), module.buffers()):
+            on_device = moved(new.get(tensor, tensor), self._device)
             if on_device is not tensor:
-                state[name] = on_device
+                new[tensor] = on_device
         position = self.order.index(block)
         for calls, hidden in zip(self._calls, self._hidden, strict=True):
             call = calls[position if len(calls) > 1 else 0].with_hidden(hidden).on(self._device)
-            yield functional_call(module, state, call.args, call.kwargs)
+            with swapped(module, new):
+                output = module(*call.args, **call.kwargs)
+            yield output
 
     def advance(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> None:
         """Run the next block, so that the stream then stands before the block after it."""

@@ -37,6 +37,8 @@ def grouped_dds(
     if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
         values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
         metadata = scales = None
+    if pattern.on_cpu:
+        values = values.detach()  # see `products.dds`
     other, context = check_one(residual, gate), context_of(source)
     tensors = source, values, offsets, bias, other, metadata, scales
     forms = [None if tensor is None else form_of(tensor) for tensor in tensors]

@@ -8,7 +8,6 @@ import torch
 
 from .._checks import Index, check_index
 from .device import refuse_capture
-from .indices import validate
 from .lock import exclusive
 from .native import KNOWN
 from .prepared import Prepared, state_of
@@ -44,10 +43,10 @@ def _looked_up(index: Index, looking: bool) -> Prepared:
         elif entry.device.type == "cuda":
             known = entry.state == state_of(index)
             if known and looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
-                entry.watch.look()
+                entry.watch.use(entry)
             if entry.state != state_of(index):
                 _follow(entry)
-        KNOWN.keep(index, entry, entry.snapshot(), None if entry.watch is None else entry.watch.looks)
+        KNOWN.keep(index, entry, entry.snapshot(), entry.use)
         return entry
 
 
@@ -66,27 +65,29 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
 def _follow(entry: Prepared) -> None:
     """Rewrite an entry on a CUDA device if its tensors were written to and have other contents.
 
-    DistributedDataParallel writes all buffers of a model before every forward pass, usually with the same
-    contents. So all patterns of the device are compared together, and the host waits once.
+    DistributedDataParallel writes all buffers of a model before most forward passes, usually with the same
+    contents. So all patterns of the device are compared together, and the host waits once. What other streams
+    use may have yet to be written there, and waits for its own call.
     """
     refuse_capture()
     written = [
-        (other, index)
+        (other, *found)
         for other in list(entries.values())
-        if other.device == entry.device and (index := other.written()) is not None
+        if other.device == entry.device
+        and (other is entry or not other.is_read_elsewhere())
+        and (found := other.written()) is not None
     ]
-    for other, _ in written:
+    for other, _, _ in written:
         other.wait()
     same = torch.equal(
-        torch.cat([tensor for _, index in written for tensor in index[:3]]),
-        torch.cat([tensor for other, _ in written for tensor in other.index()[:3]]),
+        torch.cat([tensor for _, index, _ in written for tensor in index[:3]]),
+        torch.cat([tensor for other, _, _ in written for tensor in other.index()[:3]]),
     )
-    for other, index in written:
+    for other, index, state in written:
         if same or all(map(torch.equal, index[:3], other.index()[:3])):
-            other.note(index)
+            other.note(index, state)
         elif other is entry:
-            validate(index)
-            entry.rewrite(index)
+            entry.adopt(index)
 
 
 def _key(index: Index) -> _Key:

@@ -51,6 +51,10 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(stream)
 
+    def others_read(self) -> bool:
+        """Return True if another stream than the current one reads."""
+        return bool(self._readers.keys() - {torch.cuda.current_stream(self._device).cuda_stream})
+
     def wait_to_write(self) -> None:
         """Have the current stream wait until no other stream writes or reads any more."""
         self.wait()

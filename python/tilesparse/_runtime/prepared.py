@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from time import monotonic
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ class Prepared:
             `_C.Calls`).
         run_quantized: the same for products of two factors in 8 bits.
         find: returns the call that was kept under a key, or None.
+        on_cpu: True for a pattern on the CPU.
         packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
+        use: what products that look for such writes note of their use; None likewise.
+        noted: when the copies were last known to be those of the tensors, on the clock ``time.monotonic``.
         plain: dense blocks that are kept on the CPU.
         scales: scales of the rows of blocks, made from those of output features.
         plans: plans of CUDA kernels.
@@ -74,6 +78,7 @@ class Prepared:
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
         self.device = index.col_indices.device
+        self.on_cpu = self.device.type == "cpu"
         self.generation = 0
         self.packs = False
         self.plain, self.scales = Derived(), Derived()
@@ -98,7 +103,9 @@ class Prepared:
         self._kept = _C.Calls(TENSORS)
         self.run: Callable[..., Tensor | None] = self._kept.run
         self.run_quantized: Callable[..., Tensor | None] = self._kept.run_quantized
+        self.noted = 0.0
         self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
+        self.use = None if self.watch is None else _C.Use(self.watch.clock)
         self._place = -1 if self.watch is None else self.watch.add(self)
         self._memory: list[torch.UntypedStorage] = []  # kept alive while it is watched
         self._write(index)
@@ -107,17 +114,18 @@ class Prepared:
         """Return True if it was made of these tensors as they are; on CUDA, of tensors of this size."""
         if index.col_indices.device != self.device or index.col_indices.shape[0] != self.values_shape[0]:
             return False
-        on_cpu = self.device.type == "cpu"
-        return not on_cpu or _C.pattern_holds(self.descriptor, *(tensor.data_ptr() for tensor in index[:3]))
+        return not self.on_cpu or _C.pattern_holds(
+            self.descriptor, *(tensor.data_ptr() for tensor in index[:3])
+        )
 
     def snapshot(self) -> tuple[int, int, int] | None:
         """Return the addresses of the copies on the CPU, None on a CUDA device."""
         crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
-        return (crow, col, slot) if self.device.type == "cpu" else None
+        return (crow, col, slot) if self.on_cpu else None
 
     def launching(self) -> AbstractContextManager[object]:
         """Return the lock to hold from resolving a product until its launch."""
-        return nullcontext() if self.device.type == "cpu" else exclusive()
+        return nullcontext() if self.on_cpu else exclusive()
 
     def index(self) -> Index:
         """Return the pattern as kernels read it: copies of the tensors it was made from."""
@@ -209,7 +217,7 @@ class Prepared:
             self._streams.read(chain(self._snapshot, self._columns, self.plans.memory()))
         if len(self._calls) >= MAX_CALLS:
             self.forget_calls()
-        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        here = self.on_cpu or self.device.index == torch.cuda.current_device()
         run = product.run if here else run_on(self.device, product.run)
         self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
         return call
@@ -219,7 +227,7 @@ class Prepared:
         self.packs = keep
         self.forget_calls()
         self._packed.clear()
-        self.plain = Derived()
+        self.plain, self.scales = Derived(), Derived()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
         """Have `run` do the same from now on."""
@@ -233,7 +241,7 @@ class Prepared:
 
     def _is_kept(self) -> bool:
         # On a GPU a call may pack, but not in a graph that is being captured.
-        return not self.packs or self.device.type == "cpu"
+        return not self.packs or self.on_cpu
 
     def forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
@@ -243,18 +251,27 @@ class Prepared:
             other.forget_calls()
 
     def follow_writes(self) -> bool:
-        """Follow tensors on a CUDA device that were written to; return whether PyTorch has not counted it.
+        """Follow tensors on a CUDA device that were written to; return True if PyTorch has not counted it.
 
-        What it has counted, products of this pattern would have noticed: none has read the former one since.
+        What it has counted the next product of this pattern follows. The host waits for the tensors.
         """
         index = self._held()
-        self.wait()  # what a thread wrote on another stream is no write that was missed
-        if index is None or all(map(torch.equal, index[:3], self._snapshot)):
+        if index is None or state_of(index) != self.state:
             return False
-        uncounted = state_of(index) == self.state
-        validate(index)
-        self.rewrite(index)
-        return uncounted
+        self.wait()  # what a thread wrote on another stream is no write that was missed
+        if all(map(torch.equal, index[:3], self._snapshot)) or state_of(index) != self.state:
+            return False
+        self.adopt(index)
+        return True
+
+    def adopt(self, index: Index) -> None:
+        """Follow tensors on a CUDA device, whose contents are checked in a copy: others may write to them."""
+        state = state_of(index)
+        crow, col, slot = (tensor.clone() for tensor in index[:3])
+        copy = Index(crow, col, slot, self.shape, self.block_shape)
+        validate(copy)
+        self.rewrite(copy)
+        self.note(index, state)
 
     def distrust(self) -> None:
         """Have the next call validate the tensors, which hold no pattern."""
@@ -277,16 +294,23 @@ class Prepared:
         index = Index(crow, col, slot, self.shape, self.block_shape)
         return index if self.is_of(index) else None
 
-    def written(self) -> Index | None:
-        """Return the tensors this was made from, if they may have other contents by now."""
+    def written(self) -> tuple[Index, State] | None:
+        """Return the tensors this was made from and their state, if they may have other contents by now."""
         index = self._held()
-        return None if index is None or state_of(index) == self.state else index
+        if index is None:
+            return None
+        state = state_of(index)
+        return None if state == self.state else (index, state)
+
+    def is_read_elsewhere(self) -> bool:
+        """Return True if other streams than the current one read this, so that they may write the tensors."""
+        return self._streams.others_read()
 
     def _write(self, index: Index) -> None:
         """Write copies, the transpose and all plans on the current stream."""
         col_ptr, row_idx, col_slot = self._columns
         columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
-        if self.device.type == "cpu":
+        if self.on_cpu:
             self._copy(index)
             validate(self.index())  # the copy: others may write to the tensors at any time
             _C.pattern_transpose(self.descriptor, *columns)
@@ -303,15 +327,17 @@ class Prepared:
                 if self._places is not None:
                     self._write_places(self._places)
                 self._streams.record_all()
-        self.note(index)
+        self.note(index, state_of(index))
 
-    def note(self, index: Index) -> None:
-        """Note that these tensors have the contents that were copied."""
-        self.state = state_of(index)
+    def note(self, index: Index, state: State) -> None:
+        """Note that these tensors, in a state from before they were read, have the copied contents."""
+        before, self.state = self.state, state
         if self.watch is not None:
-            memory = [tensor.untyped_storage() for tensor in index[:3]]
-            self.watch.point(self._place, index, self.index())
-            self._memory = memory
+            self.noted = monotonic()
+            if self.state[:3] != before[:3]:  # the addresses
+                memory = [tensor.untyped_storage() for tensor in index[:3]]
+                self.watch.point(self._place, index, self.index())
+                self._memory = memory
 
     def _copy(self, index: Index) -> None:
         for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):

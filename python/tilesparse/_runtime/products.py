@@ -55,6 +55,9 @@ def dds(
     if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
         values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
         metadata = scales = None
+    if pattern.on_cpu:
+        # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
+        values = values.detach()
     # Either of the two takes the same way.
     other = check_one(residual, gate)
     gated = gate is not None

@@ -44,6 +44,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None:
     """Write values and scales of x; ``scales_ld``: of those of groups."""
     if x.numel() == 0:
+        scales.fill_(least_scale())  # of tokens without features, as of zeros
         return
     features = x.shape[-1]
     x, stride = row_major(x)

@@ -40,6 +40,8 @@ def dds_quantized(
     if metadata is not None and pattern.packs and x.is_cpu:
         values = pattern.plain.follow(_values.decompressed, values, metadata)
         metadata = None
+    if pattern.on_cpu:
+        values = values.detach()  # see `products.dds`
     request = (
         x,
         x_values,

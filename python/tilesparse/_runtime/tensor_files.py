@@ -179,6 +179,8 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 def opened(file: Path) -> BufferedReader:
     try:
+        if file.is_fifo():  # which would let everything wait
+            raise OSError("a pipe, no file")
         return file.open("rb")
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file.name}: missing in {str(file.parent)!r}") from error

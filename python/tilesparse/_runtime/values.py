@@ -89,21 +89,19 @@ def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     check_feature_scales(scales, pattern.index())
     with pattern.launching():
         rows, _ = pattern.block_indices()
-        return scales.view(-1, pattern.block_shape[0])[rows]
+        return scales.view(-1, pattern.block_shape[0]).index_select(0, rows)
 
 
 def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
-    """Return the same, kept from call to call until scales or pattern change; only to be read.
+    """Return the same, only to be read.
 
-    In a CUDA graph that is captured they are made in every replay, which so follows both.
+    They are made in every call, because not every write to scales can be seen, unless the layer is packed,
+    and in every replay of a CUDA graph.
     """
     with pattern.launching():
-        if not scales.is_cuda:
-            stream = 0
-        elif torch.cuda.is_current_stream_capturing():
+        if not pattern.packs or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_scales(scales, pattern)
-        else:
-            stream = current_stream(scales.get_device())
+        stream = current_stream(scales.get_device()) if scales.is_cuda else 0
         return pattern.scales.follow(
             lambda scales, *_: row_scales(scales, pattern), scales, pattern.generation, stream
         )

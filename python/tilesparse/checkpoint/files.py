@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 _SHARD = "model-{:05}-of-{:05}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 _SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
+_LOCK = ".saving"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -67,12 +69,49 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict
     return {INDEX: write_json(folder / INDEX, index), **files}
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Has other saves into a folder wait, of threads and processes alike, where the file system has locks.
+
+    The lock is a file's, since network file systems lock no folders for other hosts. Who holds it removes it,
+    so one that was opened before and locked afterwards locks nothing.
+    """
+    file = folder / _LOCK
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(file, descriptor):
+                continue
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    return False
+
+
 def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
     """Replaces the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
 
     Before, the former checkpoint stands. Afterwards the new one does, whose files `read_headers` finds in
-    ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums.
+    ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums. Of saves at the same
+    time one waits for the other here, so that all files in ``.saved-…`` are its own or left by one that was
+    killed.
     """
+    with _alone_in(folder):
+        _put_in_place(temporary, folder, files)
+
+
+def _put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
     former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
     for old in former:
         if old.is_dir():
@@ -104,6 +143,14 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def state_of(folder: Path) -> object:
+    """What a save changes wherever it makes files of a checkpoint another one's, or moves them."""
+    with suppress(OSError):
+        found = (folder / CONFIG).stat()
+        return found.st_ino, found.st_mtime_ns, sorted(folder.glob(f"{_SAVED}*/*"))
+    return None
 
 
 def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, StoredTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ from ..errors import CheckpointError, InvalidArgumentError
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import checked_pattern
-from ..nn.tensors import INDEX_NAMES
+from ..nn.tensors import INDEX_NAMES, resize
 from .building import Model, built
-from .files import CONFIG, read_headers
+from .files import CONFIG, read_headers, state_of
 from .manifest import read_section
-from .names import checked_folder, joined, own_tensors
+from .names import checked_folder, joined, own_tensors, references
 from .prepare import Replacement, install, replacements_of
 
 
@@ -32,6 +33,7 @@ class _Place(NamedTuple):
     attribute: str
     tensor: Tensor  # what is there now
     device: torch.device  # where the new one goes
+    kept: Tensor | None  # what is there in the model, stays the same object and gets the contents
 
 
 @checked
@@ -46,7 +48,9 @@ def load(
 
     Layers become those of the checkpoint, whatever their density, block shape and storage were: see
     `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
-    All parameters are new ones of the same ``requires_grad``: build optimizers afterwards.
+    Parameters stay the same objects with the same ``requires_grad``, written in place where shape, dtype and
+    device allow. Only weights of dense layers that become sparse are new ones: build optimizers afterwards.
+    A save into the folder meanwhile does no harm: one checkpoint or the other is loaded.
 
     Args:
         model_or_class: a model, on the meta device or not; or what makes one when it is called without
@@ -67,6 +71,21 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {dtype}")
     folder = checked_folder(path)
+    while True:
+        before = state_of(folder)
+        try:
+            return _load(model_or_class, folder, device, dtype)
+        except CheckpointError:
+            if state_of(folder) == before:
+                raise
+
+
+def _load(
+    model_or_class: Model | Callable[[], Model],
+    folder: Path,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+) -> Model:
     forms, ties, files = read_section(folder)
     stored = read_headers(folder, files)
     model = built(model_or_class)
@@ -79,13 +98,15 @@ def load(
     sources, doubles = _sources(places, stored, ties)
     _check_forms(places, sources, stored)
     _check_doubles(doubles)
+    _check_references(model, replacements, places)
     contents = _read(replacements, places, sources, stored, dtype)
-    moved = _other_buffers(model, places, contents, device)
     if dtype is not None:
         for replacement in replacements:
             for layer in replacement.layers().values():
                 layer.update_spec(dtype=dtype)
     install(model, replacements)
+    contents = _written(places, contents)
+    moved = _other_buffers(model, places, contents, device)
     for name, place in places.items():
         setattr(place.owner, place.attribute, contents[name])
     for owner, attribute, buffer in moved:
@@ -112,15 +133,21 @@ def _places(
                 f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
                 f"model is sharded or converted"
             )
-        replaced = (
-            module.parameters(recurse=False) if isinstance(layers.get(module), BlockSparseExperts) else ()
-        )
-        for there_now in (getattr(module, attribute, None), *replaced):
-            _check_hooks(name, there_now)
         before = tensor if owner is module else next(module.parameters(recurse=False))
         there = torch.device("cpu") if before.is_meta else before.device
-        places[name] = _Place(owner, attribute, tensor, device or there)
+        places[name] = _Place(owner, attribute, tensor, device or there, _kept(module, owner, attribute))
     return places
+
+
+def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
+    """Return the tensor that stays the same object though a layer may take the place of its module.
+
+    A pattern that takes the place of another one has tensors of its own, so that graphs of autograd keep that
+    which they were made with.
+    """
+    if owner is module or attribute == "bias":
+        return module._parameters.get(attribute, module._buffers.get(attribute))
+    return module._parameters.get(attribute) if isinstance(module, BlockSparseLinear) else None
 
 
 def _tensors(
@@ -137,11 +164,30 @@ def _tensors(
                 yield name, one, attribute, tensor, module
 
 
-def _check_hooks(name: str, tensor: object) -> None:
-    if isinstance(tensor, nn.Parameter) and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
-        raise CheckpointError(
-            f"model: {name!r}: a hook of a parameter cannot move to the new one; remove it first"
-        )
+def _check_references(
+    model: nn.Module, replacements: Iterable[Replacement], places: Mapping[str, _Place]
+) -> None:
+    """Check that no plain attribute refers to what is replaced, or to a tensor without contents."""
+    kept = {id(place.kept) for place in places.values()}
+    gone: dict[int, str] = {}
+    for names, module, _ in replacements:
+        if not isinstance(module, BlockSparseLinear):
+            gone[id(module)] = repr(names[0])
+            for own, parameter in module.named_parameters():
+                gone[id(parameter)] = repr(joined(names[0], own))
+    for name, value in references(model):
+        if id(value) in kept:
+            continue
+        if id(value) in gone:
+            raise CheckpointError(
+                f"model: {name!r} refers to {gone[id(value)]}, which load replaces by a block-sparse layer; "
+                "set this attribute after loading"
+            )
+        if isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(
+                f"model: {name!r} is on the meta device, and the checkpoint has no tensor for it; pass an "
+                "instance of the model whose tensors have contents"
+            )
 
 
 def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -160,7 +206,8 @@ def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
     if empty:
         raise CheckpointError(
             f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
-            f"the model, whose buffers have contents then, in place of a model on the meta device"
+            f"the model, whose buffers have contents then, in place of a model on the meta device; where "
+            f"they are computed from parameters, pass an instance"
         )
 
 
@@ -269,6 +316,39 @@ def _read(
     names = {kind(name): name for name in list(places)[::-1]}  # the first of each kind
     contents = dict(zip(names, in_threads(read, names.values()), strict=True))
     return {name: contents[kind(name)] for name in places}
+
+
+@torch.no_grad()
+def _written(places: Mapping[str, _Place], contents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the model by their names, those that are kept with the contents."""
+    written: dict[int, Tensor] = {}  # by the identity of the contents
+    for name, place in places.items():
+        content = contents[name]
+        tensor = written.get(id(content), content)
+        if place.kept is not None and place.kept is not tensor and _write(place.kept, tensor.detach(), place):
+            tensor = written.get(id(content), place.kept)
+        written[id(content)] = tensor
+    return {name: written[id(contents[name])] for name in places}
+
+
+def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
+    """Give a tensor the contents, in place if it can be; return whether it has them."""
+    trainable = place.tensor.requires_grad
+    try:
+        kept.requires_grad_(False)  # integers have none
+        if (kept.shape, kept.dtype, kept.device) == (content.shape, content.dtype, content.device):
+            kept.copy_(content)
+        elif isinstance(kept, nn.Parameter) and kept.is_meta:
+            new = nn.Parameter(content, False)
+            torch.utils.swap_tensors(kept, new)  # type: ignore[no-untyped-call]
+        elif isinstance(kept, nn.Parameter):
+            resize(kept, content)
+        else:
+            return False
+    except RuntimeError:  # of inference mode, overlapping or weakly referenced
+        return False
+    kept.requires_grad_(trainable)
+    return True
 
 
 def _check_mask(name: str, mask: Tensor) -> None:

@@ -20,12 +20,13 @@ from ..nn.known_experts import projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
 from ..patch.modules import (
+    hand_over,
     names_of_modules,
     reason_from_parents,
     set_submodule,
-    share_hooks,
     what_would_be_lost,
 )
+from ..patch.references import follow
 from ..storage.base import STORED_NAMES
 from ..storage.registry import storage_of
 from .files import CONFIG, INDEX, check_belongs
@@ -227,10 +228,13 @@ def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
 
 def install(model: nn.Module, replacements: list[Replacement]) -> None:
     """Put the layers into the model; nothing fails any more."""
+    new = {}
     for names, module, layer in replacements:
         if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
             module.take_over(layer)
             continue
-        share_hooks(module, layer)
+        new[module] = layer
+        hand_over(module, layer)
         for name in names:
             set_submodule(model, name, layer)
+    follow(model, new)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
+from .._libraries.transformers_hooks import configurations
 from .._runtime.tensor_files import STORABLE, few, read_json, write_json
 from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError
@@ -39,7 +40,8 @@ def save(
     They hold all parameters and persistent buffers under the names of ``state_dict()``. A tensor that has
     several names is stored once. In a folder that exists the checkpoint is replaced, other keys of its
     ``config.json`` and other files stay. Wherever a save fails or is killed, what the folder loads is the
-    former checkpoint or the new one, whole.
+    former checkpoint or the new one, whole. A model of Transformers gets the configurations that
+    ``save_pretrained`` writes as well, so that ``from_pretrained`` loads the folder.
 
     Args:
         model: of any kind, also one `BlockSparseLinear`; the module itself and not a wrapper, whose prefix
@@ -64,15 +66,19 @@ def save(
         own["ties"] = ties
     folder.mkdir(parents=True, exist_ok=True)
     config = read_json(folder / CONFIG)[0] if (folder / CONFIG).exists() else {}
+    others = configurations(model)
+    config |= others.pop(CONFIG, {})
     with staging(folder) as temporary:
         own["files"] = write_files(temporary, tensors, limit)
+        for name, content in others.items():
+            write_json(temporary / name, content)
         if is_method(config.get("quantization_config")):
             config["quantization_config"] = {"quant_method": METHOD, **own}
             config.pop(METHOD, None)  # of an earlier save
         else:
             config[METHOD] = own
         write_json(temporary / CONFIG, config)
-        put_in_place(temporary, folder, own["files"])
+        put_in_place(temporary, folder, [*own["files"], *others])
 
 
 def _to_save(

@@ -269,7 +269,7 @@ def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict
 def _blocks(layer: BlockSparseLinear) -> list[Tensor]:
     """Copies of the pattern's arrays on the host, and the shape of a block."""
     arrays = [layer.get_buffer(name).to("cpu", copy=True) for name in INDEX_NAMES]
-    return [*arrays, torch.tensor(layer.block_shape)]
+    return [*arrays, torch.tensor(layer.block_shape, device=arrays[0].device)]
 
 
 def _loss(a: Tensor, b: Tensor, kept: Tensor) -> float:

@@ -184,4 +184,4 @@ class LoraExperts(LoraLinear):
 def _blocks(weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return all blocks [nnz, bn, bk] of weights [experts, out, in], row by row."""
     (bn, bk), columns = block_shape, weight.shape[2] // block_shape[1]
-    return weight.reshape(-1, bn, columns, bk).transpose(1, 2).reshape(-1, bn, bk)
+    return weight.reshape(-1, bn, columns, bk).transpose(1, 2).reshape(-1, bn, bk).contiguous()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import Index, check_block_shape, check_shapes
+from .._checks import DTYPES, Index, check_block_shape, check_shapes
 from .._reports import empty_of
 from .._runtime.indices import blocks_of
 from .._runtime.private import refuse_fakes
@@ -18,6 +18,7 @@ from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.choosing import check_parts_beside
 from ..storage.registry import storage_of
+from .tensors import is_sharded
 
 if TYPE_CHECKING:
     from .linear import BlockSparseLinear
@@ -69,6 +70,9 @@ def from_linear(
     if not isinstance(linear, nn.Linear) and not is_conv1d(linear):
         raise InvalidArgumentError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
     dense: Any = linear
+    reason = reason_not_dense(dense.weight)
+    if reason is not None:
+        raise InvalidArgumentError(f"linear must have a weight that can be read: {reason}")
     weight, bias, nm = dense_weight(dense), dense.bias, options["nm"]
     parts = check_parts_beside(pattern, parts)
     if pattern is None:
@@ -192,6 +196,42 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def dense_weight(linear: Any) -> Tensor:
-    """Return W [out_features, in_features] of a dense layer: a view without gradient."""
+    """Return W [out_features, in_features] of a dense layer without gradient: a view, or a copy.
+
+    It is a copy of weights that `is_stored_otherwise`, in the dtype of the bias or PyTorch's default if they
+    have 8 bits.
+    """
     weight: Tensor = linear.weight.detach()
+    if is_stored_otherwise(weight):
+        weight = weight.to_dense() if weight.layout != torch.strided or _is_two_of_four(weight) else weight
+        dtype = torch.get_default_dtype() if linear.bias is None else linear.bias.dtype
+        weight = weight.to(dtype) if weight.dtype in _FLOAT8 else weight
     return weight.T if is_conv1d(linear) else weight
+
+
+_SPARSE = (torch.sparse_bsr, torch.sparse_csr, torch.sparse_bsc, torch.sparse_csc, torch.sparse_coo)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def is_stored_otherwise(weight: Tensor) -> bool:
+    """Return True for a weight that is no plain tensor, or not of a dtype that layers have."""
+    plain = type(weight.detach()) is Tensor or is_sharded(weight)
+    return not plain or weight.layout != torch.strided or weight.dtype not in DTYPES
+
+
+def reason_not_dense(weight: Tensor) -> str | None:
+    """Say why a weight that `is_stored_otherwise` has no dense form that is known here, or return None."""
+    if not is_stored_otherwise(weight):
+        return None
+    kind = type(weight.detach())
+    if kind is not Tensor and not is_sharded(weight) and not _is_two_of_four(weight):
+        return f"its weight is a {kind.__module__}.{kind.__name__}; make it a plain tensor first"
+    if weight.layout not in (torch.strided, *_SPARSE):
+        return f"its weight has the layout {weight.layout}; make it dense first"
+    if weight.dtype not in (*DTYPES, *_FLOAT8):
+        return f"its weight is {weight.dtype}, for which there are no sparse layers"
+    return None
+
+
+def _is_two_of_four(weight: Tensor) -> bool:
+    return isinstance(weight, torch.sparse.SparseSemiStructuredTensor)

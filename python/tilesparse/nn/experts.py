@@ -165,8 +165,9 @@ class BlockSparseExperts(nn.Module):
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: [tokens, k] integers: the experts of each token, from 0 to num_experts - 1; others
-                stand for no expert, as in Transformers.
+            top_k_index: [tokens, k] integers: the experts of each token, from 0 to num_experts - 1. All other
+                numbers stand for no expert, as num_experts does in Transformers: such a choice adds nothing
+                to the result and to any gradient, whatever its weight.
             top_k_weights: [tokens, k]: what their results are multiplied by.
 
         Returns:
@@ -177,11 +178,12 @@ class BlockSparseExperts(nn.Module):
             shard: Any = getattr(self.down, "shard", None)
             x, weights, experts = hidden_states, top_k_weights, self.num_experts
             chosen = top_k_index.clamp(0, experts - 1)
-            weights = torch.where(chosen == top_k_index, weights, 0)
+            given = chosen == top_k_index
+            weights = torch.where(given, weights, 0)
             if shard is not None:
                 x, chosen, weights, experts = shard.entered(x, chosen, weights)
             routing = routing_of(chosen, experts)
-            x = gathered(x, routing)
+            x = gathered(x, routing, given)
             y = self.down(self._between(x, routing.offsets), routing.offsets)
             norm = self._modules.get(NORM)
             if norm is not None:

@@ -75,14 +75,14 @@ class JointLinear(BlockSparseLinear):
         self._joint, self._number = joint, number
         self._made_of = self._addresses()
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    def forward(self, input: Tensor, **options: Any) -> Tensor:
         """Compute y = x Wᵀ + bias, see `BlockSparseLinear.forward`."""
         joint = self._joint
         if joint is not None and not options and not is_exporting() and self._is_as_made():
-            result = joint.result(self._number, x)
+            result = joint.result(self._number, input)
             if result is not None:
                 return result
-        return super().forward(x, **options)
+        return super().forward(input, **options)
 
     def _is_as_made(self) -> bool:
         """Return True if no tensor was replaced, and no write to the pattern is counted.

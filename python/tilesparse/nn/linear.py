@@ -28,6 +28,7 @@ from ..storage.registry import storage_of
 from . import convert, initial
 from .checks import refuse_norms
 from .masks import masked_linear
+from .origin import AVERAGES
 from .parts import cut, from_state
 from .stored import StoredWeight
 
@@ -44,7 +45,7 @@ class BlockSparseLinear(StoredWeight):
 
     Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
     with its default arguments, otherwise `tilesparse.parallel.synchronize_patterns` does: the first training
-    step of a layer that has drawn its pattern by itself raises where neither has.
+    step of a layer that has drawn or changed its pattern by itself raises where neither has.
 
     With ``nm=(2, 4)`` only two of each four neighbours in a row of a block are multiplied, those of largest
     magnitude at first. In the storage "plain", the one that can be trained, the weight keeps all of them and
@@ -272,7 +273,7 @@ class BlockSparseLinear(StoredWeight):
 
     def forward(
         self,
-        x: Tensor,
+        input: Tensor,
         *,
         residual: Tensor | None = None,
         gate: Tensor | None = None,
@@ -282,7 +283,7 @@ class BlockSparseLinear(StoredWeight):
         """Compute y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
 
         Args:
-            x: [..., in_features].
+            input: x [..., in_features].
             residual: [..., out_features], added to the result, or None.
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
@@ -298,14 +299,14 @@ class BlockSparseLinear(StoredWeight):
                 activation_code(activation)
                 check_one(residual, gate)
                 if self._needs_own_product():
-                    y = self._product(x, None, None, "none", feature_major_output)
+                    y = self._product(input, None, None, "none", feature_major_output)
                     y, residual, gate = autocast(y, residual, gate)
                     return combined(y, activation, residual, gate)
-            return self._product(x, residual, gate, activation, feature_major_output)
+            return self._product(input, residual, gate, activation, feature_major_output)
         except InvalidPatternError as error:
             raise InvalidPatternError(
-                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}), "
-                "as averages and conversions of all buffers do"
+                f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
+                f"{AVERAGES}"
             ) from error
         except Exception as error:
             check_types_after(error, BlockSparseLinear.forward, locals())

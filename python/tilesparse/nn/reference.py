@@ -55,17 +55,18 @@ class PseudoBlockSparseLinear(nn.Module):
         self.train(layer.training)
 
     @checked
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute y = x Wᵀ + bias with the dense W.
 
         Args:
-            x: [..., in_features].
+            input: x [..., in_features].
             residual: [..., out_features], added to the result, or None.
 
         Returns:
             y [..., out_features].
         """
-        check_activations("x", x, self.in_features)
+        check_activations("x", input, self.in_features)
+        x = input
         if self.activations is not None:
             x = _rounded(x, storage_of(self.activations).dtype, self._grouped)
         blocks = self.weight.new_zeros(*self._grid, *self.block_shape)

@@ -28,16 +28,17 @@ def routing_of(top_k_index: Tensor, experts: int) -> Routing:
     chosen, order = chosen.sort(stable=True)
     numbers = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(chosen, numbers, out_int32=True)
-    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return Routing(offsets, rows.view(top_k_index.shape))
 
 
-def gathered(x: Tensor, routing: Routing) -> Tensor:
+def gathered(x: Tensor, routing: Routing, given: Tensor) -> Tensor:
     """Return the rows [tokens * k, features] of x [tokens, features], sorted by expert.
 
+    Choices that are not ``given`` [tokens, k] get zeros: an expert is finite there, and so is zero times it.
     The gradient of a token is the sum of those of its rows, in a fixed order.
     """
-    return spread(x, None, routing.rows)
+    return spread(x, given.to(x.dtype), routing.rows)
 
 
 def combined(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:

@@ -19,7 +19,7 @@ from ..pattern.indices import index_of
 from ..storage.base import STORED_NAMES
 from ..storage.registry import STORED_DTYPES, forms_of, storage_of
 from .origin import PatternOrigin, Source, checked_pattern
-from .tensors import INDEX_NAMES, is_sharded, resize, with_contents, zeros_like
+from .tensors import INDEX_NAMES, align, is_sharded, resize, with_contents, zeros_like
 
 if TYPE_CHECKING:
     from .stored import StoredWeight
@@ -45,7 +45,8 @@ def move(layer: StoredWeight, fn: Callable[[Tensor], Tensor], apply: Callable[[]
         else:
             layer.weight.data = kept
     empty = before["slot"].is_meta or layer.slot.is_meta
-    layer.origin = PatternOrigin(Source.MISSING if empty else layer.origin.source, layer.index())
+    source, copied = Source.MISSING if empty else layer.origin.source, layer.origin.copied
+    layer.origin = PatternOrigin(source, layer.index(), copied=copied)
 
 
 def note_activations(layer: StoredWeight, destination: Any, prefix: str) -> None:
@@ -70,20 +71,21 @@ def load(
     own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
     try:
         pattern = _checked(layer, own, noted)
+        if pattern is not None:
+            make_room(layer, pattern, own, _scales(layer, own))
     except (ValueError, TypeError, RuntimeError) as error:
         errors.append(f"{prefix}{error}")
         for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
             del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
         return
-    if pattern is not None:
-        make_room(layer, pattern, _scales(layer, own))
     with nullcontext() if pattern is None or layer.slot.is_meta else update_of(layer.index()):
         load()
+    align(layer)  # what was assigned
     if pattern is not None and not layer.slot.is_meta:
         for name in INDEX_NAMES:  # those assigned may have another dtype
             if layer.get_buffer(name).dtype != torch.int32:
                 layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
-        layer.origin = PatternOrigin.loaded(layer.index())
+        layer.origin = PatternOrigin.loaded(layer.index(), copied=layer.origin.copied)
 
 
 def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> BlockPattern | None:
@@ -187,21 +189,40 @@ def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
-def make_room(layer: StoredWeight, pattern: BlockPattern, scales: str | None = None) -> None:
-    """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs."""
+@torch.no_grad()
+def make_room(
+    layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], scales: str | None = None
+) -> None:
+    """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs.
+
+    Other threads may be calling the layer: tensors are filled before they are put in their places. The weight
+    comes first and the pattern last, so that a call which meets tensors of both finds that they do not fit.
+
+    Args:
+        layer: keeps its storage.
+        pattern: has another number of blocks, or other ones, perhaps.
+        contents: what tensors of another size are filled with, by name; others are zeros.
+        scales: as of `LayerSpec`; None keeps them.
+    """
     before = layer.spec
     spec = replace(before, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=scales or before.scales)
-    layer.update_spec(block_shape=spec.block_shape, nnz=spec.nnz)
+    resized = before.values_shape != spec.values_shape
+    made: dict[str, Tensor] = {}
     for name, (shape, _) in forms_of(spec).items():
         tensor: Tensor = getattr(layer, name)
-        if tensor.shape != shape and name == "weight":
-            resize(layer.weight, layer.weight.new_empty(shape))
-        elif tensor.shape != shape:
-            layer._buffers[name] = zeros_like(tensor, shape)
-    if before.values_shape == spec.values_shape:
-        return
-    for name in INDEX_NAMES:  # all, so that graphs of autograd keep the pattern they were made with
-        layer._buffers[name] = layer.get_buffer(name).new_empty(getattr(pattern, name).shape)
+        if resized or tensor.shape != shape:
+            made[name] = tensor.new_empty(shape) if name == "weight" else zeros_like(tensor, shape)
+    if resized:  # all of the pattern, so that graphs of autograd keep the one that they were made with
+        indices = {name: getattr(pattern, name) for name in INDEX_NAMES}
+        made |= {name: layer.get_buffer(name).new_empty(given.shape) for name, given in indices.items()}
+        contents = {**contents, **indices}
+    for name, tensor in made.items():
+        if name in contents and not contents[name].is_meta:
+            tensor.copy_(contents[name])
+    if "weight" in made:
+        resize(layer.weight, made.pop("weight"))
+    layer.update_spec(block_shape=spec.block_shape, nnz=spec.nnz)
+    layer._buffers.update(made)
 
 
 @torch.no_grad()

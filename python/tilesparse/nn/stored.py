@@ -339,10 +339,22 @@ class StoredWeight(nn.Module):
     def validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self.origin.source is Source.MISSING
+        trains = self.training and torch.is_grad_enabled()
+        if self.origin.copied:
+            self._check_copy(trains)
         if missing and not self.col_indices.is_meta:
             self._check_filled()
-        elif not missing and self.training and torch.is_grad_enabled() and has_peers():
+        elif not missing and has_peers() and trains:
             self._check_shared()
+
+    @constant_when_compiled
+    def _check_copy(self, trains: bool) -> None:
+        index = self.index()
+        origin = self.origin.not_averaged(index)
+        if trains:  # which no average is
+            origin = PatternOrigin(origin.source, index)
+        if origin is not self.origin:
+            self.origin = origin
 
     @constant_when_compiled
     def _check_filled(self) -> None:
@@ -365,6 +377,8 @@ class StoredWeight(nn.Module):
         # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
         if self.origin.source is Source.MISSING and not is_sharded(self.weight):
             self.validate_pattern()
+        if self.origin.copied:
+            self._check_copy(False)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state.note_activations(self, destination, prefix)
 
@@ -384,4 +398,4 @@ class StoredWeight(nn.Module):
 
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__(own)  # type: ignore[no-untyped-call]
-        self.origin = PatternOrigin(own["origin"], self.index())
+        self.origin = PatternOrigin(own["origin"], self.index(), copied=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import ALIGNMENT
 from .resized import watch
 
 INDEX_NAMES = ("crow_indices", "col_indices", "slot")
@@ -33,6 +34,21 @@ def resize(parameter: nn.Parameter, data: Tensor) -> None:
     other = torch.float16 if data.dtype != torch.float16 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
+
+
+def align(layer: nn.Module) -> None:
+    """Copy tensors of a layer that kernels cannot read where they lie, as in files that were mapped."""
+    for parameter in layer._parameters.values():
+        if parameter is not None and _is_misaligned(parameter):
+            parameter.data = parameter.detach().clone()
+    for name, buffer in layer._buffers.items():
+        if buffer is not None and _is_misaligned(buffer):
+            layer._buffers[name] = buffer.clone()
+
+
+def _is_misaligned(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return is_plain and tensor.data_ptr() % ALIGNMENT != 0
 
 
 def zeros_like(tensor: Any, shape: tuple[int, ...]) -> Tensor:

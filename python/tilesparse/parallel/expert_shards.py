@@ -100,7 +100,7 @@ class ExpertsShard(PatternShard):
     def _others(self, pattern: BlockPattern, shard: int) -> Tensor:
         """Return (row, column) of the blocks of a shard that are not kept."""
         every = BlockPattern.from_block_mask(
-            torch.ones(pattern.grid, dtype=torch.bool), block_shape=pattern.block_shape
+            torch.ones(pattern.grid, dtype=torch.bool, device="cpu"), block_shape=pattern.block_shape
         )
         blocks = torch.stack(every.block_indices(), 1)
         kept = pattern.to_block_mask().cpu()[blocks[:, 0], blocks[:, 1]]

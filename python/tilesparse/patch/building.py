@@ -72,7 +72,7 @@ def _sparse_experts(module: nn.Module, projections: Projections, options: LayerO
 def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
     """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
     _check_can_be_cut(dense_weight(module).shape, block_shape)
-    _check_can_be_ranked(module.weight)
+    _check_can_be_ranked(dense_weight(module))
 
 
 def _check_can_be_cut(shape: Sequence[int], block_shape: Sequence[int]) -> None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .._checks import DTYPES, check_block_shape
+from .._checks import check_block_shape
 from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight
+from ..nn.convert import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
+from ..storage.registry import storage_of
 from .modules import (
     Replacement,
     is_linear,
@@ -22,6 +23,7 @@ from .modules import (
     tie_of,
     what_would_be_lost,
 )
+from .references import Reference, references
 from .reports import SkippedLayer, by_reason
 from .rules import LayerOptions, Rule
 from .weight_reads import Read
@@ -58,11 +60,17 @@ def match_modules(
         reads: `weight_reads` of the model.
         refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
         spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
+
+    Raises:
+        InvalidArgumentError: others, with other options, come before a rule for all of its layers.
     """
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
+    held = references(names)
     matched: list[Match] = []
     skipped: list[SkippedLayer] = []
+    heard: list[Rule] = []  # rules that decide about a layer
+    overruled: list[tuple[Rule, Rule]] = []  # each with the one that decides in its place
     for module, aliases in names.items():
         own = [rule for rule in rules if rule.layers.matches(aliases)]
         naming = [rule for rule in own if rule.layers.spells(aliases)] if module in outputs else own
@@ -70,18 +78,43 @@ def match_modules(
             continue
         rule = (naming or own)[0]
         reason = _reason_to_skip(model, module, aliases, rule.options, refusal)
+        if reason != NOT_LINEAR:
+            heard.append(rule)
+            overruled += [(other, rule) for other in own if other.options != rule.options]
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
         if reason is None and not rule.options.untie:
-            reason = tie_of(module, names, owners)
+            reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
+        if reason is None:
+            reason = _reason_from([module], held)
         read = reads.get(module)
-        if read is not None and not read.called and isinstance(module, nn.Linear):
+        if read is not None and read.reader and not read.called and isinstance(module, nn.Linear):
             reason = f"{read.reader} reads its weight itself and never calls it"
+        if reason is None and read is not None:
+            reason = read.reason_not(storage_of(rule.options.config.storage))
         if reason is None:
             matched.append(Match(module, aliases, rule.options, rule.layers.spells(aliases)))
         else:
             skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+    for rule, first in overruled:
+        if not any(rule is one for one in heard):
+            raise InvalidArgumentError(
+                f"patterns must each decide about a layer, got {rule.layers.text!r} after "
+                f"{first.layers.text!r}, which matches its layers as well, and the first one counts; put "
+                f"{rule.layers.text!r} before it"
+            )
     return matched, skipped
+
+
+def _reason_from(
+    held: Iterable[nn.Module | nn.Parameter], places: Mapping[nn.Module | nn.Parameter, Reference]
+) -> str | None:
+    """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
+    for one in held:
+        if one in places and not places[one].can_follow:
+            kind = "it" if isinstance(one, nn.Module) else "a parameter of it, which untie=True leaves there,"
+            return f"{places[one].place} holds {kind} and cannot be changed to hold the sparse one"
+    return None
 
 
 def check_rules(
@@ -154,13 +187,14 @@ def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
     own = sorted({*module._parameters, *module._buffers, *module._modules})
     if own != ["bias", "weight"]:
         return f"it holds {', '.join(own)} in place of weight and bias (remove weight_norm, pruning, … first)"
-    if module.weight.dtype not in DTYPES:
-        return f"its weight is {module.weight.dtype}, for which there are no sparse layers"
+    reason = reason_not_dense(module.weight)
+    if reason is not None:
+        return reason
     if module.weight.numel() == 0:
         return "its weight is empty"
     bn, bk = check_block_shape(options.config.block_shape)
     density = options.config.density
-    out_features, in_features = dense_weight(module).shape
+    out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
     fits = out_features % bn == 0 and in_features % bk == 0  # another reason otherwise, which comes later
     blocks = (out_features // bn) * (in_features // bk)
     if options.pattern is None and fits and density > 0 and round(density * blocks) == 0:
@@ -175,9 +209,10 @@ def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str 
         return reason
     found = projections_of(module)
     assert found is not None
-    dtypes = {module.get_parameter(name).dtype for name in found.names()}
-    if not dtypes <= {*DTYPES}:
-        return f"its weights are {', '.join(map(str, dtypes))}, for which there are no sparse layers"
+    for name in found.names():
+        weight = module.get_parameter(name)
+        if is_stored_otherwise(weight):
+            return reason_not_dense(weight) or f"its {name} is {weight.dtype} of layout {weight.layout}"
     for name, value, only in (
         ("policy", config.policy, "sparse"),
         ("activations", config.activations, None),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..nn.convert import is_conv1d
+from ..nn.convert import is_conv1d, is_stored_otherwise
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import PseudoBlockSparseLinear
@@ -28,6 +28,7 @@ _HOOKS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+_OF_LINEAR = {*vars(nn.Linear(1, 1, device="meta")), "nf", "nx"}  # the last two of Conv1D
 _STATE_HOOKS = (
     "_state_dict_pre_hooks",
     "_state_dict_hooks",
@@ -110,6 +111,13 @@ def what_would_be_lost(module: nn.Module) -> str | None:
         return "a hook of register_backward_hook cannot move; use register_full_backward_hook"
     if "forward" in vars(module):
         return "its forward was replaced by another function, which would be lost"
+    if vars(module).get("_compiled_call_impl") is not None:
+        return "it is compiled by itself; compile it afterwards"
+    weight = module._parameters.get("weight")
+    of_weight = {} if weight is None or is_stored_otherwise(weight) else vars(weight)
+    for attribute, value in of_weight.items():
+        if isinstance(value, Tensor):
+            return f"its weight has an attribute {attribute}, a tensor that fits the dense weight alone"
     return None
 
 
@@ -124,6 +132,23 @@ def tie_of(
         if others:
             return f"{name} is shared with {', '.join(others)}; the option untie patches it all the same"
     return None
+
+
+def own_attributes(linear: nn.Module) -> dict[str, object]:
+    """Return the attributes that someone has given to a linear layer."""
+    return {name: value for name, value in vars(linear).items() if name not in _OF_LINEAR}
+
+
+def hand_over(source: nn.Module, receiver: nn.Module) -> None:
+    """Let the replacement of a module have its hooks, and attributes that someone has given to it."""
+    share_hooks(source, receiver)
+    if not is_linear(source):
+        return
+    vars(receiver).update(own_attributes(source))
+    for name, parameter in source._parameters.items():
+        taker = receiver._parameters.get(name)
+        if parameter is not None and taker is not None:
+            vars(taker).update(vars(parameter))
 
 
 def share_hooks(source: nn.Module, receiver: nn.Module) -> None:

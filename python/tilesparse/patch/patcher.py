@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .._arguments import checked
+from .._arguments import checked, shown
 from .._checks import check_text
 from .._listeners import layers_changed
 from .._names import NamePattern
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.known_experts import projections_of
 from ..nn.known_mlps import is_known, reason_not_known
 from ..nn.mlp import BlockSparseMLP
@@ -29,6 +29,7 @@ from .modules import (
     what_would_be_lost,
 )
 from .patching import patch, replace_modules
+from .references import follow
 from .reports import FuseReport, PatchReport, SkippedLayer, fused_mlp
 from .rules import LayerOptions, Rule
 
@@ -123,6 +124,9 @@ class BlockSparseModelPatcher:
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Replacement:
         """Make the replacement of one layer. Override to change it.
 
+        An override returns a layer of one of these classes or their subclasses; `is_patchable` leaves layers
+        out.
+
         Args:
             name: its qualified name in the model.
             module: the dense layer, which stays as it is.
@@ -165,7 +169,13 @@ class BlockSparseModelPatcher:
             return reason_not_patchable(module) or "is_patchable refuses it"
 
         def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
-            return self.new_child_module(name, module, options.to_mapping())
+            made: object = self.new_child_module(name, module, options.to_mapping())
+            if not isinstance(made, Replacement):
+                raise InvalidTypeError(
+                    "new_child_module must return a BlockSparseLinear, PseudoBlockSparseLinear or "
+                    f"BlockSparseExperts, got {shown(made)}; is_patchable leaves layers out"
+                )
+            return made
 
         report, targets = patch(model, self._rules, refusal, make, dry_run=dry_run, strict=strict)
         if targets and not dry_run:
@@ -230,7 +240,14 @@ class BlockSparseModelPatcher:
             if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
                 target.module._modules.update(target.replacement._modules)
             set_submodule(model, name, target.module)
+        follow(model, {target.replacement: target.module for target in originals.values()})
         layers_changed(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_originals"}
+
+    def __setstate__(self, own: dict[str, Any]) -> None:
+        vars(self).update(own, _originals=WeakKeyDictionary())  # a copy has patched no model
 
     def _remember(self, model: nn.Module, targets: list[Target] | None) -> None:
         """Keep what `undo` puts back; None: nothing, from now on."""

@@ -11,7 +11,16 @@ from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from .building import CannotBeCutError
 from .matching import Match, Refusal, check_rules, match_modules
-from .modules import Replacement, Target, names_of_modules, set_submodule, share_hooks
+from .modules import (
+    Replacement,
+    Target,
+    hand_over,
+    is_linear,
+    names_of_modules,
+    own_attributes,
+    set_submodule,
+)
+from .references import follow
 from .reports import PatchReport, SkippedLayer, patch_report, warn_of_empty, warn_of_reads
 from .rules import LayerOptions, Rule
 from .weight_reads import weight_reads
@@ -60,11 +69,14 @@ def patch(
 
 
 def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Put the replacements into a model, under all names and with the hooks of the modules they replace."""
+    """Put replacements into a model, wherever it holds the modules they replace, with all that these have."""
+    new = {}
     for target in targets:
-        share_hooks(target.module, target.replacement)
+        new[target.module] = target.replacement
+        hand_over(target.module, target.replacement)
         for name in target.names:
             set_submodule(model, name, target.replacement)
+    follow(model, new)
 
 
 def _made(
@@ -77,7 +89,13 @@ def _made(
     for done, (module, names, options, named) in enumerate(matched, 1):
         name = names[0]
         try:
-            targets.append(Target(names, module, make(name, module, options), options.pattern is None))
+            made = make(name, module, options)
+            taken = {*dir(made), *vars(made)} & own_attributes(module).keys() if is_linear(module) else set()
+            if taken:
+                reason = f"its attribute {min(taken)} would hide that of a sparse layer; rename it"
+                skipped.append(SkippedLayer(name, type(module).__name__, reason))
+                continue
+            targets.append(Target(names, module, made, options.pattern is None))
         except TileSparseError as error:
             if named or not isinstance(error, CannotBeCutError):
                 kind = InvalidArgumentError if isinstance(error, CannotBeCutError) else type(error)

@@ -177,8 +177,8 @@ def _size(modules: Iterable[nn.Module]) -> Size:
 
 
 def _size_of(parameters: Collection[torch.Tensor], buffers: Collection[torch.Tensor] = ()) -> Size:
-    tensors = {*parameters, *buffers}
-    return Size(sum(parameter.numel() for parameter in parameters), sum(tensor.nbytes for tensor in tensors))
+    sizes = (tensor.numel() * tensor.element_size() for tensor in {*parameters, *buffers})
+    return Size(sum(parameter.numel() for parameter in parameters), sum(sizes))
 
 
 def patch_report(
@@ -236,7 +236,7 @@ def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) ->
     """Warn of replaced layers whose weight another module reads in some of its branches."""
     readers: dict[str, list[str]] = {}
     for target in targets:
-        if target.module in reads:
+        if target.module in reads and reads[target.module].reader:
             readers.setdefault(reads[target.module].reader, []).append(target.names[0])
     for reader, layers in readers.items():
         warn_user(

@@ -1,6 +1,7 @@
 """Find linear layers whose weight other modules read instead of calling the layer.
 
-A module that does so, such as Mamba's mixer with ``self.dt_proj.weight @ x``, cannot compute with blocks. The
+A module that does so, such as Mamba's mixer with ``self.dt_proj.weight @ x``, cannot compute with blocks. One
+that casts to the dtype of a weight, as T5 does, cannot call a layer that stores values in 8 or 4 bits. The
 reads are found in the source of its ``forward`` and of the methods that ``forward`` uses, except for branches
 that the module's attributes exclude, such as ``if self.pretraining_tp > 1``. Without source nothing is found.
 """
@@ -17,9 +18,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..storage.base import Storage
+
 _Path: TypeAlias = tuple[str, ...]  # ("layers", "*", "fc") of self.layers[i].fc
 _ANY = "*"
-_HARMLESS = {"device", "dtype", "grad", "is_cuda", "is_meta", "requires_grad"}  # alike in sparse weights
+_HARMLESS = {"device", "grad", "is_cuda", "is_meta", "requires_grad"}  # alike in sparse weights
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _CALLS = {"getattr": getattr, "hasattr": hasattr}  # in conditions that are evaluated
 # They read weights in their fast path for inference alone, which patching asks for by itself.
@@ -27,24 +30,55 @@ _EXCEPTIONS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class Read(NamedTuple):
-    """The class that reads a layer's weight; `called` is True if other branches also call the layer."""
+    """The class that reads a layer's weight, or its dtype.
+
+    Attributes:
+        reader: reads the numbers; empty if none does.
+        called: whether other branches also call the layer.
+        caster: casts to the dtype; empty if none does.
+        spared: the dtypes by their names that it compares with before, and so knows.
+    """
 
     reader: str
     called: bool
+    caster: str
+    spared: frozenset[str]
+
+    def reason_not(self, storage: Storage) -> str | None:
+        """Say why the layer cannot be stored so, or return None."""
+        if not self.caster or storage.dtype is None or str(storage.dtype) in self.spared:
+            return None
+        return (
+            f"{self.caster} casts to the dtype of its weight, {storage.dtype} in the storage {storage.name!r}"
+        )
 
 
 def weight_reads(model: nn.Module) -> dict[nn.Module, Read]:
-    """Return the modules of a model whose ``weight`` other modules read in their forward pass."""
+    """Return the modules of a model whose ``weight``, or its dtype, others read in their forward pass."""
     readers: dict[nn.Module, str] = {}
+    casters: dict[nn.Module, tuple[str, frozenset[str]]] = {}
     for module in model.modules():
         if isinstance(module, _EXCEPTIONS):
             continue
-        for use in _uses(type(module)).weights:
-            for found, rest in _resolved(module, use):
-                if not rest and found is not module:
-                    readers.setdefault(found, type(module).__name__)
+        uses, kind = _uses(type(module)), type(module).__name__
+        for found in _read_by(module, uses.weights):
+            readers.setdefault(found, kind)
+        for use in uses.dtypes:
+            spared = frozenset(dtype for path, dtype in uses.compared if path == use.path)
+            for found in _read_by(module, {use}):
+                casters.setdefault(found, (kind, spared))
     called = _called(model) if readers else set()
-    return {module: Read(reader, module in called) for module, reader in readers.items()}
+    return {
+        module: Read(readers.get(module, ""), module in called, *casters.get(module, ("", frozenset())))
+        for module in (readers | casters)
+    }
+
+
+def _read_by(module: nn.Module, uses: set[_Use]) -> Iterator[nn.Module]:
+    for use in uses:
+        for found, rest in _resolved(module, use):
+            if not rest and found is not module:
+                yield found
 
 
 def _called(model: nn.Module) -> set[nn.Module]:
@@ -68,10 +102,15 @@ class _Use(NamedTuple):
 
 
 class _Uses(NamedTuple):
-    """Uses in the forward pass of a class: reads of weights, and all others."""
+    """Uses in the forward pass of a class: reads of weights, of their dtypes, and all others.
+
+    `compared` has the paths of weights whose dtypes are compared with others, and the names of these.
+    """
 
     weights: set[_Use]
     mentions: set[_Use]
+    dtypes: set[_Use]
+    compared: set[tuple[_Path, str]]
 
 
 def _resolved(module: nn.Module, use: _Use) -> Iterator[tuple[nn.Module, _Path]]:
@@ -141,7 +180,7 @@ class _Reader(ast.NodeVisitor):
     """Collector of the uses in functions."""
 
     def __init__(self) -> None:
-        self.uses = _Uses(set(), set())
+        self.uses = _Uses(set(), set(), set(), set())
         self._aliases: dict[str, _Path] = {}
         self._conditions: tuple[tuple[CodeType, bool], ...] = ()
 
@@ -196,6 +235,11 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        paths = [path[:-2] for path in map(self._path, sides) if path and path[-2:] == ("weight", "dtype")]
+        self.uses.compared.update((path, ast.unparse(side)) for path in paths for side in sides)
+        if paths:
+            return
         if not all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
             self.generic_visit(node)
 
@@ -223,7 +267,9 @@ class _Reader(ast.NodeVisitor):
             return
         at = path.index("weight")
         rest = path[at + 1 :]
-        if isinstance(node.ctx, ast.Load) and not (rest and rest[0] in _HARMLESS):
+        if rest[:1] == ("dtype",):
+            self.uses.dtypes.add(_Use(path[:at], self._conditions))
+        elif isinstance(node.ctx, ast.Load) and not (rest and rest[0] in _HARMLESS):
             self.uses.weights.add(_Use(path[:at], self._conditions))
 
     def _path(self, node: ast.expr) -> _Path | None:

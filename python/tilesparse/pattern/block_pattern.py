@@ -19,7 +19,16 @@ from .._runtime.lock import exclusive
 from .._runtime.lookup import content_of, prepared
 from .._runtime.private import refuse_fakes
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
-from .choosing import best_blocks, block_norms, canonical_scipy, check_matrix, listed_blocks, random_blocks
+from .choosing import (
+    all_blocks,
+    best_blocks,
+    block_norms,
+    canonical_bsr,
+    canonical_scipy,
+    check_matrix,
+    listed_blocks,
+    random_blocks,
+)
 from .indices import checked_index, index_of, moved_blocks, moved_index, overwrite_index, refined_index
 from .view import PatternView
 
@@ -136,9 +145,8 @@ class BlockPattern(PatternView):
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
         """Keep every block; see the class for the arguments."""
-        shape, block_shape, (rows, cols) = check_shapes(shape, block_shape)
-        chosen = torch.arange(rows * cols, device="cpu")
-        return cls._from_sorted(chosen, shape, block_shape, device=device)
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
     @checked
@@ -184,23 +192,13 @@ class BlockPattern(PatternView):
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores; slot i is its i-th stored block.
+        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores, in any order; duplicates are summed.
 
         Raises:
             InvalidArgumentError: ``matrix`` has another layout, or blocks of an invalid shape.
         """
-        if not isinstance(matrix, Tensor):
-            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
-        if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
-            raise InvalidArgumentError(
-                f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
-            )
-        return cls(
-            matrix.crow_indices(),
-            matrix.col_indices(),
-            shape=matrix.shape,
-            block_shape=matrix.values().shape[1:],
-        )
+        crow, col, values = canonical_bsr(matrix)
+        return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
 
     @classmethod
     @checked
@@ -208,7 +206,7 @@ class BlockPattern(PatternView):
         """Keep the blocks of a scipy.sparse matrix of any format.
 
         Args:
-            matrix: a scipy sparse matrix or array; duplicates are summed.
+            matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
             block_shape: (bn, bk); None takes the block shape of a BSR matrix.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import shown
-from .._checks import as_integer, check_content, check_shapes, checked_count, checked_fraction
+from .._checks import INT32_MAX, as_integer, check_content, check_shapes, checked_count, checked_fraction
 from .._runtime.indices import blocks_of
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 from .indices import is_integer
@@ -91,6 +91,29 @@ def best_blocks(scores: Tensor, parts: Sequence[int], density: float | None, nnz
     return of_parts.gather(1, best).flatten().sort().values
 
 
+def canonical_bsr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arrays of a BSR matrix, its own if their columns are sorted and without duplicates."""
+    if not isinstance(matrix, Tensor):
+        raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
+    if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
+        raise InvalidArgumentError(
+            f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
+        )
+    crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+    check_content("matrix", crow)
+    counts, cols = crow.diff(), matrix.shape[1] // max(1, values.shape[2])
+    inside = bool(((col >= 0) & (col < cols)).all()) and int(crow[0]) == 0 and int(crow[-1]) == len(col)
+    if not inside or bool((counts < 0).any()):
+        return crow, col, values  # for the constructor to say what is wrong
+    rows = torch.arange(len(counts), device=col.device).repeat_interleave(counts)
+    numbers, place = (rows * cols + col).unique(return_inverse=True)
+    if torch.equal(place, torch.arange(len(col), device=col.device)):
+        return crow, col, values
+    summed = values.new_zeros(len(numbers), *values.shape[1:]).index_add(0, place, values)
+    starts = torch.arange(len(crow), device=col.device) * cols
+    return torch.searchsorted(numbers, starts), numbers % cols, summed
+
+
 def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
     """Return a BSR copy of a scipy matrix, with sorted columns and without duplicates."""
     if not hasattr(matrix, "tobsr"):
@@ -120,8 +143,19 @@ def _blocks_of_parts(
         kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
         if left:
             raise InvalidArgumentError(f"nnz must be a multiple of the {r * c} parts, got {nnz}")
-    numbers = torch.arange(rows * cols, device="cpu").view(r, rows // r, c, cols // c)
+    numbers = all_blocks(grid).view(r, rows // r, c, cols // c)
     return numbers.transpose(1, 2).reshape(r * c, -1), kept
+
+
+def all_blocks(grid: tuple[int, int]) -> Tensor:
+    """Return the numbers of all blocks, if there are not too many to choose from."""
+    rows, cols = grid
+    if rows * cols > INT32_MAX:
+        raise InvalidArgumentError(
+            f"shape must have fewer than 2^31 blocks to choose from, got {rows} x {cols}; "
+            "BlockPattern.from_blocks takes a list of those to keep"
+        )
+    return torch.arange(rows * cols, device="cpu")
 
 
 def _covering(

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._arguments import shown
 from .._checks import checked_number
-from .._replay.batches import check_batches
+from .._replay.batches import check_batches, checked_batch
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from .layer import METHODS
@@ -58,7 +58,7 @@ def check_model(model: nn.Module) -> None:
 def collected(batches: Iterable[Any]) -> list[Any]:
     """Return the batches as a list, which is not empty."""
     check_batches(batches)
-    data = list(batches)
+    data = [checked_batch(batch) for batch in batches]
     if not data:
         raise InvalidArgumentError("batches must have at least one batch, got none")
     return data
@@ -66,12 +66,20 @@ def collected(batches: Iterable[Any]) -> list[Any]:
 
 def checked_moments(name: str, moments: Moments | None) -> Moments:
     """Return the moments of a layer's inputs, which are finite and not of no token."""
-    if moments is None or moments.weight() == 0:
+    if moments is None:
         raise InvalidArgumentError(f"batches must run layer {name!r}, or layers must leave it out")
-    number = moments.not_finite()
-    if number is not None:
-        raise InvalidArgumentError(
-            f"batches must be finite at every layer: batch {number} (counted from 0) gives layer {name!r} "
-            "inputs with NaN or infinities"
-        )
+    check_inputs(name, moments.weight(), moments.not_finite())
     return moments
+
+
+def check_inputs(name: str, tokens: float, not_finite: int | None) -> None:
+    """Raise InvalidArgumentError unless a layer meets tokens that count, all of them finite."""
+    if not tokens:
+        raise InvalidArgumentError(
+            f"batches must have tokens at every layer, got none for layer {name!r} that attention_mask keeps"
+        )
+    if not_finite is not None:
+        raise InvalidArgumentError(
+            f"batches must be finite at every layer: batch {not_finite} (counted from 0) gives layer "
+            f"{name!r} inputs with NaN or infinities"
+        )

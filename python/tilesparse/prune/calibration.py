@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from .._replay.batches import call, device_of, mask_of, moved, stacks
+from .._replay.batches import call, device_of, mask_of, moved, stacks, swapped
+from .._replay.devices import visiting
 from .._replay.replay import Stream, listening
 from ..errors import InvalidArgumentError
 from .experts import ExpertMoments, LinearExperts, Place
@@ -26,17 +26,6 @@ class Unit(NamedTuple):
 
     number: int | None  # of the block, or None for the model
     layers: list[str]  # names of layers in it
-
-
-class _Whole(nn.Module):
-    """The model, called with a batch."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-
-    def forward(self, batch: Any) -> Any:
-        return self._forward(self.model, batch)
 
 
 class Calibration:
@@ -224,6 +213,10 @@ class Calibration:
         if self._compare:
             self._dense.advance(self._blocks[unit.number])
 
+    def outputs(self, parameters: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Yield what the whole model gives for each batch, with other parameters as in `moments`."""
+        return self._results(Unit(None, []), parameters)
+
     def _listening(
         self, layers: Sequence[str], note: Callable[[str, Tensor], None]
     ) -> AbstractContextManager[None]:
@@ -243,10 +236,14 @@ class Calibration:
             stream = self._dense if dense else self._pruned
             yield from stream.results(self._blocks[unit.number], parameters)
             return
-        whole = _Whole(self._model, self._forward)
-        given = {f"model.{name}": tensor for name, tensor in (parameters or {}).items()}
+        given: dict[Tensor, Tensor] = {
+            self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()
+        }
+        blocks, home = [self._model.get_submodule(name) for name in self._blocks], device_of(self._model)
         for batch in self._batches:
-            yield functional_call(whole, given, (batch,))
+            with swapped(self._model, given), visiting(blocks, self._device, home):
+                output = self._forward(self._model, batch)
+            yield output
 
 
 class _LayerReached(BaseException):

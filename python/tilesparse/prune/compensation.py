@@ -63,7 +63,7 @@ class Elimination(NamedTuple):
         rows, cols = self.order.shape
         height = self.costs.cummax(1).values.flatten()
         removed = height.sort(stable=True).indices[: rows * cols - kept]
-        mask = torch.ones(rows, cols, dtype=torch.bool)
+        mask = torch.ones(rows, cols, dtype=torch.bool, device=removed.device)
         row = removed // cols
         mask[row, self.order[row, removed % cols]] = False
         return BlockPattern.from_block_mask(mask, block_shape=block_shape)
@@ -284,8 +284,8 @@ def supports(pattern: BlockPattern, device: torch.device) -> Iterator[tuple[Tens
     bn, bk = pattern.block_shape
     masks, own = torch.unique(pattern.to_block_mask().cpu(), dim=0, return_inverse=True)
     for number, kept in enumerate(masks):
-        rows = ((own == number).nonzero() * bn + torch.arange(bn)).view(-1, 1)
-        columns = (kept.nonzero() * bk + torch.arange(bk)).flatten()
+        rows = ((own == number).nonzero() * bn + torch.arange(bn, device="cpu")).view(-1, 1)
+        columns = (kept.nonzero() * bk + torch.arange(bk, device="cpu")).flatten()
         if len(columns):
             yield rows.to(device), columns.to(device)
 

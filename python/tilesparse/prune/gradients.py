@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
 from .calibration import Forward, Loss, call_model, own_loss
 from .configs import block_shape_of
 from .layer import GRADIENT_METHODS
@@ -27,6 +27,12 @@ def gradient_scores(
     """Return scores of blocks by "taylor" or "movement", added up over the batches."""
     score = GRADIENT_METHODS[method]
     weights = [model.get_submodule(name).get_parameter("weight") for name in targets]
+    for name, weight in zip(targets, weights, strict=True):
+        if is_stored_otherwise(weight):
+            raise InvalidArgumentError(
+                f"method must not be {method!r} for layer {name!r}: PyTorch has no gradient of its weight, "
+                f"{weight.dtype} of layout {weight.layout}; make it dense first"
+            )
     frozen = [weight for weight in weights if not weight.requires_grad]
     found: dict[str, Tensor] = {}
     try:

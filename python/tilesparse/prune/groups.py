@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.convert import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -224,9 +224,9 @@ def _checked_order(order: Tensor, group: PermutationGroup) -> Tensor:
 
 
 def _is_dense(layer: Any) -> bool:
-    """Return True for a dense linear layer whose weight is no tensor that each call computes anew."""
+    """Return True for a dense linear layer whose weight is a plain tensor that no call computes anew."""
     linear = type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
-    return linear and "weight" in layer._parameters
+    return linear and "weight" in layer._parameters and not is_stored_otherwise(layer.weight)
 
 
 def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:

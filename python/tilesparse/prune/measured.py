@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from .._checks import as_integer, as_number
+from .._files import replacing
 from ..config import BlockSparseConfig
 from ..errors import CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
@@ -70,7 +71,8 @@ def time_of_json(number: object) -> float:
 def write_document(path: str | Path, document: Mapping[str, Any]) -> None:
     """Write measurements as JSON; raises InvalidArgumentError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        with replacing(path) as file:
+            file.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:
         raise InvalidArgumentError(f"path must be a file that can be written: {error}") from error
 

@@ -36,7 +36,7 @@ class Moments:
         self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
         self._across = torch.zeros(features, features, **options) if compare else None
         self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
-        self._tokens, self._prior = torch.zeros((), **options), 0.0
+        self._tokens, self._prior = torch.zeros((), **options), torch.zeros((), **options)
         self._fixed = origin
         self._finite: dict[int, Tensor] = {}
 
@@ -54,7 +54,7 @@ class Moments:
         if dense is None or dense.shape != x.shape:
             dense = x
         if keep is None or keep.shape != x.shape[:-1]:
-            keep = torch.ones(x.shape[:-1], dtype=torch.bool)
+            keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         keep = keep.to(self._sums.device).reshape(-1, 1)
         if not self._finite:
             self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
@@ -101,7 +101,8 @@ class Moments:
         other, share = copy(self), strength / others._tokens.clamp(min=1)
         other._products = self._products + share * others._products
         other._sums = self._sums + share * others._sums
-        other._origin, other._prior = others._origin, strength
+        # As if there were none where all tokens are masked.
+        other._origin, other._prior = others._origin, strength * others._tokens.clamp(max=1)
         other._finite = {**others._finite}
         return other
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._arguments import checked
-from .._replay.batches import chosen_device, evaluating
+from .._replay.batches import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..patch.reports import SkippedLayer
@@ -84,7 +84,7 @@ def measure_errors(
         data, device = collected(batches), chosen_device(model, device)
         profiles: dict[str, dict[BlockSparseConfig, float]] = {}
         tokens: dict[str, int] = {}
-        with evaluating(model):
+        with observing(model):
             calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
             run = Run(model, calibration, fitting, damping)
             for name, pruner in run.pruners():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import BLOCK_SIZES
 from .._listeners import check_can_change
-from .._replay.batches import chosen_device, evaluating
+from .._replay.batches import chosen_device, observing
 from .._reports import empty_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
@@ -111,7 +111,7 @@ def _solutions(
             "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
         }
         progress = Progress(checked_path(folder), model, data, arguments)
-    with evaluating(model):
+    with observing(model):
         block_scores: Mapping[str, Tensor] = {}
         if patterns is None and method in GRADIENT_METHODS:
             block_scores = gradient_scores(model, data, targets, method, forward, loss)

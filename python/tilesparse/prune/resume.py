@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._files import replacing
 from .._runtime.tensor_files import checksum, read_header, read_json, read_tensor, write_json, write_tensors
 from ..errors import CheckpointError, InvalidArgumentError
 from ..nn.tensors import INDEX_NAMES
@@ -56,8 +57,8 @@ class Progress:
                     )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{_FILE}.partial", marks)
-        (folder / f"{_FILE}.partial").replace(file)
+        with replacing(file) as partial:
+            write_json(partial, marks)
 
     def load(self, name: str, block_shape: tuple[int, int], shape: tuple[int, int]) -> Solution | None:
         """Return the saved solution of a layer, or None.
@@ -83,13 +84,13 @@ class Progress:
         """Write a layer's solution; if that is interrupted it counts as not written."""
         tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         numbers = [float(getattr(solution, own)) for own in _NUMBERS]
-        tensors |= {"values": solution.values, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+        tensors |= {
+            "values": solution.values,
+            "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+        }
         tensors |= {own: tensor for own in ("mask", "bias") if (tensor := getattr(solution, own)) is not None}
-        file = self._file(name)
-        partial = file.with_name(f"{file.name}.partial")
-        partial.unlink(missing_ok=True)
-        write_tensors(partial, tensors)
-        partial.replace(file)
+        with replacing(self._file(name)) as partial:
+            write_tensors(partial, tensors)
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"

@@ -12,7 +12,7 @@ from .._arguments import checked
 from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
 from .._names import NamePattern
-from .._replay.batches import chosen_device, evaluating
+from .._replay.batches import chosen_device, observing
 from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
@@ -20,6 +20,7 @@ from ..nn.known_experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..patch.modules import names_of_modules, owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
+from ..patch.weight_reads import weight_reads
 from ..prune._checks import check_model, collected
 from ..prune.calibration import call_model
 from ..prune.report import warn_of_few_tokens
@@ -55,6 +56,7 @@ def quantize_(
       Large Language Models", arXiv:2211.10438). The module before takes the inverse: a norm whose weight is
       divided, or a linear layer whose rows are, such as up_proj before down_proj or v_proj before o_proj.
       They are found by what scaling does to the model, not by names; the report says where there is none.
+      Scales that change what the model gives for any batch are left out, and the report says so.
       Scales are powers of two, so the model computes the same before it is quantized, but for what float16
       rounds near its smallest numbers.
     - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
@@ -95,7 +97,7 @@ def quantize_(
 
     Raises:
         InvalidArgumentError: an argument is not allowed, no layer is left to quantize, one is not run by the
-            batches, or has inputs with NaN or infinities. The model is as it was.
+            batches, or meets no token that counts, or inputs with NaN or infinities. The model is as it was.
         UnsupportedError: a layer is sharded. The model is as it was.
 
     Examples:
@@ -119,7 +121,7 @@ def quantize_(
     made, described = rounded_experts(model, experts, storage)
     found, stack = [], None
     if targets:
-        with evaluating(model):
+        with observing(model):
             given = model, targets, data, forward or call_model, chosen_device(model, device), stored
             plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
             plan.make()
@@ -154,13 +156,15 @@ def _targets(
     targets: list[str] = []
     skipped: list[SkippedLayer] = []
     used: set[NamePattern] = set()
-    owners = owners_of_parameters(model.modules())
+    owners, reads = owners_of_parameters(model.modules()), weight_reads(model)
     for module, names in names_of_modules(model).items():
         matching = {pattern for pattern in patterns if pattern.matches(names)}
         stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
         if not matching or not (is_linear(module) or stacked):
             continue
         reason = _reason_to_skip(module, owners, storage, activations)
+        if reason is None and module in reads:
+            reason = reads[module].reason_not(storage_of(storage))
         if reason is None:
             targets.append(names[0])
             used |= matching

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._replay.batches import tensors_in
+from .._replay.calls import differences
 from ..prune.calibration import Calibration, Unit
 from .parameters import is_linear, is_norm, scaled_parameters, sizes_of
 
@@ -197,12 +197,5 @@ def _norms(x: Tensor) -> Tensor:
 
 
 def _same(output: Any, expected: Any) -> bool:
-    pairs = list(zip(tensors_in(output), tensors_in(expected), strict=True))
-    for tensor, other in pairs:
-        if not tensor.is_floating_point():
-            continue
-        difference = torch.linalg.vector_norm((tensor - other).float(), dtype=torch.float64)
-        size = torch.linalg.vector_norm(other.float(), dtype=torch.float64)
-        if not difference <= _DIFFERENCE * torch.finfo(tensor.dtype).eps * size:
-            return False
-    return bool(pairs)
+    found = differences(output, expected)
+    return all(each <= _DIFFERENCE * torch.finfo(dtype).eps for dtype, each in found)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from ..matrix import BlockSparseMatrix
-from ..nn.convert import dense_weight, is_conv1d
+from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import is_sharded
 from ..patch.modules import names_of_modules, owners_of_parameters
 from ..storage.registry import storage_of
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: Any) -> bool:
     """Return True for a linear layer whose weight is known, sparse or dense."""
-    return isinstance(module, BlockSparseLinear) or type(module) is nn.Linear or is_conv1d(module)
+    if type(module) is nn.Linear or is_conv1d(module):
+        return not is_stored_otherwise(module.weight)
+    return isinstance(module, BlockSparseLinear)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -95,7 +95,7 @@ def _in_order(
         columns = _largest_first(kept.view(-1, bk), moment.matrix.diagonal())
         matrix = moment.matrix[columns][:, columns]
         root = torch.linalg.cholesky(matrix.flip(0, 1)).flip(0, 1)
-        inverse = torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=True)
+        inverse = torch.linalg.solve_triangular(root, torch.eye(len(root), device="cpu").to(root), upper=True)
         left = weight[rows, columns].double()
         for start in range(0, len(columns), bk):
             own, behind = slice(start, start + bk), slice(start + bk, None)
@@ -135,7 +135,7 @@ def _best_of(
     """
     tried, (n, bk) = len(limits), group.shape
     left, each = group.T.repeat(1, tried), limits.flatten()  # columns lie in one piece so
-    inverse = torch.linalg.solve_triangular(root, torch.eye(bk).to(root), upper=True)
+    inverse = torch.linalg.solve_triangular(root, torch.eye(bk, device="cpu").to(root), upper=True)
     stored, errors = left.new_empty(left.shape, dtype=torch.float32), torch.empty_like(left)
     for j in range(bk):
         stored[j] = storage.rounded(left[j].float()[:, None], each)[:, 0]

@@ -17,11 +17,11 @@ from .._replay.batches import (
     call,
     check_batches,
     check_distinct,
+    checked_batch,
     device_of,
     evaluating,
-    mask_of,
+    mask_of_outputs,
     moved,
-    without_labels,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
@@ -83,8 +83,9 @@ def distill(
         model: the student.
         teacher: the dense model; or a function of a batch that gives its outputs, as from a cache.
         batches: mappings are passed as keywords, tuples and lists as arguments, anything else as the one
-            argument, moved to the devices of model and teacher. ``attention_mask`` [batch, tokens] of a
-            mapping says which tokens count. ``labels`` go to the model alone, where the loss has a "task".
+            argument; model and teacher each get a copy on their device. ``attention_mask`` [batch, tokens] of
+            a mapping says which tokens count; of an encoder-decoder ``decoder_attention_mask`` does, or
+            ``labels`` other than -100. Both models compute their own loss where there are ``labels``.
         optimizer: has the model's parameters; made after the model was pruned. None is AdamW without weight
             decay on all parameters that are trained, at learning rate ``lr``.
         lr: learning rate, in place of an optimizer; for schedules and resumption give an optimizer.
@@ -177,11 +178,13 @@ def _backward(
     """Add the gradients of the mean loss of some batches, and return it with its terms."""
     sums: dict[str, Tensor] = {}
     for batch in group:
+        # Copies for both models: either may write to its input.
+        own = moved(checked_batch(batch), device_of(model), copy=True)
+        mask = mask_of_outputs(model, batch)
         targets = _targets(teacher, batch, loss, forward, autocast)
-        batch = moved(batch, device_of(model))
         with autocasting(device_of(model), autocast):
-            outputs = outputs_of(model, batch, loss, forward)
-        terms = loss.terms(outputs, targets, mask_of(batch))
+            outputs = outputs_of(model, own, loss, forward)
+        terms = loss.terms(outputs, targets, mask)
         terms = {name: term / len(group) for name, term in terms.items()}
         total = loss.total(terms)
         torch.autograd.backward(total)
@@ -202,17 +205,13 @@ def _targets(
         return teacher(batch)
     device = device_of(teacher)
     with autocasting(device, autocast):
-        return outputs_of(teacher, moved(batch, device), loss, forward, labels=False)
+        return outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
 
 
-def outputs_of(
-    model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None, labels: bool = True
-) -> Any:
+def outputs_of(model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None) -> Any:
     """Return what a loss compares: the outputs of a model."""
     if forward is not None:
         return forward(model, batch)
-    if not (labels and loss.task):
-        batch = without_labels(batch)
     return call(model, batch, **({"output_hidden_states": True} if loss.hidden_states else {}))
 
 

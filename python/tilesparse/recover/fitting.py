@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from .._replay.batches import swapped
 from .._replay.calls import Call, tensor_of
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
@@ -36,11 +37,12 @@ def fit(
     parameters = trained_parameters(part)
     pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
 
-    def squares(pair: _Pair, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return pair.squares(name, part, values, settings.device)
+    def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        return swapped(part, {parameters[key]: value for key, value in values.items()})
 
     def error(values: Mapping[str, Tensor]) -> float:
-        sums = [torch.stack(squares(pairs[i], values)) for i in settings.held_out]
+        with holding(values):
+            sums = [torch.stack(pairs[i].squares(name, part, settings.device)) for i in settings.held_out]
         wrong, whole = torch.stack(sums).double().sum(0).tolist()
         return float(wrong / whole) if whole else float(wrong)
 
@@ -53,9 +55,9 @@ def fit(
         raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
     best, kept = math.inf, {}
     for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator).tolist():
-            with torch.enable_grad():
-                wrong, whole = squares(pairs[i], _rounded(masters, parameters))
+        for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
+            with torch.enable_grad(), holding(_rounded(masters, parameters)):
+                wrong, whole = pairs[i].squares(name, part, settings.device)
                 # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
                 scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
                 torch.autograd.backward(wrong / scale)
@@ -78,12 +80,10 @@ class _Pair(NamedTuple):
     target: Tensor
     mask: Tensor | None
 
-    def squares(
-        self, name: str, part: nn.Module, values: Mapping[str, Tensor], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return ‖y - t‖² and ‖t‖², with these values as parameters."""
+    def squares(self, name: str, part: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ‖y - t‖² and ‖t‖²."""
         moved = self.call.on(device)
-        output = tensor_of(name, functional_call(part, dict(values), moved.args, moved.kwargs))
+        output = tensor_of(name, part(*moved.args, **moved.kwargs))
         target = self.target.to(device)
         if output.shape != target.shape:
             raise InvalidArgumentError(

@@ -17,12 +17,12 @@ from .._replay.batches import (
     call,
     check_batches,
     check_distinct,
+    checked_batch,
     chosen_device,
     device_of,
-    evaluating,
     mask_of,
     moved,
-    without_labels,
+    observing,
 )
 from .._replay.devices import placed
 from .._replay.replay import Stream
@@ -79,7 +79,7 @@ def reconstruct(
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
-        batches: as of `distill`, without their ``labels``; all are kept. Where the output of a submodule is
+        batches: as of `distill`; all are kept. Where the output of a submodule is
             [batch, tokens, …], tokens count that an ``attention_mask`` of the batch does not leave out.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
             where it has no such child. A warning names other block-sparse layers, as it does what has no
@@ -107,6 +107,12 @@ def reconstruct(
     home = chosen_device(model, device)
     batches = _checked_batches(batches)
     count = _held_out(held_out, len(batches))
+    masks = [mask_of(batch) for batch in batches]
+    for kind, part in (("training", masks[:-count]), ("held-out", masks[-count:])):
+        if not any(mask is None or mask.any() for mask in part):
+            raise InvalidArgumentError(
+                f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
+            )
     names = checked_names(model, teacher, submodules)
     skipped = outside(model, names) if submodules is None else []
     skipped += [
@@ -123,13 +129,13 @@ def reconstruct(
         lr,
         range(len(batches) - count),
         range(len(batches) - count, len(batches)),
-        [mask_of(batch) for batch in batches],
+        masks,
         home,
         autocast,
         generator,
     )
-    with evaluating(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        run = _on_copies(forward or _call)
+    with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
+        run = _on_copies(forward or call)
         pieces = in_order(model, pieces_of(model, names), batches[0], run, home)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
@@ -138,10 +144,6 @@ def reconstruct(
     skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
     warn_of_skipped(skipped)
     return ReconstructionReport(fitted, skipped, blocks)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return call(model, without_labels(batch))
 
 
 def _on_copies(forward: Forward) -> Forward:
@@ -207,7 +209,7 @@ def _streams(
 
 def _checked_batches(batches: Iterable[Any]) -> list[Any]:
     check_batches(batches)
-    listed = list(batches)
+    listed = [checked_batch(batch) for batch in batches]
     if len(listed) < 2:
         raise InvalidArgumentError(
             f"batches must be at least two, of which one is held out, got {len(listed)}"

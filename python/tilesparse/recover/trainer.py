@@ -18,7 +18,8 @@ except ImportError as error:
     ) from error
 
 from .._arguments import checked
-from .._replay.batches import check_distinct, device_of, mask_of, moved
+from .._files import replacing
+from .._replay.batches import check_distinct, device_of, mask_of_outputs, moved
 from ..errors import CheckpointError, InvalidArgumentError
 from .distillation import outputs_of
 from .losses import DistillationLoss
@@ -29,8 +30,8 @@ FILE = "pattern_schedule.pt"  # in the folder of a checkpoint
 class DistillationTrainer(Trainer):  # type: ignore[misc]
     """``Trainer`` whose loss is the difference to a teacher; everything else is as ever.
 
-    Batches need no labels. Where they have some, these go to the model alone, and only if the loss has a
-    "task". Evaluation gives the same loss. Batches of one step count alike, whatever their number of tokens.
+    Batches need no labels; encoder-decoders do. Evaluation gives the same loss. Batches of one step count
+    alike, whatever their number of tokens.
 
     Args:
         *args: of ``transformers.Trainer``.
@@ -62,10 +63,12 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """Return the `DistillationLoss` of a batch, and where asked for the outputs without hidden states."""
         with torch.no_grad():
-            on_teacher = moved(dict(inputs), device_of(self.teacher))
-            targets = outputs_of(self.teacher, on_teacher, self.loss, labels=False)
+            # A copy for each model, which may write to its input.
+            on_teacher = moved(dict(inputs), device_of(self.teacher), copy=True)
+            targets = outputs_of(self.teacher, on_teacher, self.loss)
+        mask = mask_of_outputs(self.model, inputs)
         outputs = outputs_of(model, dict(inputs), self.loss)
-        loss = self.loss(outputs, targets, mask_of(inputs))
+        loss = self.loss(outputs, targets, mask)
         if not return_outputs:
             return loss
         if not isinstance(outputs, Mapping):
@@ -121,7 +124,8 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             states = {"schedule": self.schedule.state_dict()}
             if self.scheduler is not None:
                 states["scheduler"] = self.scheduler.state_dict()
-            torch.save(states, _folder(args, state) / FILE)
+            with replacing(_folder(args, state) / FILE) as file:
+                torch.save(states, file)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read that file back where training resumes."""

@@ -48,8 +48,8 @@ def matched_layers(
             all layers.
 
     Raises:
-        InvalidArgumentError: a number or an expression is none, no layer is left, or none matches one of the
-            expressions.
+        InvalidArgumentError: a number or an expression is none, no layer is left, or an expression is for
+            none: none matches it, or expressions with other numbers come before it for all that do.
     """
     layers = some_sparse_layers(model)
     rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
@@ -65,6 +65,12 @@ def matched_layers(
             raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
         group = matched.setdefault(value, {})
         group.update((layer, left.pop(layer)) for layer in found if layer in left)
+        if group.keys().isdisjoint(found):
+            first = next(text for text in rules if NamePattern.parse(text, argument=name).match(found[0]))
+            raise InvalidArgumentError(
+                f"{name}: {regex!r} must come before {first!r}, which matches its layers as well: the first "
+                "one counts"
+            )
     owners = {id(layer._parameters.get("weight")): name for name, layer in layers.items() if name not in left}
     for name, layer in left.items():  # a weight of theirs would change, but not their patterns
         weight = layer._parameters.get("weight")
@@ -77,6 +83,12 @@ def _shared(name: str, other: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"model: layers {name!r} and {other!r} share one weight, but not their patterns"
     )
+
+
+def check_not_removed(removed: bool) -> None:
+    """Raise InvalidArgumentError for a schedule whose hooks are gone."""
+    if removed:
+        raise InvalidArgumentError("schedule must not be used after remove(); make a new one")
 
 
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:

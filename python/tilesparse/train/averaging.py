@@ -92,7 +92,7 @@ def _take_pattern(name: str, average: BlockSparseLinear, layer: BlockSparseLinea
         nearest = torch.searchsorted(found, now).clamp(max=len(found) - 1)
         stays = found[nearest] == now
         weight[stays] = average.weight.detach()[order[nearest[stays]]]
-    make_room(average, layer.pattern)
+    make_room(average, layer.pattern, {"weight": weight})
     average.pattern = layer.pattern
     average.weight.copy_(weight)
 

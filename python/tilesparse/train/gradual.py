@@ -19,6 +19,7 @@ from ..storage.registry import storage_of
 from ._layers import (
     Layers,
     check_keys,
+    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
@@ -111,6 +112,7 @@ class Gradual:
         self._model, self._optimizer, self._norm = model, optimizer, float(norm)
         self._movement = Movement(self._layers, optimizer) if score == "movement" else None
         self._events = _times(total, begin, end, events)
+        self._removed = False
         self.steps = 0
 
     @torch.no_grad()
@@ -118,9 +120,11 @@ class Gradual:
         """Count a step of the optimizer, and remove blocks if it is time to; return True if it was.
 
         Raises:
+            InvalidArgumentError: `remove` was called.
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
                 or other processes train, too. Nothing has changed.
         """
+        check_not_removed(self._removed)
         time = self._events.get(self.steps + 1)
         if time is not None:
             check_trainable(self._layers)
@@ -139,7 +143,8 @@ class Gradual:
         return True
 
     def remove(self) -> None:
-        """Remove all hooks; layers stay as they are."""
+        """Remove all hooks and end the schedule; layers stay as they are."""
+        self._removed = True
         if self._movement is not None:
             self._movement.remove()
 

@@ -22,11 +22,20 @@ class GradientNorms:
         layers: by name.
         norm: of a block of the dense gradient: 1, 2 or ``math.inf``.
         group: processes over which norms are averaged; None is the default group.
+
+    Raises:
+        UnsupportedError: a layer is one of experts.
     """
 
     def __init__(
         self, layers: Mapping[str, BlockSparseLinear], norm: float, group: dist.ProcessGroup | None
     ) -> None:
+        for name, layer in layers.items():
+            if layer.of_experts:
+                raise UnsupportedError(
+                    f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
+                    "choose blocks by other scores"
+                )
         self._layers, self._norm, self._group = layers, norm, group
         self._observers: dict[str, Observer] = {}
 
@@ -34,11 +43,6 @@ class GradientNorms:
         """Take norms in the backward passes from now on."""
         self.stop()
         for name, layer in self._layers.items():
-            if layer.of_experts:
-                raise UnsupportedError(
-                    f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
-                    "choose blocks by other scores"
-                )
             self._observers[name] = layer.observe = Observer(layer, self._norm)
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ from ..nn.origin import has_peers
 from ._layers import (
     Uncopied,
     check_keys,
+    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
@@ -105,7 +106,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     Raises:
         InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
             or shared, or another argument is not allowed.
-        UnsupportedError: a weight is sharded, parametrized or not stored plain.
+        UnsupportedError: a weight is sharded, parametrized or not stored plain, or one of experts where
+            gradients decide.
 
     Examples:
         >>> schedule = PatternSchedule(model, optimizer, fraction=0.3, every=100, grow="gradient")
@@ -163,9 +165,10 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         }
         self._settings |= {"norm": self._norm, "momentum": self._momentum}
         self._settings |= {"new_scale": self._new_scale, "moments": moments}
+        self._norms = GradientNorms({} if grow == "random" else self._layers, self._norm, group)
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
         self._averages: dict[str, Tensor] = {}
-        self._norms = GradientNorms(self._layers, self._norm, group)
+        self._removed = False
         self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
@@ -176,13 +179,15 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
-            InvalidArgumentError: an "lr" is no fraction, a closure is given, or no backward pass has passed
-                the layers since the last step where gradients decide. Nothing has changed.
+            InvalidArgumentError: an "lr" is no fraction, a closure is given, `remove` was called, or no
+                backward pass has passed the layers since the last step where gradients decide. Nothing has
+                changed.
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
         if closure is not None:
             raise InvalidArgumentError("closure must be None: give it to the optimizer")
+        check_not_removed(self._removed)
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
@@ -204,7 +209,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._observe_next()
 
     def remove(self) -> None:
-        """Remove all hooks; patterns and everything else stay as they are."""
+        """Remove all hooks and end the schedule; patterns and everything else stay as they are."""
+        self._removed = True
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
@@ -249,8 +255,10 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
 
         Raises:
-            InvalidArgumentError: it is none of a schedule of these layers. Nothing has changed then.
+            InvalidArgumentError: it is none of a schedule of these layers, or `remove` was called. Nothing
+                has changed then.
         """
+        check_not_removed(self._removed)
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement", "averages"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups, averages = state_dict["param_groups"], state_dict["averages"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..nn.linear import BlockSparseLinear
+from ..nn.origin import Source
 
 
 def grid_of(layer: BlockSparseLinear) -> tuple[int, int]:
@@ -35,7 +36,10 @@ def move_blocks(
     free = growth.sort(descending=True, stable=True).indices[:count]
     places = torch.where(useful, free, kept.index_select(0, dropped))
     if count:
+        shared = layer.origin.source is Source.SHARED
         layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
+        if shared:  # and so it is now: schedules of all processes decide alike
+            layer.declare_shared()
     return dropped
 
 

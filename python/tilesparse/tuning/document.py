@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import platformdirs
 
 from .. import _C
 from .._checks import DTYPES, checked_number
+from .._files import replacing
 from .._runtime.timing import name_of_cpu
 from ..errors import TileSparseError, TuneFileError
 from .devices import Device
@@ -158,18 +158,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a whole document or nothing: readers see the old file or the new one, and a link stays a link."""
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".tune-{uuid.uuid4().hex}")  # others may read it, unlike those of tempfile
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8") as stream:
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as stream:
             stream.write(json.dumps(document, indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, target)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise TuneFileError(
             f"{path}: cannot be written: {error.strerror or error}; free the space or the folder, name a "
             f"file elsewhere in {VARIABLE}, or set that empty to keep nothing"

@@ -14,7 +14,7 @@ from ..._runtime.tensor_files import StoredTensor, read_header
 from ...checkpoint.files import check_belongs
 from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ...nn.linear import BlockSparseLinear
-from ...nn.tensors import INDEX_NAMES
+from ...nn.tensors import INDEX_NAMES, align
 from ...storage.base import STORED_NAMES
 from ...storage.registry import forms_of, storage_of
 from .layers import tensors_of
@@ -115,6 +115,7 @@ def settle(name: str, layer: BlockSparseLinear) -> None:
         )
     for own, dtype in dtypes.items():  # others have survived that
         layer._buffers[own] = layer.get_buffer(own).to(dtype)
+    align(layer)
     try:
         _ = layer.pattern
     except InvalidPatternError as error:

@@ -16,6 +16,7 @@ from ...nn.experts import BlockSparseExperts
 from ...nn.known_experts import projections_of
 from ...nn.linear import BlockSparseLinear
 from ...patch.modules import set_submodule, share_hooks
+from ...patch.references import follow
 from ...storage.registry import storage_of
 from .layers import sparse_layers
 
@@ -60,6 +61,7 @@ def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
     for name, layer in names:  # a layer that the model shares has several
         share_hooks(layer, dense[layer])
         set_submodule(model, name, dense[layer])
+    follow(model, dense)
     layers_changed(model)
     return model if dtype is None else model.to(dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._names import NamePattern
-from ..._replay.batches import call
+from ..._replay.batches import call, uncompiled
 from ..._runtime.timing import undisturbed
 from ...config import BlockSparseConfig
 from ...errors import InvalidArgumentError
@@ -78,6 +78,7 @@ def products_of(
                 product.names.append(name)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(uncompiled())
         for name, module in modules.items():
             hook = module.register_forward_pre_hook(partial(_noted, note, name), with_kwargs=True)
             stack.callback(hook.remove)
