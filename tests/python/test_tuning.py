@@ -27,8 +27,8 @@ from tilesparse import (
     tuning,
 )
 from tilesparse.cli import command as cli
-from tilesparse.tuning import document
-from tilesparse.tuning.products import OPS
+from tilesparse.tuning import product, store
+from tilesparse.tuning.product import OPS
 
 PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
