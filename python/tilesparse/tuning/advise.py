@@ -47,7 +47,7 @@ CAVEATS = (
     "for some models, and on which texts.",
 )
 _BLOCKS = {"cpu": 32, "cuda": 64}
-_DENSE_8_BITS = {"cpu": "int8", "cuda": "float8_e4m3fn"}  # what PyTorch multiplies fastest
+_DENSE_8_BITS = {"cpu": torch.int8, "cuda": torch.float8_e4m3fn}  # what PyTorch multiplies fastest
 _SPARSE_8_BITS = {"cpu": ("int8",), "cuda": ("int8", "float8_e4m3fn")}
 _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there
 _SECONDS = 40.0  # for the calls of all layers, about
@@ -482,7 +482,7 @@ class AdviceReport:
         return None
 
     @checked
-    def slower_than_dense(self, contender: Way) -> list[str]:
+    def slower_than_dense(self, contender: BlockSparseConfig | torch.dtype | None) -> list[str]:
         """Return the names of layers that are no faster by a contender than by the fastest dense one."""
         return [
             name

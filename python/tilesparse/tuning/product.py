@@ -51,9 +51,9 @@ GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
 # The GPUs that estimates were fitted on, as in cuda/common/coefficients.inc; the first stands for others.
 MEASURED = ("H100", "H200")
 
-# A way to compute a layer: block-sparse as this config says, dense with both factors in 8 bits ("int8" or
-# "float8_e4m3fn"), or dense in the dtype of the layer, None.
-Way: TypeAlias = BlockSparseConfig | str | None
+# A way to compute a layer: block-sparse as a config says, dense with both factors in 8 bits of this dtype, or
+# dense in the dtype of the layer, None.
+Way: TypeAlias = BlockSparseConfig | torch.dtype | None
 
 _MOST = (1 << 31) - 1  # tokens or features
 
@@ -407,7 +407,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe_way(way: Way) -> str:
     """Describe a way to compute a layer: "dense", "dense int8" or "density 0.5, 32x32, int8 W8A8"."""
     if not isinstance(way, BlockSparseConfig):
-        return "dense" if way is None else f"dense {way.removesuffix('_e4m3fn')}"
+        return "dense" if way is None else f"dense {dtype_name(way).removesuffix('_e4m3fn')}"
     bn, bk = check_block_shape(way.block_shape)
     storage = storage_of(way.storage)
     extra = "" if storage.trainable and way.nm is None else f", {storage.describe(way.nm, way.activations)}"
