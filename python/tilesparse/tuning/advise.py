@@ -319,7 +319,7 @@ def _called_layers(
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
         for name, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(_noted, note, name), with_kwargs=True)
+            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
             stack.callback(hook.remove)
         call_model(model, batch)
     if not found:
@@ -399,10 +399,6 @@ def _candidates(
             f"model must have a linear layer that can become block-sparse, got none: {reasons(skipped)}"
         )
     return found
-
-
-def _noted(note: Callable[..., None], name: str, module: Any, args: Any, kwargs: Any) -> None:
-    note(name, module, args, kwargs)
 
 
 # ---- report ----
