@@ -32,7 +32,7 @@ from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
 from ..storage.values import expand, row_scales
 from .choose import choose, is_converted_in_calls
-from .product import KINDS, OPS, Device, Product, Way, default_device, multiplied
+from .product import KINDS, OPS, Device, Product, Way, default_device, product_of_spec
 from .store import Measurement, add_to_file, count_measurement, file, kernel_number, measurements, read, write
 from .timing import Call, milliseconds, own_numbers
 
@@ -301,19 +301,12 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}
-    for form in checkpoint.forms(Path(folder)).values():
-        (rows, columns), (bn, bk) = form.shape, form.block_shape
-        if form.nnz == 0:
-            continue
-        density = form.nnz / (rows // bn * (columns // bk))
-        for op in ops:
-            if op == "wgrad" and not storage_of(form.storage).trainable:
-                continue
-            storage, nm = multiplied(op, form.storage, form.nm)
-            sizes = density, (bn, bk), form.dtype, op, storage, nm
+    for spec in checkpoint.forms(Path(folder)).values():
+        gradients = storage_of(spec.storage).trainable
+        for op in [op for op in ops if spec.nnz and (op != "wgrad" or gradients)]:
             for count in tokens:
-                if form.activations is None or op != "forward" or count <= DECODE_TOKENS:
-                    found[Product(columns, rows, count, *sizes)] = None
-                if form.activations is not None and op == "forward":
-                    found[Product(columns, rows, count, *sizes, activations=form.activations)] = None
+                # Few tokens are multiplied in their own dtype on a GPU, and in 8 bits on the CPU.
+                if spec.activations is None or op != "forward" or count <= DECODE_TOKENS:
+                    found[product_of_spec(spec, count, op, None)] = None
+                found[product_of_spec(spec, count, op, spec.activations)] = None
     return list(found)
