@@ -306,6 +306,7 @@ def test_bad_arguments_change_nothing(arguments: dict[str, Any], text: str) -> N
 
 def test_a_weight_that_two_layers_share_is_refused() -> None:
     model = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=32) for _ in range(2)))
+    model[1].pattern = model[0].pattern
     model[1].weight = model[0].weight
     with pytest.raises(InvalidArgumentError, match="layer '0', got one that '1' has, too"):
         BlockSparseAdapter(model, "0")

@@ -583,3 +583,60 @@ def test_what_is_hung_on_single_weights_is_not_refused() -> None:
     assert torch.allclose(layer(x), y, atol=1e-6)
     PARAMETRIZATIONS.weight_norm(layer, "bias")
     assert torch.allclose(layer(x), y, atol=1e-6)
+
+
+INITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5),
+    "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, mode="fan_out"),
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": lambda weight: nn.init.xavier_normal_(weight.data),
+    "normal": nn.init.normal_,
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda layer: layer,
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        lambda layer: layer.double(),
+        PseudoBlockSparseLinear,
+    ],
+)
+def test_initial_values_of_pytorch_count_the_weights_of_a_row(
+    name: str, kind: Callable[[BlockSparseLinear], Any]
+) -> None:
+    sizes, scale = (512, 1024), 1 if name == "normal" else 2
+    layer = kind(BlockSparseLinear(*sizes, density=0.25, block_shape=32))
+    dense = nn.Linear(*sizes)
+    for each in (layer, dense):
+        INITS[name](each.weight)
+    assert layer.weight.std().item() == pytest.approx(scale * dense.weight.std().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["orthogonal_", "dirac_"])
+def test_initial_values_of_other_weights_are_refused(name: str) -> None:
+    layer = make()
+    before = layer.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=f"torch.nn.init.{name} takes the kept blocks"):
+        getattr(nn.init, name)(layer.weight)
+    assert torch.equal(layer.weight, before)
+    getattr(nn.init, name)(torch.empty(4, 4, 4))
+
+
+def test_weights_are_shared_by_layers_of_one_pattern_alone() -> None:
+    layer, other, alike = make(seed=0), make(seed=1), make(seed=0)
+    before = other.weight
+    with pytest.raises(InvalidArgumentError, match="weight must not be that of a layer with another pattern"):
+        other.weight = layer.weight
+    with pytest.raises(InvalidArgumentError, match=r"weight must be a Parameter \[nnz, bn, bk\], got None"):
+        other.weight = None  # type: ignore[assignment]
+    assert other.weight is before and other(randn(2, IN)).shape == (2, OUT)
+    alike.weight = layer.weight
+    copied, _ = copy.deepcopy((layer, alike))
+    other.pattern = copied.pattern
+    other.weight = copied.weight
+    other.bias = copied.bias
+    assert torch.equal(other(randn(2, IN)), copied(randn(2, IN)))

@@ -26,6 +26,7 @@ from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask
 from .origin import PatternOrigin, Source, has_peers
+from .owners import check_weight, note_owner
 from .shard import Shard
 from .tensors import INDEX_NAMES, is_sharded
 
@@ -356,9 +357,11 @@ class StoredWeight(nn.Module):
         """Become another layer of this shape, tensors and all; hooks and mode stay."""
         for name in _STATE:
             setattr(self, name, getattr(other, name))
+        note_owner(self)
 
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
         state.move(self, fn, partial(super()._apply, fn, recurse))
+        note_owner(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -372,7 +375,22 @@ class StoredWeight(nn.Module):
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         state.load(self, state_dict, prefix, others, load)
 
+    def pattern_if_any(self) -> BlockPattern | None:
+        """Return the pattern; None if it has no contents yet."""
+        missing = self.col_indices.is_meta or self.origin.source is Source.MISSING
+        return None if missing else self.pattern
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; a weight must be one, and not that of a layer with another pattern."""
+        if name == "weight" and "origin" in self.__dict__:
+            check_weight(self, param)
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            note_owner(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value is None and "weight" in self._parameters:
+            check_weight(self, value)
         if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
         else:
@@ -385,3 +403,4 @@ class StoredWeight(nn.Module):
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self.origin = PatternOrigin(own["origin"], self.index())
+        note_owner(self)
