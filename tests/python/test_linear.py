@@ -16,7 +16,7 @@ from helpers import Recorder, seeded, spawn
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, PseudoBlockSparseLinear, sparsify_
 from tilesparse._runtime.lookup import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
@@ -128,7 +128,9 @@ def test_a_generator_decides_pattern_and_values() -> None:
 def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: tuple[int, int]) -> None:
     linear = nn.Linear(IN, OUT, dtype=torch.float64).eval()
     linear.bias.requires_grad_(False)
-    layer = BlockSparseLinear.from_linear(linear, 0.25, block_shape=block_shape)
+    with pytest.warns(UserWarning, match="the blocks that were chosen leave") as warned:
+        layer = BlockSparseLinear.from_linear(linear, 0.25, block_shape=block_shape)
+    assert warned[0].filename == __file__
     bn, bk = block_shape
     norms = linear.weight.detach().reshape(OUT // bn, bn, IN // bk, bk).square().sum((1, 3))
     kept = layer.pattern.to_block_mask()
@@ -640,3 +642,40 @@ def test_weights_are_shared_by_layers_of_one_pattern_alone() -> None:
     other.weight = copied.weight
     other.bias = copied.bias
     assert torch.equal(other(randn(2, IN)), copied(randn(2, IN)))
+
+
+def _sparsified(layer: BlockSparseLinear) -> BlockSparseLinear:
+    model: Any = nn.Sequential(nn.Linear(IN, OUT))
+    sparsify_(model, BlockSparseConfig(0.5, 32))
+    return model[0]
+
+
+WITHIN_INFERENCE: dict[str, Callable[[Any], Any]] = {
+    "made": lambda layer: make(),
+    "of a spec": lambda layer: BlockSparseLinear.from_spec(layer.spec),
+    "of tensors": lambda layer: BlockSparseLinear.from_state(layer.spec, layer.state_dict()),
+    "of a dense layer": _sparsified,
+    "of another dtype": lambda layer: layer.double().float(),
+    "stored otherwise": lambda layer: layer.to_storage("int8").to_storage("plain"),
+    "2:4": lambda layer: layer.set_nm((2, 4)),
+    "loaded": lambda layer: [layer, layer.load_state_dict(make(seed=1, density=0.25).state_dict())][0],
+    "of another pattern": lambda layer: [layer, layer.pattern.update_(make(seed=1).pattern)][0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:the blocks that were chosen")
+@pytest.mark.parametrize("name", WITHIN_INFERENCE)
+def test_layers_of_inference_mode_can_be_trained(name: str) -> None:
+    layer = make()
+    with torch.inference_mode():
+        layer = WITHIN_INFERENCE[name](layer)
+    if name == "of a spec":
+        layer.load_state_dict(make().state_dict())
+    x = randn(4, IN).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    torch.testing.assert_close(layer(x), layer.to_linear()(x))
+    with torch.no_grad():
+        layer.pattern = make(seed=2, density=layer.density).pattern
+        layer.weight.zero_()
+    assert torch.equal(layer(x), layer.bias.expand(4, OUT))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import Index, check_policy, is_inside
-from .._runtime.private import constant_when_compiled
+from .._runtime.private import constant_when_compiled, with_normal_tensors
 from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
@@ -190,7 +190,7 @@ class StoredWeight(nn.Module):
         return self._storage_error
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def set_nm(
         self: _Weight, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
     ) -> _Weight:
@@ -245,7 +245,7 @@ class StoredWeight(nn.Module):
         return storage_of(self._storage).mask(self._stored())
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def to_storage(
         self: _Weight,
         storage: str,
@@ -359,6 +359,7 @@ class StoredWeight(nn.Module):
             setattr(self, name, getattr(other, name))
         note_owner(self)
 
+    @with_normal_tensors
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
         state.move(self, fn, partial(super()._apply, fn, recurse))
         note_owner(self)
@@ -371,6 +372,7 @@ class StoredWeight(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state.note_activations(self, destination, prefix)
 
+    @with_normal_tensors
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         state.load(self, state_dict, prefix, others, load)
