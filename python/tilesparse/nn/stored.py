@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import Index, check_policy, is_inside
-from .._runtime.private import constant_when_compiled
+from .._runtime.private import constant_when_compiled, with_normal_tensors
 from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
@@ -26,6 +26,7 @@ from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask
 from .origin import PatternOrigin, Source, has_peers
+from .owners import check_weight, note_owner
 from .shard import Shard
 from .tensors import INDEX_NAMES, is_sharded
 
@@ -189,7 +190,7 @@ class StoredWeight(nn.Module):
         return self._storage_error
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def set_nm(
         self: _Weight, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
     ) -> _Weight:
@@ -244,7 +245,7 @@ class StoredWeight(nn.Module):
         return storage_of(self._storage).mask(self._stored())
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def to_storage(
         self: _Weight,
         storage: str,
@@ -368,9 +369,12 @@ class StoredWeight(nn.Module):
         """Become another layer of this shape, tensors and all; hooks and mode stay."""
         for name in _STATE:
             setattr(self, name, getattr(other, name))
+        note_owner(self)
 
+    @with_normal_tensors
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
         state.move(self, fn, partial(super()._apply, fn, recurse))
+        note_owner(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -382,11 +386,27 @@ class StoredWeight(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state.note_activations(self, destination, prefix)
 
+    @with_normal_tensors
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         state.load(self, state_dict, prefix, others, load)
 
+    def pattern_if_any(self) -> BlockPattern | None:
+        """Return the pattern; None if it has no contents yet."""
+        missing = self.col_indices.is_meta or self.origin.source is Source.MISSING
+        return None if missing else self.pattern
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; a weight must be one, and not that of a layer with another pattern."""
+        if name == "weight" and "origin" in self.__dict__:
+            check_weight(self, param)
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            note_owner(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value is None and "weight" in self._parameters:
+            check_weight(self, value)
         if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
         else:
@@ -399,3 +419,4 @@ class StoredWeight(nn.Module):
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self.origin = PatternOrigin(own["origin"], self.index(), copied=True)
+        note_owner(self)
