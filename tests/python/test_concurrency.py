@@ -31,7 +31,6 @@ from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import TENSORS
-from tilesparse.adapter import BlockSparseAdapter
 from tilesparse.prune.layer import Solution
 from tilesparse.prune.resume import Progress
 
@@ -399,16 +398,6 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def save_adapter(path: Path) -> None:
-    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
-    BlockSparseAdapter(model, ".*", density=0.5, generator=seeded()).save(path)
-
-
-def load_adapter(path: Path) -> None:
-    model = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32, density=1))
-    BlockSparseAdapter.load(model, path)
-
-
 def save_table(path: Path) -> None:
     times = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
     prune.LatencyTable("CPU", 8, "float32", {}, times).save(path)
@@ -429,7 +418,6 @@ def load_solution(path: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "load"),
     [
-        (save_adapter, load_adapter),
         (save_table, prune.LatencyTable.load),
         (save_solution, load_solution),
     ],
