@@ -17,7 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import bench_checkpoint
 import bench_cpu
 import bench_cpu_eight_bits
 import bench_cpu_embeddings
@@ -181,18 +180,6 @@ def test_a_layer_is_measured_with_and_without_looks(tmp_path: Path, monkeypatch:
     for case in json.loads(path.read_text())["cases"]:
         assert [result["contender"] for result in case["results"]] == ["with", "without"]
         assert all(result[name] > 0 for result in case["results"] for name in bench_looks.TIMES)
-
-
-def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, and of layers so small that peaks say nothing."""
-    monkeypatch.setattr(bench_checkpoint, "FEATURES", 128)
-    monkeypatch.setattr(bench_checkpoint, "_in_fresh_process", lambda function, *given: function(*given))
-    monkeypatch.setattr(bench_checkpoint, "_layers", lambda form, megabytes: 5)
-    path = tmp_path / "checkpoint.json"
-    assert bench_checkpoint.main(["--output", str(path)]) == 0
-    cases = json.loads(path.read_text())["cases"]
-    assert [case["files"] for case in cases] == [1, 5, 1, 5]
-    assert all([result["call"] for result in case["results"]] == ["save", "load"] for case in cases)
 
 
 def test_products_of_experts_are_measured_and_checked(
