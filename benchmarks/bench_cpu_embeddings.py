@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu_models import DENSE, PACKAGE, loaded, sparsified
+from bench_cpu_models import DENSE, PACKAGE, inputs_of, loaded, sparsified
 from harness import environment, write_json
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
@@ -112,7 +112,7 @@ def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidd
     encoder = loaded(numbers)
     model: nn.Module = encoder
     if sparse:
-        model = sparsified(encoder, numbers, density, block)
+        model = sparsified(encoder, numbers, density, block, inputs_of(1, 128))
     elif numbers == "bfloat16":
         model = model.bfloat16()
     elif numbers == "int8":

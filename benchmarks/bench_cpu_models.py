@@ -74,8 +74,8 @@ def loaded(variant: str) -> Encoder:
     return Encoder(transformers.AutoModel.from_pretrained(folder, **options)).eval()
 
 
-def inputs_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    size = (arguments.batch, arguments.tokens)
+def inputs_of(*size: int) -> tuple[Tensor, Tensor]:
+    """Return tokens [texts, tokens] at random, and a mask of ones."""
     return torch.randint(1000, 30000, size), torch.ones(size, dtype=torch.int64)
 
 
@@ -124,21 +124,23 @@ def openvino_call(model: Encoder, inputs: tuple[Tensor, Tensor], variant: str) -
     return lambda: request.infer(feed, share_inputs=True, share_outputs=True)
 
 
-def sparsified(model: Encoder, variant: str, density: float, block: int) -> Encoder:
+def sparsified(
+    model: Encoder, variant: str, density: float, block: int, inputs: tuple[Tensor, Tensor]
+) -> Encoder:
     if "bfloat16" in variant:
         model = model.bfloat16()
     options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
     config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
     ts.sparsify_(model, {f"model.{ENCODER}": config})
-    ts.prepare_for_inference(model)
+    ts.prepare_for_inference(model, inputs)
     return model
 
 
 def call_of(arguments: argparse.Namespace) -> Call:
     library, _, variant = arguments.contender.partition(" ")
-    model, inputs = loaded(variant), inputs_of(arguments)
+    model, inputs = loaded(variant), inputs_of(arguments.batch, arguments.tokens)
     if library == "tilesparse":
-        model = sparsified(model, variant, arguments.density, arguments.block)
+        model = sparsified(model, variant, arguments.density, arguments.block, inputs)
         return lambda: model(*inputs)
     makers = {"torch": torch_call, "onnxruntime": onnx_call, "openvino": openvino_call}
     return makers[library](model, inputs, variant)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from bench_cpu_embeddings import Contender, Hidden, machine
-from bench_cpu_models import DENSE, ENCODER, PACKAGE, loaded
+from bench_cpu_models import DENSE, ENCODER, PACKAGE, inputs_of, loaded
 from harness import write_json
 from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def recovered(variant: str, file: Path) -> Hidden:
         for module in encoder.modules():
             if isinstance(module, ts.BlockSparseLinear):
                 module.to_storage("int8", activations="int8")
-    ts.prepare_for_inference(encoder)
+    ts.prepare_for_inference(encoder, inputs_of(1, 128))
     return encoder
 
 

@@ -198,7 +198,7 @@ class Calibration:
 
         def note(name: str, x: Tensor) -> None:
             if in_dense:
-                dense.append(x)
+                dense.append(x.clone())  # the model may write to it later
                 return
             if not found:
                 found.append(Moments(x.shape[-1], self._device, self._compare))
