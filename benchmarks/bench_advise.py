@@ -143,7 +143,7 @@ def _milliseconds(model: nn.Module, report: AdviceReport, contender: Contender, 
     made = copy.deepcopy(model)
     names = [name for product in report.products for name in product.names]
     ts.sparsify_(made, contender.config, filter_fn=lambda _, name: name in names)  # type: ignore[arg-type]
-    ts.prepare_for_inference(made)
+    ts.prepare_for_inference(made, (x,))
     call, busy = milliseconds_of_call(made, (x,), x.device)
     return call if busy is None else busy
 

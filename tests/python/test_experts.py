@@ -377,7 +377,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         quantized = ts.quantize_(copy.deepcopy(sparse), batches, storage=storage)
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
-    prepared = ts.prepare_for_inference(copy.deepcopy(sparse))
+    prepared = ts.prepare_for_inference(copy.deepcopy(sparse), batches[0])
     assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_model(copy.deepcopy(model), batches, block_shape=BLOCK)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]

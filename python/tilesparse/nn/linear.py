@@ -293,6 +293,10 @@ class BlockSparseLinear(StoredWeight):
         Returns:
             y [..., out_features].
         """
+        if self.merged is not None and activation == "none" and not feature_major_output:
+            product, number = self.merged
+            if residual is None and gate is None and (y := product.result(number, input)) is not None:
+                return y  # type: ignore[no-any-return]
         if self.origin.pending:
             self.validate_pattern()
         try:

@@ -57,6 +57,7 @@ class StoredWeight(nn.Module):
     shard: Shard | None = None  # of tensor parallelism
     # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
     observe: Callable[[Tensor, Tensor], Tensor] | None = None
+    merged: tuple[Any, int] | None = None  # a `MergedProduct`, and the layer's number in it
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
     _activations: str | None = None
@@ -98,6 +99,7 @@ class StoredWeight(nn.Module):
         self._describe(replace(self.spec, **changes))
 
     def _describe(self, spec: LayerSpec) -> None:
+        self._end_merging()
         # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
@@ -162,7 +164,7 @@ class StoredWeight(nn.Module):
     @policy.setter
     def policy(self, policy: str) -> None:
         check_policy(policy)
-        self.update_spec(policy=policy)
+        self._policy = replace(self.spec, policy=policy).policy
 
     @property
     def nm(self) -> tuple[int, int] | None:
@@ -210,6 +212,7 @@ class StoredWeight(nn.Module):
         check_whole(self, "set_nm")
         check_trainable(self, "set_nm")
         check_nm_blocks(nm, transposable, self._block_shape)
+        self._end_merging()
         self.mask = None if nm is None else chosen_mask(self.weight, scores, transposable)
         self._nm, self._transposable = as_nm(nm), transposable
         return self
@@ -334,7 +337,13 @@ class StoredWeight(nn.Module):
         """Record that all processes have this pattern."""
         self.origin = PatternOrigin(Source.SHARED, self.index())
 
+    def _end_merging(self) -> None:
+        """Compute an own product from now on, if it was shared with other layers."""
+        if self.merged is not None:
+            self.merged[0].end()
+
     def _updated(self) -> None:
+        self._end_merging()
         self.origin = self.origin.updated(self.index())
 
     def validate_pattern(self) -> None:
@@ -373,6 +382,7 @@ class StoredWeight(nn.Module):
 
     @with_normal_tensors
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
+        self._end_merging()
         state.move(self, fn, partial(super()._apply, fn, recurse))
         note_owner(self)
         return self
@@ -388,6 +398,7 @@ class StoredWeight(nn.Module):
 
     @with_normal_tensors
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self._end_merging()
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         state.load(self, state_dict, prefix, others, load)
 
@@ -413,7 +424,7 @@ class StoredWeight(nn.Module):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if name != "observe"}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("observe", "merged")}
         return {**own, "origin": self.origin.source}  # the versions of copied tensors begin anew
 
     def __setstate__(self, own: dict[str, Any]) -> None:
