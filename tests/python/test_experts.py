@@ -268,8 +268,8 @@ def test_compiled_and_exported_they_compute_the_same(device: str) -> None:
         for name, gradient in of_eager.items():
             same = name if name in of_compiled else f"_orig_mod.{name}"
             assert torch.equal(of_compiled[same], gradient)
-    tokens = {0: torch.export.Dim("tokens", min=1, max=4096)}
-    exported = torch.export.export(sparse, inputs, dynamic_shapes=(tokens, tokens, tokens)).module()
+    sizes = {0: torch.export.Dim("tokens", min=1, max=4096)}
+    exported = torch.export.export(sparse, inputs, dynamic_shapes=(sizes, sizes, sizes)).module()
     for number in (1, 24, 100):
         inputs = tuple(one.to(device) for one in routed(dense_experts("mixtral"), torch.float32, number))
         assert torch.equal(exported(*inputs), sparse(*inputs))

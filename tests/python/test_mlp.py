@@ -595,11 +595,11 @@ def test_inputs_that_show_nothing_fuse_nothing() -> None:
     model = nn.Sequential(OtherMLP(MLPS["gated"][0], True))
     for one in model[0].children():
         if isinstance(one, BlockSparseLinear):
-            nn.init.zeros_(one.bias)
+            nn.init.zeros_(one.get_parameter("bias"))
     x = torch.zeros(5, 64)
     (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, x).skipped
     assert "show nothing" in skipped.reason
-    nn.init.zeros_(model[0].down.weight)  # what follows it is not seen
+    nn.init.zeros_(model[0].get_parameter("down.weight"))  # what follows it is not seen
     (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, randn(5, 64, dtype=torch.float32)).skipped
     assert "show nothing" in skipped.reason
 
