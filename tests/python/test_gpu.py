@@ -797,7 +797,9 @@ def test_a_write_that_is_not_counted_is_found_in_every_layer() -> None:
     layers = [make_layer() for _ in range(40)]  # more than there is room for at first
     for turn in range(3):
         patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
-        time.sleep(writes.INTERVAL)  # so that the calls below begin a comparison, and none is due at the writes
+        time.sleep(
+            writes.INTERVAL
+        )  # so that the calls below begin a comparison, and none is due at the writes
         for layer in layers:
             layer(x)
         torch.cuda.synchronize()
