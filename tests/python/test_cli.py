@@ -248,7 +248,7 @@ def test_an_interrupt_ends_quietly(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupt)
+    monkeypatch.setattr(demo, "main", interrupt)
     assert cli.main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
