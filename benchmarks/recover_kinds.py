@@ -37,7 +37,7 @@ from transformers import AttentionInterface
 from tilesparse.integrations.transformers import to_dense
 from tilesparse.prune import prune_model
 from tilesparse.recover import DistillationLoss, distill
-from tilesparse.tuning.devices import default_device
+from tilesparse.tuning.product import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
 LONGEST = 1 << 20  # characters of a file of code

@@ -44,14 +44,14 @@ from .prune import prune_
 from .quantization import quantize_
 from .recover import distill
 from .tuning import tune
-from .tuning.advice import advise
-from .tuning.selection import choose, kernels, prefer
+from .tuning.advise import advise
+from .tuning.choose import choose, kernels, prefer
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
 from .tuning import Measurement as Measurement  # isort: skip
-from .tuning.devices import Device as Device  # isort: skip
-from .tuning.products import Product as Product  # isort: skip
-from .tuning.selection import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
+from .tuning.product import Device as Device  # isort: skip
+from .tuning.product import Product as Product  # isort: skip
+from .tuning.choose import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
 
 __version__ = _belongs.VERSION
 

@@ -13,7 +13,6 @@ from torch import nn
 from ._arguments import checked, shown
 from ._listeners import layers_changed
 from ._replay.batches import call, call_apart, device_of, evaluating, tensors_in, uncompiled
-from ._runtime.timing import medians
 from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.known_experts import stacked_in
 from .nn.linear import BlockSparseLinear
@@ -21,11 +20,11 @@ from .patch.merging import SharedProduct, merge_layers
 from .patch.patcher import BlockSparseModelPatcher
 from .patch.prepared import InferenceReport, PreparedProduct
 from .storage.registry import storage_of
-from .tuning.document import Measurement
-from .tuning.measuring import tune
-from .tuning.products import Product
-from .tuning.selection import choose
-from .tuning.storing import is_converted_in_calls, stored_for_kernels
+from .tuning.choose import choose, is_converted_in_calls, stored_for_kernels
+from .tuning.measure import tune
+from .tuning.product import Product
+from .tuning.store import Measurement
+from .tuning.timing import milliseconds
 
 __all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference"]
 
@@ -217,7 +216,7 @@ def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]
 
 
 def _seconds(model: nn.Module, batch: Any) -> float:
-    return 1e-3 * medians([lambda: call(model, batch)], device_of(model), _REPETITIONS)[0]
+    return 1e-3 * milliseconds([lambda: call(model, batch)], device_of(model), _REPETITIONS)[0]
 
 
 def _store_for_kernels(layer: BlockSparseLinear) -> bool:

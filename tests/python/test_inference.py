@@ -31,7 +31,7 @@ from tilesparse import (
     prepare_for_inference,
 )
 from tilesparse.nn.merged import MergedProduct
-from tilesparse.tuning import document
+from tilesparse.tuning import store
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_file"), pytest.mark.filterwarnings("ignore")]
 
@@ -615,7 +615,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     kind = ZOO["llama"]
     model: Any = patched(kind)
     report = prepare_for_inference(model, kind.batch(0))
-    measured = {one.product: one for one in document.measurements(own_file)[0]}
+    measured = {one.product: one for one in store.measurements(own_file)[0]}
     named = [name for product in report.products for name in product.names]
     modules = dict(model.named_modules())
     assert sorted(named) == sorted(

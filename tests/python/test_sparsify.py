@@ -23,7 +23,7 @@ from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
 from tilesparse.prune import prune_
-from tilesparse.tuning.products import Product
+from tilesparse.tuning.product import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
 SIZES: dict[str, Any] = {

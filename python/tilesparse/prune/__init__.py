@@ -5,7 +5,6 @@ from .compensation import refit
 from .configs import ErrorProfiles
 from .driver import prune_, prune_model
 from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
-from .latency import LatencyTable, measure_latency, time_layers
 from .permutation import PermutationReport, PermutedGroup, permute_model
 from .profiles import measure_errors
 from .report import PrunedLayer, PruneReport
@@ -14,7 +13,6 @@ __all__ = [
     "AllocatedLayer",
     "Allocation",
     "ErrorProfiles",
-    "LatencyTable",
     "PermutationGroup",
     "PermutationReport",
     "PermutedGroup",
@@ -25,12 +23,10 @@ __all__ = [
     "erk",
     "find_permutation_groups",
     "measure_errors",
-    "measure_latency",
     "permute_",
     "permute_model",
     "prune_",
     "prune_model",
     "refit",
-    "time_layers",
     "uniform",
 ]
