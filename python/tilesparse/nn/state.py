@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import Index, is_inside
 from .._runtime.lookup import update_of
+from .._runtime.private import with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
@@ -187,6 +188,7 @@ def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
+@with_normal_tensors
 def make_room(layer: StoredWeight, pattern: BlockPattern, scales: str | None = None) -> None:
     """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs."""
     before = layer.spec
