@@ -129,9 +129,7 @@ def test_a_generator_decides_pattern_and_values() -> None:
 def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: tuple[int, int]) -> None:
     linear = nn.Linear(IN, OUT, dtype=torch.float64).eval()
     linear.bias.requires_grad_(False)
-    with pytest.warns(UserWarning, match="the blocks that were chosen leave") as warned:
-        layer = BlockSparseLinear.from_linear(linear, 0.25, block_shape=block_shape)
-    assert warned[0].filename == __file__
+    layer = BlockSparseLinear.from_linear(linear, 0.25, block_shape=block_shape)
     bn, bk = block_shape
     norms = linear.weight.detach().reshape(OUT // bn, bn, IN // bk, bk).square().sum((1, 3))
     kept = layer.pattern.to_block_mask()
@@ -141,6 +139,13 @@ def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: t
     assert layer.weight.dtype == torch.float64 and not layer.training
     assert layer.weight.requires_grad and layer.bias is not None and not layer.bias.requires_grad
     assert torch.equal(layer.bias, linear.bias) and layer.bias is not linear.bias
+
+
+def test_from_linear_warns_of_empty_rows_at_the_line_of_the_caller() -> None:
+    scores = torch.arange(12.0).view(3, 4)
+    with pytest.warns(UserWarning, match="leave 2 block rows") as warned:
+        BlockSparseLinear.from_linear(nn.Linear(IN, OUT), 0.25, block_shape=32, scores=scores)
+    assert warned[0].filename == __file__
 
 
 def test_from_linear_follows_given_scores_or_pattern() -> None:

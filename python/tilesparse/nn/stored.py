@@ -396,7 +396,6 @@ class StoredWeight(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state.note_activations(self, destination, prefix)
 
-    @with_normal_tensors
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         self._end_merging()
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
