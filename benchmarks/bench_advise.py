@@ -144,7 +144,7 @@ def _milliseconds(model: nn.Module, report: AdviceReport, contender: Way, x: tor
     made = copy.deepcopy(model)
     names = [name for measured in report.layers for name in measured.names]
     ts.sparsify_(made, contender, filter_fn=lambda _, name: name in names)  # type: ignore[arg-type]
-    ts.prepare_for_inference(made)
+    ts.prepare_for_inference(made, (x,))
     call, busy = milliseconds_of_call(made, (x,), x.device)
     return call if busy is None else busy
 

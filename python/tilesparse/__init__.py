@@ -16,7 +16,7 @@ from . import (
     train,
     tuning,
 )
-from ._libraries import checkpoint_hooks, diffusers_hooks, inductor_hooks, transformers_hooks
+from ._libraries import checkpoint_hooks, inductor_hooks, transformers_hooks
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -35,7 +35,7 @@ from .errors import (
     UnsynchronizedPatternError,
 )
 from .inference import prepare_for_inference
-from .integrations import accelerate, peft_hooks
+from .integrations import accelerate, diffusers, peft_hooks
 from .matrix import BlockSparseMatrix
 from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
@@ -58,7 +58,7 @@ __version__ = _belongs.VERSION
 tuning.load_on_import()
 accelerate.register()
 checkpoint_hooks.register()
-diffusers_hooks.register()
+diffusers.register()
 inductor_hooks.register()
 peft_hooks.register()
 transformers_hooks.register()

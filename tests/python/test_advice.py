@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def report(
     return AdviceReport(Device("a device", None, 1), versions, layers, call, busy, rest, {})
 
 
-def layers(times: dict[Way, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
+def layers(times: Mapping[Way, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
     return MeasuredLayers((64, 64), 16, "float32", times, names, calls)
 
 

@@ -144,6 +144,7 @@ NOT_CALLED = {
     "BlockPattern.from_index",
     "BlockSparseLinear.allocate",
     "BlockSparseLinear.assign",
+    "BlockSparseLinear.register_parameter",  # of nn.Module
     "BlockSparseLinear.take_over",
     "BlockSparseLinear.update_spec",
     "Device.of",

@@ -343,7 +343,7 @@ def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(sto
     makes = []
     for seed, density in enumerate((0.25, 0.5, 0.75)):
         layer = BlockSparseLinear(SIZE, SIZE, density=density, block_shape=32, generator=seeded(seed))
-        torch.nn.init.zeros_(layer.bias)
+        torch.nn.init.zeros_(layer.get_parameter("bias"))
         if storage != "plain":
             eight = "int8" if storage == "W8A8" else None
             layer.to_storage(eight or storage, activations=eight)
@@ -399,7 +399,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
 
 
 def save_table(path: Path) -> None:
-    times = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
+    times: Any = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
     LatencyTable(Device("CPU", None, 1), 8, "float32", {}, times).save(path)
 
 

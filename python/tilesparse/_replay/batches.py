@@ -45,6 +45,11 @@ def checked_batch(batch: Any) -> Any:
     return batch
 
 
+def call_apart(model: nn.Module, batch: Any) -> Any:
+    """Do as `call` with copies of all tensors, which the model may write to, on the model's device."""
+    return call(model, moved(batch, device_of(model), copy=True))
+
+
 def check_batches(batches: object) -> None:
     """Raise InvalidArgumentError for a single mapping, whose keys would be taken for batches."""
     if isinstance(batches, Mapping):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import Index, is_inside
 from .._runtime.lookup import update_of
+from .._runtime.private import with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
@@ -189,7 +190,7 @@ def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
-@torch.no_grad()
+@with_normal_tensors
 def make_room(
     layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], scales: str | None = None
 ) -> None:

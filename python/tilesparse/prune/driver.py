@@ -137,7 +137,7 @@ def prune_model(
             leaves these, or is "sparse".
         configs: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and
             ``layers``; None stays dense, as do layers that it does not name. Where all are None nothing
-            changes. The old name is ``choices``.
+            changes.
         patterns: blocks chosen elsewhere, by names of layers, in place of ``density``, ``block_shape``,
             ``layers`` and ``method``: only the refit remains.
         refit: whether the kept weights make up for the others.
