@@ -26,7 +26,7 @@ from tilesparse._runtime.lookup import prepared
 REPETITIONS = 20
 DELAY_SECONDS = 5e-3  # the host issues all launches of a plan in less
 MOVED = 0.05  # of the blocks, when a pattern is rewired
-BF16, CUDA = 3, 1
+BF16, CUDA = 4, 1
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ Combination check_combination(int32_t device, int32_t dtype, int64_t tokens, int
                               int64_t features, const ts_matrix* result, const char* result_name) {
     Combination of{};
     of.device = check_device_type(device);
-    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    of.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
     check_extent(tokens, "tokens", of.device);
     check_extent(choices, "choices", of.device);
     check_extent(tokens * choices, "tokens * choices", of.device);

@@ -24,7 +24,7 @@ struct Wish {
 };
 
 struct Choice {
-    int32_t index;         // in the registry, or TS_RUN_DENSE
+    int32_t number;        // of the kernel, or TS_RUN_DENSE
     const Kernel* kernel;  // the best one, also where dense is chosen; nullptr if none computes the problem
     const char* reason;
     bool dequantizes = false;                  // the kernel is given dense blocks
@@ -44,7 +44,7 @@ Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wis
 // The reason and, where there are any, the times.
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice);
 
-// Microseconds that are estimated for a kernel in the registry, or TS_RUN_DENSE. Throws
+// Microseconds that are estimated for a kernel by its number, or TS_RUN_DENSE. Throws
 // TS_UNSUPPORTED where the kernel does not compute the problem.
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
 

@@ -24,106 +24,166 @@ void check_block(int32_t extent, const char* name) {
             " must be 16, 32, 64 or 128, got ", extent);
 }
 
-// 0: the dtype of the activations; d + 1: the dtype d.
-DType check_own_dtype(int32_t value, DType activations, int32_t count, const char* name) {
-    const auto own = check_enum<int32_t>(value, count + 1, name);
-    return own == 0 ? activations : static_cast<DType>(own - 1);
+// The dtype of an operand, which by default is another one's.
+DType check_own_dtype(const ts_operand& operand, DType other, int32_t count, const char* name) {
+    if (operand.dtype == TS_DTYPE_DEFAULT) return other;
+    require(operand.dtype > 0 && operand.dtype <= count, name, ".dtype must be 0 to ", count, ", got ",
+            operand.dtype);
+    return static_cast<DType>(operand.dtype - 1);
 }
 
-// Values that are multiplied with x in 8 bits.
-void check_like_input(Storage storage, DType dtype, ScalesPer scales_per, const Problem& problem) {
-    const char* const input = to_string(problem.input_dtype);
-    const auto per = problem.scales_inside() ? ScalesPer::block : ScalesPer::feature;
-    require(dtype == problem.input_dtype, "values_dtype must be that of x, ", input, ", got ",
+// The dtype of the operand that the product reads, which only dds_nt does in 8 bits.
+DType check_input_dtype(const ts_matmul_desc& desc, Op op) {
+    if (op == Op::dds_nn) return check_dtype(desc.y.dtype, kActivationDTypes, "y", ".dtype");
+    const auto count = op == Op::dds_nt ? kElementDTypes : kActivationDTypes;
+    return check_dtype(desc.x.dtype, count, "x", ".dtype");
+}
+
+// The dtype of what is written.
+DType check_result_dtype(const ts_matmul_desc& desc, Op op, DType input) {
+    if (op == Op::dds_nn) return check_own_dtype(desc.x, input, kActivationDTypes, "x");
+    if (op == Op::sdd_tn) return check_own_dtype(desc.values, input, kActivationDTypes, "values");
+    if (!is_quantized(input)) return check_own_dtype(desc.y, input, kActivationDTypes, "y");
+    require(desc.y.dtype >= TS_FLOAT32 && desc.y.dtype <= TS_BFLOAT16, "y.dtype must be ", TS_FLOAT32, " to ",
+            TS_BFLOAT16, " for x of ", to_string(input), ", got ", desc.y.dtype);
+    return check_own_dtype(desc.y, input, kActivationDTypes, "y");
+}
+
+// An operand whose dtype must be another one's.
+void check_same_dtype(const ts_operand& operand, DType expected, const char* name, const char* other) {
+    const DType dtype = check_own_dtype(operand, expected, kActivationDTypes, name);
+    require(dtype == expected, name, ".dtype must be that of ", other, ", ", to_string(expected), ", got ",
             to_string(dtype));
-    require(storage == Storage::dense || !problem.scales_inside(), "storage must be 0 for x of ", input,
-            " with scales inside of the sums, got ", static_cast<int32_t>(storage));
-    require(scales_per == per, "row_scales must be ", static_cast<int32_t>(per), " for x of ", input,
-            problem.scales_inside() ? " with scales inside of the sums" : "", ", got ",
-            static_cast<int32_t>(scales_per));
 }
 
-Values check_storage(const ts_matmul_desc& desc, const Problem& problem) {
-    const auto storage = check_enum<Storage>(desc.storage, 2, "storage");
-    const DType dtype = check_own_dtype(desc.values_dtype, problem.input_dtype,
-                                        static_cast<int32_t>(kDTypes.size()), "values_dtype");
-    const auto scales_per = check_enum<ScalesPer>(desc.row_scales, 3, "row_scales");
-    if (storage == Storage::two_of_four) {
-        check_compressed(problem.pattern.block_cols, "pattern.block_cols");
-        require(dtype != DType::int4, "storage must be 0 for values of int4, got ", desc.storage);
-    } else {
-        require(desc.metadata == nullptr, "metadata must be null unless storage is TS_STORAGE_2_4");
+// Fields that only some operands have, see the table of ts_matmul_desc.
+struct Fields {
+    bool matrix = false, stored = false, scaled = false;
+};
+
+void check_fields(const ts_operand& operand, const char* name, Fields has) {
+    const auto refuse = [&](bool given, const char* field, auto value) {
+        require(!given, name, field, " must be 0, got ", value);
+    };
+    if (!has.matrix) {
+        refuse(operand.ld != 0, ".ld", operand.ld);
+        refuse(operand.layout != 0, ".layout", operand.layout);
     }
+    if (!has.stored) {
+        refuse(operand.storage != 0, ".storage", operand.storage);
+        require(operand.metadata == nullptr, name, ".metadata must be null");
+    }
+    if (!has.scaled) {
+        refuse(operand.granularity != TS_SCALES_NONE, ".granularity", operand.granularity);
+        require(operand.scales == nullptr, name, ".scales must be null");
+    }
+    if (operand.granularity != TS_SCALES_PER_GROUP)
+        refuse(operand.scales_ld != 0, ".scales_ld", operand.scales_ld);
+}
+
+// Operands of 8 and 4 bits have scales, others have none.
+void check_granularity(const ts_operand& operand, DType dtype, int32_t least, int32_t most, const char* name,
+                       const char* where) {
     if (!is_quantized(dtype)) {
-        require(desc.scales == nullptr, "scales must be null for values of ", to_string(dtype));
-        require(scales_per == ScalesPer::block, "row_scales must be 0 for values of ", to_string(dtype));
+        require(operand.granularity == TS_SCALES_NONE, name, ".granularity must be 0 for ", name, " of ",
+                to_string(dtype), ", got ", operand.granularity);
+        return require(operand.scales == nullptr, name, ".scales must be null for ", name, " of ",
+                       to_string(dtype));
     }
-    if (is_quantized(problem.input_dtype))
-        check_like_input(storage, dtype, scales_per, problem);
-    else
-        require(scales_per != ScalesPer::feature, "row_scales must be 0 or 1 unless x has 8 bits, got 2");
+    if (least == most)
+        return require(operand.granularity == least, name, ".granularity must be ", least, " for ", name,
+                       " of ", to_string(dtype), where, ", got ", operand.granularity);
+    require(operand.granularity >= least && operand.granularity <= most, name, ".granularity must be ", least,
+            " or ", most, " for ", name, " of ", to_string(dtype), where, ", got ", operand.granularity);
+}
+
+ScalesPer scales_per(int32_t granularity) {
+    return granularity == TS_SCALES_NONE ? ScalesPer::block : static_cast<ScalesPer>(granularity - 1);
+}
+
+Values check_values(const ts_matmul_desc& desc, const Problem& problem) {
+    const ts_operand& values = desc.values;
+    check_fields(values, "values", {.stored = true, .scaled = true});
+    const auto storage = check_enum<Storage>(values.storage, 2, "values.storage");
+    const bool compressed = storage == Storage::two_of_four;
+    const DType dtype =
+        check_own_dtype(values, problem.input_dtype, static_cast<int32_t>(kDTypes.size()), "values");
     if (problem.op == Op::sdd_tn) {
-        require(storage == Storage::dense, "storage must be 0 for sdd_tn, which writes dense blocks, got ",
-                desc.storage);
-        require(dtype == problem.result_dtype, "values_dtype must be result_dtype for sdd_tn, ",
-                to_string(problem.result_dtype), ", got ", to_string(dtype));
+        require(!compressed, "values.storage must be 0 for sdd_tn, which writes dense blocks, got ",
+                values.storage);
+    } else if (is_quantized(problem.input_dtype)) {
+        require(dtype == problem.input_dtype, "values.dtype must be that of x, ",
+                to_string(problem.input_dtype), ", got ", to_string(dtype));
+        require(!compressed || !problem.scales_inside(),
+                "values.storage must be 0 where x.granularity is TS_SCALES_PER_GROUP, got ", values.storage);
     } else {
         require(dtype == problem.input_dtype || is_quantized(dtype),
-                "values_dtype must be that of the activations, ", to_string(problem.input_dtype),
+                "values.dtype must be that of the activations, ", to_string(problem.input_dtype),
                 ", or int8, float8_e4m3fn or int4, got ", to_string(dtype));
     }
-    return {desc.values, static_cast<const uint32_t*>(desc.metadata), desc.scales, scales_per, dtype,
-            storage};
+    if (compressed) {
+        check_compressed(problem.pattern.block_cols, "pattern.block_cols");
+        require(dtype != DType::int4, "values.storage must be 0 for values of int4, got ", values.storage);
+    } else {
+        require(values.metadata == nullptr,
+                "values.metadata must be null unless values.storage is TS_STORAGE_2_4");
+    }
+    if (problem.scales_inside())
+        check_granularity(values, dtype, TS_SCALES_PER_BLOCK, TS_SCALES_PER_BLOCK, "values",
+                          " where x.granularity is TS_SCALES_PER_GROUP");
+    else if (is_quantized(problem.input_dtype))
+        check_granularity(values, dtype, TS_SCALES_PER_FEATURE, TS_SCALES_PER_FEATURE, "values",
+                          " where x has 8 bits");
+    else
+        check_granularity(values, dtype, TS_SCALES_PER_BLOCK, TS_SCALES_PER_ROW, "values",
+                          " unless x has 8 bits");
+    return {values.data,   static_cast<const uint32_t*>(values.metadata),
+            values.scales, scales_per(values.granularity),
+            dtype,         storage};
 }
 
-// The dtype of the activations, which dds_nt alone reads in 8 bits.
-DType check_input_dtype(const ts_matmul_desc& desc, Op op) {
-    const auto count = op == Op::dds_nt ? kElementDTypes : kActivationDTypes;
-    return check_enum<DType>(desc.dtype, count, "dtype");
-}
-
-// What holds where scales are inside of the sums.
-void check_inner_scales(const ts_matmul_desc& desc, const Problem& problem) {
+// Scales inside of the sums.
+void check_inner_scales(const ts_operand& x, const Problem& problem) {
     const Pattern& pattern = problem.pattern;
-    require(problem.input_dtype == DType::float8_e4m3fn, "x_scales_ld must be 0 for x of ",
-            to_string(problem.input_dtype), ", got ", desc.x_scales_ld);
-    require(pattern.block_rows == kScaleGroup && pattern.block_cols == kScaleGroup,
-            "x_scales_ld must be 0 unless blocks are 128 x 128, got ", desc.x_scales_ld, " for blocks of ",
+    require(problem.input_dtype == DType::float8_e4m3fn, "x.granularity must be ", TS_SCALES_PER_TOKEN,
+            " for x of ", to_string(problem.input_dtype), ", got ", x.granularity);
+    require(pattern.block_rows == kScaleGroup && pattern.block_cols == kScaleGroup, "x.granularity must be ",
+            TS_SCALES_PER_TOKEN, " unless blocks are 128 x 128, got ", x.granularity, " for blocks of ",
             pattern.block_rows, " x ", pattern.block_cols);
-    check_scales_ld(desc.x_scales_ld, problem.tokens, "x_scales_ld");
-    require(problem.device == DeviceType::cpu || desc.x_scales_ld % 4 == 0,
-            "x_scales_ld must be a multiple of 16 bytes, got ", desc.x_scales_ld, " elements of 4 bytes");
+    check_scales_ld(x.scales_ld, problem.tokens, "x.scales_ld");
+    require(problem.device == DeviceType::cpu || x.scales_ld % 4 == 0,
+            "x.scales_ld must be a multiple of 16 bytes, got ", x.scales_ld, " elements of 4 bytes");
 }
 
-// What holds of the rest where x has 8 bits, and of its scales where it has not.
-void check_quantized_input(const ts_matmul_desc& desc, const Problem& problem) {
-    if (desc.x_scales_ld != 0) check_inner_scales(desc, problem);
-    if (!is_quantized(problem.input_dtype))
-        return require(desc.x_scales == nullptr, "x_scales must be null for x of ",
-                       to_string(problem.input_dtype));
-    require(desc.result_dtype > 1 && desc.result_dtype <= kActivationDTypes, "result_dtype must be ",
-            TS_FLOAT32 + 1, " to ", TS_BFLOAT16 + 1, " for x of ", to_string(problem.input_dtype), ", got ",
-            desc.result_dtype);
+// Scales of x, and the rest of a product whose x has 8 bits.
+void check_scaled_input(const ts_operand& x, const Problem& problem) {
+    check_granularity(x, problem.input_dtype, TS_SCALES_PER_TOKEN, TS_SCALES_PER_GROUP, "x", "");
+    if (x.granularity == TS_SCALES_PER_GROUP) check_inner_scales(x, problem);
+    if (!is_quantized(problem.input_dtype)) return;
     require(problem.x.layout == Layout::row_major, "x.layout must be ", TS_ROW_MAJOR, " for x of ",
-            to_string(problem.input_dtype), ", got ", desc.x.layout);
+            to_string(problem.input_dtype), ", got ", x.layout);
     require(problem.input_dtype != DType::int8 || problem.pattern.in_features < kMostExactFeatures,
             "pattern.in_features must be below ", kMostExactFeatures, " for x of int8, got ",
             problem.pattern.in_features);
 }
 
-// Checks a residual or gate, if it is given.
-void check_other(const Matrix& other, const Problem& problem, const char* name) {
-    if (other.data == nullptr) return;
-    require(problem.forward(), name, " must be null unless op is dds_nt");
+// A residual or gate.
+Matrix check_other(const ts_operand& operand, const Problem& problem, const char* name) {
+    check_fields(operand, name, {.matrix = true});
+    const Matrix other = check_matrix(operand, problem.tokens, problem.pattern.group_out_features(), name);
+    if (other.data == nullptr) return other;
+    require(problem.forward(), name, ".data must be null unless op is dds_nt");
+    check_same_dtype(operand, problem.result_dtype, name, "y");
     require(other.layout == problem.y.layout, name, ".layout must be y.layout, ",
             static_cast<int32_t>(problem.y.layout), ", got ", static_cast<int32_t>(other.layout));
+    return other;
 }
 
 // 0 stands for 1, a single weight.
 int32_t check_group_count(const ts_pattern& pattern) {
     require(pattern.groups >= 0 && pattern.groups <= kMaxGroups, "pattern.groups must be 0 to ", kMaxGroups,
             ", got ", pattern.groups);
-    const auto groups = static_cast<int32_t>(std::max<int64_t>(pattern.groups, 1));
+    const int32_t groups = std::max(pattern.groups, 1);
     require(pattern.out_features / pattern.block_rows % groups == 0,
             "pattern.out_features must be the same number of block rows for each of pattern.groups, ", groups,
             ", got ", pattern.out_features, " in blocks of ", pattern.block_rows);
@@ -133,7 +193,7 @@ int32_t check_group_count(const ts_pattern& pattern) {
     return groups;
 }
 
-// What holds of grouped products beside what holds of all.
+// Checks that are specific to grouped products.
 void check_grouped(const ts_matmul_desc& desc, const Problem& problem) {
     const int32_t groups = problem.pattern.groups;
     if (!problem.grouped())
@@ -141,30 +201,33 @@ void check_grouped(const ts_matmul_desc& desc, const Problem& problem) {
     const auto refuse = [](bool given, const auto&... words) {
         require(!given, words..., " for a grouped product");
     };
-    refuse(is_quantized(problem.input_dtype), "dtype must be 0 to ", kActivationDTypes - 1);
+    refuse(is_quantized(problem.input_dtype), "x.dtype must be 1 to ", kActivationDTypes);
     refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
     refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
-    refuse(desc.packed != nullptr, "packed must be null");
-    refuse(desc.bias_gradient != nullptr, "bias_gradient must be null, which ts_group_sums computes,");
+    refuse(desc.prepacked.data != nullptr, "prepacked.data must be null");
+    refuse(problem.bias_gradient.data != nullptr,
+           "bias.data must be null, whose gradient ts_group_sums computes,");
     refuse(desc.policy == TS_POLICY_DENSE, "policy must be ", TS_POLICY_SPARSE, " or ", TS_POLICY_AUTO);
 }
 
-BiasGradient check_bias_gradient(const ts_matmul_desc& desc, const Problem& problem) {
-    const DType dtype = check_own_dtype(desc.bias_gradient_dtype, problem.input_dtype, kActivationDTypes,
-                                        "bias_gradient_dtype");
-    const bool accumulate = check_enum<int32_t>(desc.accumulate_bias, 2, "accumulate_bias") == 1;
-    if (desc.bias_gradient == nullptr) {
-        require(desc.bias_gradient_dtype == 0 && !accumulate,
-                accumulate ? "accumulate_bias" : "bias_gradient_dtype",
-                " must be 0 where bias_gradient is null");
-        return {};
+// The bias, or what receives its gradient.
+void check_bias(const ts_operand& bias, int32_t accumulate, Problem& problem) {
+    check_fields(bias, "bias", {});
+    const bool accumulates = (accumulate & TS_ACCUMULATE_BIAS) != 0;
+    require(!accumulates || bias.data != nullptr,
+            "accumulate must not have TS_ACCUMULATE_BIAS where bias.data is null, got ", accumulate);
+    if (bias.data == nullptr) return;
+    require(problem.op != Op::dds_nn, "bias.data must be null where op is dds_nn");
+    if (problem.forward()) {
+        check_same_dtype(bias, problem.result_dtype, "bias", "y");
+        problem.bias = bias.data;
+        return;
     }
-    require(problem.op == Op::sdd_tn, "bias_gradient must be null unless op is sdd_tn");
-    require(
-        dtype == problem.input_dtype || (dtype == DType::float32 && element_size(problem.input_dtype) == 2),
-        "bias_gradient_dtype must be that of the activations, ", to_string(problem.input_dtype),
-        element_size(problem.input_dtype) == 2 ? ", or float32" : "", ", got ", to_string(dtype));
-    return {desc.bias_gradient, dtype, accumulate};
+    const DType input = problem.input_dtype, dtype = check_own_dtype(bias, input, kActivationDTypes, "bias");
+    const bool widens = element_size(input) == 2;
+    require(dtype == input || (dtype == DType::float32 && widens), "bias.dtype must be that of x, ",
+            to_string(input), widens ? ", or float32" : "", ", got ", to_string(dtype));
+    problem.bias_gradient = {bias.data, dtype, accumulates};
 }
 
 }  // namespace
@@ -177,7 +240,6 @@ Pattern check_pattern(const ts_pattern* source) {
     const ts_pattern pattern = read_struct(source, "pattern");
     check_block(pattern.block_rows, "pattern.block_rows");
     check_block(pattern.block_cols, "pattern.block_cols");
-    require(pattern.reserved == 0, "pattern.reserved must be 0, got ", pattern.reserved);
     check_features(pattern.out_features, pattern.block_rows, "pattern.out_features", "block_rows",
                    DeviceType::cpu);
     check_features(pattern.in_features, pattern.block_cols, "pattern.in_features", "block_cols",
@@ -201,54 +263,52 @@ Problem check_problem(const ts_matmul_desc& desc) {
     Problem problem{};
     problem.op = check_enum<Op>(desc.op, static_cast<int32_t>(kOps.size()), "op");
     problem.input_dtype = check_input_dtype(desc, problem.op);
+    problem.result_dtype = check_result_dtype(desc, problem.op, problem.input_dtype);
+    if (problem.op == Op::sdd_tn) check_same_dtype(desc.y, problem.input_dtype, "y", "x");
     problem.device = check_enum<DeviceType>(desc.device, 2, "device");
-    problem.result_dtype =
-        check_own_dtype(desc.result_dtype, problem.input_dtype, kActivationDTypes, "result_dtype");
     problem.activation = check_enum<Activation>(desc.activation, 4, "activation");
     problem.precision = check_enum<Precision>(desc.precision, 2, "precision");
-    problem.accumulate = check_enum<int32_t>(desc.accumulate, 2, "accumulate") == 1;
+    check_enum<int32_t>(desc.accumulate, 4, "accumulate");
+    problem.accumulate = (desc.accumulate & TS_ACCUMULATE_VALUES) != 0;
     check_enum<int32_t>(desc.policy, 3, "policy");
     require(std::memchr(desc.prefer, 0, sizeof desc.prefer) != nullptr, "prefer must end in a zero within ",
             sizeof desc.prefer, " characters");
-    require(desc.reserved == 0, "reserved must be 0, got ", desc.reserved);
     check_extent(desc.tokens, "tokens", problem.device);
     problem.tokens = desc.tokens;
     problem.pattern = check_pattern(desc.pattern);
     check_extent(problem.pattern.out_features, "pattern.out_features", problem.device);
     check_extent(problem.pattern.in_features, "pattern.in_features", problem.device);
-    const int64_t ins = problem.pattern.in_features, outs = problem.pattern.group_out_features();
-    problem.x = check_matrix(desc.x, problem.tokens, ins, "x");
-    problem.y = check_matrix(desc.y, problem.tokens, outs, "y");
-    check_quantized_input(desc, problem);
-    problem.x_scales = desc.x_scales;
-    problem.x_scales_ld = desc.x_scales_ld;
-    problem.values = check_storage(desc, problem);
+    check_fields(desc.x, "x", {.matrix = true, .scaled = true});
+    check_fields(desc.y, "y", {.matrix = true});
+    problem.x = check_matrix(desc.x, problem.tokens, problem.pattern.in_features, "x");
+    problem.y = check_matrix(desc.y, problem.tokens, problem.pattern.group_out_features(), "y");
+    check_scaled_input(desc.x, problem);
+    problem.x_scales = desc.x.scales;
+    problem.x_scales_ld = desc.x.scales_ld;
+    problem.values = check_values(desc, problem);
     problem.offsets = desc.group_offsets;
-    problem.packed = desc.packed;
-    problem.bias = desc.bias;
-    problem.plan = desc.plan;
-    const Matrix residual = check_matrix(desc.residual, problem.tokens, outs, "residual");
-    const Matrix gate = check_matrix(desc.gate, problem.tokens, outs, "gate");
+    problem.prepacked = desc.prepacked.data;
+    problem.plan = desc.plan.data;
 
-    const bool forward = problem.forward();
-    require(forward || problem.activation == Activation::none,
+    require(problem.forward() || problem.activation == Activation::none,
             "activation must be 0 unless op is dds_nt, got ", desc.activation);
-    require(forward || problem.bias == nullptr, "bias must be null unless op is dds_nt");
-    check_other(residual, problem, "residual");
-    check_other(gate, problem, "gate");
-    require(residual.data == nullptr || gate.data == nullptr, "gate must be null where a residual is given");
+    require(problem.op == Op::sdd_tn || desc.accumulate == 0,
+            "accumulate must be 0 unless op is sdd_tn, got ", desc.accumulate);
+    check_bias(desc.bias, desc.accumulate, problem);
+    const Matrix residual = check_other(desc.residual, problem, "residual");
+    const Matrix gate = check_other(desc.gate, problem, "gate");
+    require(residual.data == nullptr || gate.data == nullptr,
+            "gate.data must be null where a residual is given");
     problem.gated = gate.data != nullptr;
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
-    require(problem.op == Op::sdd_tn || !problem.accumulate, "accumulate must be 0 unless op is sdd_tn");
-    problem.bias_gradient = check_bias_gradient(desc, problem);
     check_grouped(desc, problem);
     return problem;
 }
 
 DeviceType check_device_type(int32_t device) { return check_enum<DeviceType>(device, 2, "device"); }
 
-DType check_value_dtype(int32_t dtype) { return check_enum<DType>(dtype, kElementDTypes, "dtype"); }
+DType check_value_dtype(int32_t dtype) { return check_dtype(dtype, kElementDTypes, "dtype"); }
 
 NamedDevice check_device(const ts_device_info& info) {
     constexpr int32_t kMaxProcessors = 1 << 16, kMaxSharedBytes = 1 << 24, kMaxCluster = 16;
@@ -259,7 +319,6 @@ NamedDevice check_device(const ts_device_info& info) {
                 value);
         return value;
     };
-    check(info.reserved, 0, 0, "reserved");
     Device properties{
         type, check(info.compute_capability, is_cuda ? 10 : 0, is_cuda ? 999 : 0, "compute_capability"),
         check(info.multiprocessors, 1, kMaxProcessors, "multiprocessors"),

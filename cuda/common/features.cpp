@@ -102,7 +102,7 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::input_misses) = misses(input, share * across, machine.l2) / machine.memory;
     at(result, Feature::value_loads) = values * along / machine.l2_rate;
     at(result, Feature::value_misses) = misses(values, along, machine.l2) / machine.memory;
-    if (is_narrow(kernel) && problem.packed == nullptr)
+    if (is_narrow(kernel) && problem.prepacked == nullptr)
         at(result, Feature::packing) = std::max(1.3 * machine.slower, 2 * values / machine.memory);
     return result;
 }

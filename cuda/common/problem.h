@@ -150,7 +150,7 @@ struct Problem {
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
-    const void* packed;  // values as Kernel::pack left them, or null
+    const void* prepacked;  // values as Kernel::prepack left them, or null
     // What is added to the results, or if `gated` what they are multiplied by, activated and rounded: then
     // they have no activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;
@@ -245,8 +245,8 @@ struct Kernel {
     bool estimated = false;
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
-    size_t (*packed_size)(const Problem&) = nullptr;
-    int32_t (*pack)(const Problem&, void* packed, void* stream) = nullptr;
+    size_t (*prepacked_size)(const Problem&) = nullptr;
+    int32_t (*prepack)(const Problem&, void* prepacked, void* stream) = nullptr;
     // How many of its clusters of two thread blocks the current device holds at a time, or the CUDA error of
     // asking. nullptr for kernels that need none, and for those that others of their architecture speak for.
     int32_t (*clusters)(int32_t& count) = nullptr;

@@ -1,5 +1,5 @@
 // Weight formats of the decode kernel for values in fewer bytes: 2:4, of 8 bits, or both; dds_nt alone.
-// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. Of dense blocks
+// Values of 8 bits become weights in registers, rounded as ts_values_dequantize rounds them. Of dense blocks
 // ldmatrix gives a thread 4 that are neighbours in memory, where products want pairs that lie apart: so k is
 // permuted, and that of activations likewise.
 #pragma once

@@ -1,5 +1,5 @@
-// Values of 8 bits as weights of 16: value times scale in float32, rounded once, exactly as ts_values_expand
-// does it. There is no instruction for that before compute capability 8.9.
+// Values of 8 bits as weights of 16: value times scale in float32, rounded once, exactly as
+// ts_values_dequantize does it. There is no instruction for that before compute capability 8.9.
 #pragma once
 
 #include <cuda_bf16.h>

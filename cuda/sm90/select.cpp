@@ -16,7 +16,7 @@ bool reads_blocks(const Kernel& kernel, const Problem& problem, const Device& de
     constexpr double kPacking = 1.3, kRate = 3.3e6;
     const Pattern& pattern = problem.pattern;
     const bool small = pattern.block_rows == pattern.block_cols && pattern.block_rows <= 32;
-    if (problem.packed != nullptr || !problem.forward() || !small ||
+    if (problem.prepacked != nullptr || !problem.forward() || !small ||
         pattern.nnz * pattern.block_rows > std::numeric_limits<int32_t>::max())
         return false;
     const double pieces = tiles_of(kernel, problem) * static_cast<double>(parts);

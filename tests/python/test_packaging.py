@@ -139,14 +139,11 @@ def test_licences_and_bill_of_materials_are_installed() -> None:
 
 def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
     """A project that uses find_package(tilesparse); tests/c covers every public function, and
-    fuzz_abi.cpp calls all that is exported.
-
-    test_first is a program that was built against the first version of the header."""
+    fuzz_abi.cpp calls all that is exported."""
     run("cmake", "-G", "Ninja", "-S", ROOT / "tests/c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={PACKAGE}")
     run("cmake", "--build", tmp_path)
     programs = (
         "test_abi",
-        "test_first",
         "test_threads",
         "test_memory",
         "test_copies",

@@ -14,11 +14,7 @@ inline namespace v0_1 {
 
 enum class Device : int32_t { cpu = TS_CPU, cuda = TS_CUDA };
 enum class Op : int32_t { dds_nt = TS_DDS_NT, dds_nn = TS_DDS_NN, sdd_tn = TS_SDD_TN };
-enum class Layout : int32_t {
-    row_major = TS_ROW_MAJOR,
-    column_major = TS_COLUMN_MAJOR,
-    feature_major = column_major  // the name of 0.1
-};
+enum class Layout : int32_t { row_major = TS_ROW_MAJOR, column_major = TS_COLUMN_MAJOR };
 enum class Activation : int32_t { none = TS_NO_ACTIVATION, relu = TS_RELU, gelu = TS_GELU, silu = TS_SILU };
 enum class Precision : int32_t {
     highest = TS_PRECISION_HIGHEST,
@@ -40,7 +36,7 @@ enum class Dtype : int32_t {
     int4 = TS_INT4
 };
 
-// Of values that have scales.
+// True for dtypes of values that have scales.
 constexpr bool is_quantized(Dtype dtype) {
     return dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn || dtype == Dtype::int4;
 }
@@ -51,8 +47,8 @@ constexpr std::size_t size_of(Dtype dtype) {
 }
 
 constexpr const char* name_of(Dtype dtype) {
-    constexpr const char* kNames[] = {"float64", "float32",       "float16", "bfloat16",
-                                      "int8",    "float8_e4m3fn", "int4"};
+    constexpr const char* kNames[] = {"unknown",  "float64", "float32",       "float16",
+                                      "bfloat16", "int8",    "float8_e4m3fn", "int4"};
     const auto code = static_cast<std::size_t>(dtype);
     return code < std::size(kNames) ? kNames[code] : "unknown";
 }
