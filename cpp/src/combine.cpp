@@ -6,10 +6,10 @@
 #include "abi.h"
 #include "checks.h"
 #include "cpu/vectors.h"
+#include "descriptors.h"
 #include "device.h"
 #include "error.h"
 #include "operands.h"
-#include "problem.h"
 #include "threads.h"
 
 namespace ts {

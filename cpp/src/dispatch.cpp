@@ -11,8 +11,8 @@
 #include <string_view>
 
 #include "common/estimate.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 #include "registry.h"
 
 namespace ts {

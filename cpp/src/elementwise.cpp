@@ -1,8 +1,8 @@
 // From the arguments of element-wise functions to checked problems.
 #include "abi.h"
 #include "checks.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 
 namespace ts {
 

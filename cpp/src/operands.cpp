@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 
 namespace ts {
 namespace {

@@ -5,11 +5,11 @@
 #include <cstddef>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "error.h"
 #include "operands.h"
 #include "pattern.h"
-#include "plan/plan.h"
-#include "problem.h"
+#include "plan/host_plan.h"
 #include "sums.h"
 #include "values.h"
 

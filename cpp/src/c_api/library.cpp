@@ -6,7 +6,7 @@
 #include "abi.h"
 #include "c_api/guard.h"
 #include "device.h"
-#include "plan/plan.h"
+#include "plan/host_plan.h"
 #include "registry.h"
 
 namespace ts {

@@ -5,10 +5,10 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "descriptors.h"
 #include "pattern.h"
 #include "plan/device_plan.h"
-#include "plan/plan.h"
-#include "problem.h"
+#include "plan/host_plan.h"
 #include "registry.h"
 
 namespace ts {

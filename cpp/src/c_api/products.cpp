@@ -7,10 +7,10 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "descriptors.h"
 #include "device.h"
 #include "dispatch.h"
 #include "measurements.h"
-#include "problem.h"
 #include "product.h"
 #include "registry.h"
 

@@ -4,10 +4,10 @@
 #include "abi.h"
 #include "c_api/guard.h"
 #include "checks.h"
+#include "descriptors.h"
 #include "device.h"
 #include "dispatch.h"
 #include "operands.h"
-#include "problem.h"
 #include "product.h"
 
 using namespace ts;

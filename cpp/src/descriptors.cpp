@@ -1,4 +1,4 @@
-#include "problem.h"
+#include "descriptors.h"
 
 #include <algorithm>
 #include <array>
