@@ -18,7 +18,7 @@
 namespace ts {
 namespace {
 
-// What the environment says, read before the first choice and never again.
+// Environment variables, read before the first choice and never again.
 struct Settings {
     std::string kernel;
     bool log;
@@ -63,7 +63,7 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (!kernel.estimated) return std::nullopt;
+    if (!kernel.estimated()) return std::nullopt;
     if (!dequantizes(kernel, problem)) return ts::estimate(kernel, problem, device);
     return ts::estimate(kernel, with_dense_blocks(problem, nullptr), device) +
            estimate_dequantize(problem, device);
@@ -114,7 +114,7 @@ Choice force(const Problem& problem, const Device& device, int32_t forced) {
     return {forced, &kernel, "the caller names it", dequantizes(kernel, problem)};
 }
 
-// Of a GPU that is older than all kernels, which is no matter of the product.
+// Throws for a GPU that is older than all kernels, whatever the product is.
 void check_capability(const Device& device) {
     if (device.type == DeviceType::cpu) return;
     int32_t oldest = std::numeric_limits<int32_t>::max();
@@ -167,7 +167,7 @@ void check_preference(const Preference& preference) {
          preference.prefix, "; kernels are ", names);
 }
 
-// What was measured, as far as the kernel computes this problem, too.
+// The measured choice, if its kernel computes this problem, too.
 Choice best_measured(const Problem& problem, const NamedDevice& device) {
     const std::optional<Measurement> found = find_measurement(problem, device);
     if (!found) return {TS_RUN_DENSE, nullptr, nullptr};
@@ -259,6 +259,7 @@ std::vector<FeatureList> features(const Problem& problem, const Device& device, 
     const Problem dense = with_dense_blocks(problem, nullptr);
     if (number == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
     const Kernel& kernel = checked_kernel(problem, device, number);
+    if (!kernel.estimated()) fail(TS_UNSUPPORTED, "kernel ", kernel.name, " has no estimate");
     if (!dequantizes(kernel, problem))
         return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
     return {{family_of(kernel, dense), features_of(kernel, dense, device)},

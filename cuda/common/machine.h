@@ -98,11 +98,4 @@ inline Machine machine_of(const Device& device) {
             1.83 / gpu.gigahertz};
 }
 
-// As much of the device's L2 as so many bytes are of the 50 MB of an H100 and an H200, on which the orders in
-// which kernels walk tiles were measured.
-inline int64_t share_of_l2(const Device& device, int64_t of_hopper) {
-    constexpr double kHopper = 50e6;
-    return static_cast<int64_t>(static_cast<double>(of_hopper) * (machine_of(device).l2 / kHopper));
-}
-
 }  // namespace ts

@@ -46,7 +46,7 @@ int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& dev
         counted.pattern.block_cols /= 2;
     }
     const double tiles = tiles_of(kernel, problem);
-    const int64_t workers = device.multiprocessors / cluster_of(kernel);
+    const int64_t workers = device.multiprocessors / kernel.cluster;
     int64_t parts = part_count(counted, static_cast<int64_t>(tiles), workers);
     if (!is_narrow(kernel)) return parts;
     constexpr int64_t kMost = 4;      // eight thread blocks

@@ -207,6 +207,9 @@ struct PlanShape {
     PlanKind kind = PlanKind::tiles;
 };
 
+// The instructions that a kernel multiplies with, whose rates differ (common/machine.h).
+enum class Instructions : int32_t { mma_sync = 0, wgmma = 1 };
+
 // What the choice of kernels decides for one product beside the kernel. The workspace and the launch follow
 // it.
 struct Decision {
@@ -241,8 +244,15 @@ struct Kernel {
     uint32_t result_dtypes = 0;
     // nullptr where there is nothing to decide.
     Decision (*decide)(const Kernel&, const Problem&, const Device&) = nullptr;
-    // Whether its time is estimated (common/estimate.h); otherwise kernels go by their place in the registry.
-    bool estimated = false;
+    // Properties that estimates of its time are made of (common/estimate.h). The family is that of kernels
+    // that share coefficients, but for product, number format and tile; nullptr where there is no estimate:
+    // then kernels go by their place in the registry.
+    const char* family = nullptr;
+    Instructions instructions = Instructions::mma_sync;
+    Accumulation accumulation = Accumulation::kept;
+    int32_t cluster = 1;          // dds: multiprocessors that compute a tile together
+    int32_t united_features = 0;  // whose block rows are united, in steps of dds or rows of tiles of sdd
+    int32_t tile_values = 0;      // sdd: values of a tile
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
     size_t (*prepacked_size)(const Problem&) = nullptr;
@@ -251,6 +261,7 @@ struct Kernel {
     // asking. nullptr for kernels that need none, and for those that others of their architecture speak for.
     int32_t (*clusters)(int32_t& count) = nullptr;
 
+    bool estimated() const { return family != nullptr; }
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType input) const { return input_dtypes >> static_cast<int>(input) & 1; }
     bool covers(Storage storage) const { return storages >> static_cast<int>(storage) & 1; }

@@ -186,7 +186,8 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Dds>(name);
+        constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
+        Kernel row = make_row<Dds>(name, kIsDense ? "sm80_dds" : "sm80_dds_2_4");
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
@@ -198,7 +199,8 @@ struct Dds {
         row.tile_features = kTileFeatures;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
-        row.estimated = true;
+        row.accumulation = Math::kAccumulation;
+        row.united_features = kTileFeatures;
         return row;
     }
 

@@ -189,7 +189,7 @@ struct Decode {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Decode>(name);
+        Kernel row = make_row<Decode>(name, Formats::kFamily);
         row.ops = Formats::kOps;
         row.input_dtypes = bits_of(Math::kInput);
         row.grouped = bits_of(0, 1);
@@ -197,7 +197,6 @@ struct Decode {
         row.max_tokens = kMaxTokens;
         row.storages = Formats::kStorages;
         row.values_dtypes = Formats::kDTypes;
-        row.estimated = true;
         return row;
     }
 

@@ -302,6 +302,7 @@ struct CompressedDecodeFormat {
 };
 
 struct two_of_four {
+    static constexpr const char* kFamily = "sm80_decode_2_4";
     static constexpr uint32_t kOps = 1u << static_cast<int>(Op::dds_nt);
     static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
@@ -317,6 +318,7 @@ struct two_of_four {
 };
 
 struct quantized {
+    static constexpr const char* kFamily = "sm80_decode_8_bits";
     static constexpr uint32_t kOps = two_of_four::kOps;
     static constexpr uint32_t kStorages = two_of_four::kStorages | DenseStorage::kStorages;
     static constexpr uint32_t kDTypes =

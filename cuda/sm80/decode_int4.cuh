@@ -146,6 +146,7 @@ struct Int4DecodeFormat {
 };
 
 struct four_bits {
+    static constexpr const char* kFamily = "sm80_decode_4_bits";
     static constexpr uint32_t kOps = two_of_four::kOps;
     static constexpr uint32_t kStorages = DenseStorage::kStorages;
     static constexpr uint32_t kDTypes = 1u << static_cast<int>(DType::int4);

@@ -223,6 +223,7 @@ struct DenseDecodeFormat {
 
 // What rows of the registry take: a format for each problem.
 struct dense : DenseStorage {
+    static constexpr const char* kFamily = "sm80_decode";
     static constexpr uint32_t kOps = bits_of(Op::dds_nt, Op::dds_nn);
 
     static const char* refuses(const Problem&) { return nullptr; }

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "common/machine.h"
 #include "sm90/dds_narrow_kernel.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/launch.cuh"
@@ -63,7 +62,7 @@ struct DdsNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<DdsNarrow>(name);
+        Kernel row = make_row<DdsNarrow>(name, "sm90_narrow");
         row.ops = kBytes ? bits_of(Op::dds_nt) : bits_of(Op::dds_nt, Op::dds_nn);
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
@@ -75,7 +74,8 @@ struct DdsNarrow {
         row.values_dtypes = Weight<Math, 32>::kDTypes;
         row.prepacked_size = packed_size;
         row.prepack = pack;
-        row.estimated = true;
+        row.cluster = kTokenRanks * kRowRanks;
+        row.united_features = 128;  // as the coefficients were fitted; the steps of a CTA are whole ones of k
         row.decide = decide_narrow;
         return row;
     }

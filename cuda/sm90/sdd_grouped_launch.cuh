@@ -45,13 +45,14 @@ struct GroupedSdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<GroupedSdd>(name);
+        Kernel row = make_row<GroupedSdd>(name, "sm90_grouped_sdd");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
         row.grouped = bits_of(1);
-        row.estimated = true;
+        row.united_features = Traits::kStrip;
+        row.tile_values = Traits::kTileValues;
         return row;
     }
 

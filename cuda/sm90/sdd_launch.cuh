@@ -91,12 +91,13 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Sdd>(name);
+        Kernel row = make_row<Sdd>(name, "sm90_sdd");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
-        row.estimated = true;
+        row.united_features = Traits::kStrip;
+        row.tile_values = Traits::kTileValues;
         row.decide = decide_sdd;
         return row;
     }

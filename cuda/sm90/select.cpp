@@ -20,7 +20,7 @@ bool reads_blocks(const Kernel& kernel, const Problem& problem, const Device& de
         pattern.nnz * pattern.block_rows > std::numeric_limits<int32_t>::max())
         return false;
     const double pieces = tiles_of(kernel, problem) * static_cast<double>(parts);
-    const double rounds = std::ceil(pieces / (device.multiprocessors / cluster_of(kernel)));
+    const double rounds = std::ceil(pieces / (device.multiprocessors / kernel.cluster));
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kCtaFeatures /
                           pattern.block_rows * pattern.density();
     const double bytes = static_cast<double>(pattern.value_count()) * element_size(problem.values.dtype);

@@ -60,7 +60,8 @@ struct Stub {
         Kernel row{name, DeviceType::cuda, 86, 1u << static_cast<int>(Op::dds_nt),
                    1u << static_cast<int>(DType::float16), Precision::highest, {0, 0}, kTileTokens, 128, 0,
                    refuses, workspace_size, launch};
-        row.estimated = true;
+        row.family = "sm86_stub";
+        row.united_features = 128;
         return row;
     }
 };
