@@ -45,7 +45,7 @@ inline void check_features(int64_t features, int32_t block, const char* name, co
     require(features % block == 0, name, " must be a multiple of ", block_name, ", got ", features);
 }
 
-// Of scales [features / kScaleGroup][ld].
+// Checks the leading dimension of scales [features / kScaleGroup][ld].
 inline void check_scales_ld(int64_t ld, int64_t tokens, const char* name) {
     const int64_t least = std::max<int64_t>(tokens, 1);
     require(ld >= least && ld <= kMaxExtent, name, " must be ", least, " to ", kMaxExtent, ", got ", ld);

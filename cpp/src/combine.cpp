@@ -81,7 +81,7 @@ void check_gradients(const Combination& of) {
 
 namespace {
 
-// What there is to do for one token.
+// The work of one token.
 template <DType kDType>
 class HostRows {
     using Codec = cpu::Codec<kDType, 16>;

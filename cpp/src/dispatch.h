@@ -13,10 +13,10 @@
 
 namespace ts {
 
-// What may be chosen: see TS_POLICY_SPARSE and those after it.
+// The answers that may be chosen: see TS_POLICY_SPARSE and the constants after it.
 enum class Policy : int32_t { sparse = 0, automatic = 1, dense = 2 };
 
-// What a caller asks for besides the product.
+// The caller's requests besides the product.
 struct Wish {
     int32_t kernel = 0;            // ts_matmul_desc.kernel
     std::string_view prefer = {};  // ts_matmul_desc.prefer
@@ -48,7 +48,7 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
 // TS_UNSUPPORTED where the kernel does not compute the problem.
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
 
-// What an estimate is the sum of, see common/estimate.h, and the name of its coefficients; a second one where
+// The features of an estimate, see common/estimate.h, and the name of its coefficients; a second list where
 // values are dequantized first.
 struct FeatureList {
     std::string family;

@@ -21,7 +21,7 @@ constexpr Coefficients kCoefficients[] = {
 };
 constexpr const char* kMeasured[] = {"H100", "H200"};  // those that speak for others first
 
-// Of kept products, at the peak of tensor cores.
+// Microseconds of kept products at the peak of tensor cores.
 double product_time(const Problem& problem, double density, double rate, const Machine& machine) {
     const double products = 2.0 * static_cast<double>(problem.tokens) *
                             static_cast<double>(problem.pattern.group_out_features()) *
@@ -43,7 +43,7 @@ const Coefficients* find(std::string_view gpu, std::string_view family, int32_t 
     return is ? found : nullptr;
 }
 
-// Of a family that no measurement is near: twice what the limits of the machine allow.
+// Coefficients of a family that no measurement is near: twice the limits of the machine.
 constexpr Features limits() {
     Features result{};
     at(result, Feature::launch) = 8;
@@ -83,8 +83,8 @@ const Coefficients* find_measured(const Device& device, std::string_view family,
     return found;
 }
 
-// What was fitted on this GPU, or else on another one, whose features were those of its own limits; for the
-// family, or else for kernels like it; for the block, or else for square ones or any.
+// Coefficients fitted on this GPU, or else on another one, whose features were those of its own limits; for
+// the family, or else for kernels like it; for the block, or else for square ones or any.
 const Features& coefficients_of(const Device& device, std::string family, const Problem& problem) {
     static constexpr Features kLimits = limits();
     const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);

@@ -43,16 +43,18 @@ using Features = std::array<double, kFeatureCount>;
 
 constexpr double& at(Features& features, Feature feature) { return features[static_cast<size_t>(feature)]; }
 
-// Of a kernel that computes the problem.
+// Features and microseconds of a kernel that computes the problem.
 Features features_of(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device);
 
-// Of writing W out and multiplying by it with cuBLAS, or computing all of W and copying its blocks.
+// Features and microseconds of writing W out and multiplying by it with cuBLAS, or computing all of W and
+// copying its blocks.
 Features dense_features(const Problem& problem, const Device& device);
 double estimate_dense(const Problem& problem, const Device& device);
 std::string dense_family(const Problem& problem);
 
-// Of writing values with metadata or scales as dense blocks; nothing where they are dense.
+// Features and microseconds of writing values with metadata or scales as dense blocks; 0 where they are
+// dense.
 Features dequantize_features(const Problem& problem, const Device& device);
 std::string dequantize_family(const Problem& problem);
 double estimate_dequantize(const Problem& problem, const Device& device);

@@ -72,7 +72,7 @@ constexpr int32_t find_gpu(std::string_view name, int32_t compute_capability) {
     return found < 0 ? other : found;
 }
 
-// What a device can do: as much of its GPU as it has of the multiprocessors.
+// Limits of a device: as much of its GPU's as it has of the multiprocessors.
 struct Machine {
     const Gpu& gpu;
     double multiprocessors;

@@ -80,7 +80,7 @@ struct Dds {
         if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
         if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
             return "it reads and writes row-major activations of groups only";
-        // Of all groups, whatever their offsets are.
+        // Spans of all groups, whatever their offsets are.
         const int64_t spans = problem.pattern.groups * (span_count(problem) + 1);
         return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
     }

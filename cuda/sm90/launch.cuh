@@ -1,4 +1,4 @@
-// What the host side of all kernels of this folder has in common.
+// Shared by the host side of all kernels of this folder.
 #pragma once
 
 #include "common/machine.h"
@@ -22,7 +22,7 @@ inline int64_t share_of_l2(const Device& device, int64_t of_hopper) {
     return static_cast<int64_t>(static_cast<double>(of_hopper) * (machine_of(device).l2 / kHopper));
 }
 
-// What all rows of this folder have in common. `Host`: the host side of a kernel.
+// Fields that all rows of this folder share. `Host`: the host side of a kernel.
 template <class Host>
 constexpr Kernel make_row(const char* name, const char* family) {
     Kernel row{};

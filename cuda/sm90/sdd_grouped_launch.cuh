@@ -75,7 +75,7 @@ struct GroupedSdd {
                              Traits::kStep);
     }
 
-    // Where tiles come one after another quickly, see Sdd::stages_results.
+    // True where tiles come one after another quickly, see Sdd::stages_results.
     static bool stages_results(const Problem& problem) {
         constexpr int64_t kMostSteps = 12;
         return are_wide_blocks(problem.pattern) && !problem.accumulate &&

@@ -9,7 +9,7 @@
 namespace ts::sm90 {
 namespace {
 
-// Whether reading blocks of 16 x 16 and 32 x 32 one by one takes less time than packing them first, in
+// True if reading blocks of 16 x 16 and 32 x 32 one by one takes less time than prepacking them, in
 // microseconds of an H200.
 bool reads_blocks(const Kernel& kernel, const Problem& problem, const Device& device, int64_t parts) {
     constexpr double kBlock = 0.032, kCtaFeatures = 256;

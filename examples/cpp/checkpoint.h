@@ -204,7 +204,8 @@ class Checkpoint {
         return found->second;
     }
 
-    // Those that the configuration does not list were left there by something else; other programs list none.
+    // Tensors that the configuration does not list were left there by something else; other programs list
+    // none.
     void check_file(const std::string& name, const Bytes& text) const {
         if (files_.kind == Json::Null) return;
         const Json* sum = files_.find(name);

@@ -1,4 +1,4 @@
-/* What layer.cpp does, in C11: one layer of a checkpoint that tilesparse.save has written, on the GPU if
+/* layer.cpp in C11: one layer of a checkpoint that tilesparse.save has written, on the GPU if
  * there is one, otherwise on the CPU, compared with a result in float64 that is computed here.
  *
  *     layer_c FOLDER LAYER [TOKENS]
@@ -278,8 +278,8 @@ static layer read_layer(const char* folder, const char* name) {
         fail("%s must be stored as dense blocks; checkpoint.h reads the others", name);
 
     layer read = {.dtype = TS_DTYPE_DEFAULT};
-    for (int32_t i = 0; i < 4; ++i)
-        if (is_text(member(entry, "dtype"), dtype_names[i])) read.dtype = i;
+    for (int32_t dtype = TS_FLOAT64; dtype <= TS_BFLOAT16; ++dtype)
+        if (is_text(member(entry, "dtype"), dtype_names[dtype])) read.dtype = dtype;
     int64_t shape[2], block[2];
     if (read.dtype == TS_DTYPE_DEFAULT) fail("%s: dtype must be one of activations", name);
     if (read_integers(member(entry, "shape"), shape, 2) != 2 || shape[0] > INT32_MAX || shape[1] > INT32_MAX)
@@ -441,15 +441,14 @@ int main(int count, char** arguments) {
     }
 
     const ts_pattern pattern = device == TS_CUDA ? pattern_there(&read.pattern) : read.pattern;
-    ts_matmul_desc product = {
-        .struct_size = sizeof product, .op = TS_DDS_NT, .device = device};
+    ts_matmul_desc product = {.struct_size = sizeof product, .op = TS_DDS_NT, .device = device};
     product.tokens = tokens;
     product.pattern = &pattern;
-    product.x = (ts_operand){
-        .data = copy_there(x, x_size * itemsize), .ld = (int64_t)in, .dtype = read.dtype};
+    product.x =
+        (ts_operand){.data = copy_there(x, x_size * itemsize), .ld = (int64_t)in, .dtype = read.dtype};
     product.y = (ts_operand){.data = allocate_there(y_size * itemsize), .ld = (int64_t)out};
     product.values.data = copy_there(read.values, (size_t)read.pattern.nnz * (size_t)pattern.block_rows *
-                                                 (size_t)pattern.block_cols * itemsize);
+                                                      (size_t)pattern.block_cols * itemsize);
     if (read.bias != NULL) product.bias.data = copy_there(read.bias, out * itemsize);
     const int32_t kernel = plan_product(&product, &read.pattern, &info);
     const double milliseconds = run(&product);

@@ -27,7 +27,7 @@ struct Request {
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
-    // Of a TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
+    // For TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
     // has, and whether sums may be fast.
     nb::handle x_scales{}, source{};
     bool fast = false;

@@ -1,4 +1,4 @@
-/* What the tests of the C interface share: checks, and one small layer with the operands of its products. */
+/* Shared by the tests of the C interface: checks, and one small layer with the operands of its products. */
 #ifndef TILESPARSE_TESTS_LAYER_H_
 #define TILESPARSE_TESTS_LAYER_H_
 

@@ -29,7 +29,7 @@ static void test_compression(int32_t dtype) {
     }
 }
 
-/* What comes out of a transposed weight and its mask is the same as with `transposed` of the weight. */
+/* A transposed weight with its mask gives the same as `transposed` of the weight. */
 static void test_transposed_compression(void) {
     enum { SIDE = 32, SIZE = SIDE * SIDE };
     static uint16_t values[2][SIZE], compressed[2][SIZE / 2];

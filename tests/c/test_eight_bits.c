@@ -7,7 +7,7 @@
 static _Alignas(16) unsigned char x_bytes[TOKENS * (IN + 3)];
 static float x_scales[TOKENS + 1], scales[OUT + 1]; /* with one to move on */
 
-/* Of numbers and scales with which sums and results are exact in float32. */
+/* Sets numbers and scales with which sums and results are exact in float32. */
 static void give_eight_bits(operands* o, stored* s, int32_t dtype) {
     init_stored(s, dtype);
     for (int i = 0; i < TOKENS * (IN + 3); ++i)
@@ -57,7 +57,7 @@ static void test_forward(int32_t dtype, int32_t y_layout, int32_t kernel) {
     }
 }
 
-/* What is refused of a product of int8, or after another change of it. */
+/* The product of int8 is refused after a change. */
 #define REFUSES_EIGHT_BITS(change, mention)                                                             \
     do {                                                                                                \
         static stored s;                                                                                \
@@ -142,7 +142,7 @@ static ts_status_t run_inside(const inside* p) {
     return result;
 }
 
-/* What is in memory is exact in float32, and so are all sums. */
+/* All operands are exact in float32, and so are all sums. */
 static double inside_at(const inside* p, int t, int n) {
     double sum = 0;
     for (int32_t e = block_ptr[n / SIDE]; e < block_ptr[n / SIDE + 1]; ++e) {

@@ -1,4 +1,4 @@
-/* What kernels are chosen by: devices, preferences, estimates, measurements. */
+/* The choice of kernels: devices, preferences, estimates, measurements. */
 #include "layer.h"
 
 #include <math.h>
@@ -163,7 +163,7 @@ static void test_features(void) {
     CHECK(strcmp(family, "dense") == 0, "%s", family);
 }
 
-/* What is chosen on the CPU, and why. */
+/* The choice on the CPU, and its reason. */
 static int32_t chosen(const operands* o, const ts_device_info* cpu, char* reason) {
     int32_t kernel = -7;
     SUCCEEDS(ts_matmul_select(&o->desc, cpu, &kernel, reason, 256));

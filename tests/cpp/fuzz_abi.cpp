@@ -67,7 +67,7 @@ void call_select() {
     reason.check_untouched("ts_matmul_select", done);
 }
 
-// What is measured decides what later calls choose, and is forgotten before the next, which may be repeated
+// A measurement decides what later calls choose, and is forgotten before the next call, which may be repeated
 // alone.
 void call_estimate() {
     const ts_pattern pattern = some_pattern();
@@ -231,7 +231,7 @@ int main(int argc, char** argv) {
     const long calls = argc > 1 ? strtol(argv[1], nullptr, 10) : 10000;
     const unsigned long long seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
     for (long i = 0; i < calls && broken == nullptr; ++i) {
-        // Of itself alone, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
+        // A seed of the call's own, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
         state = (seed + static_cast<uint64_t>(i)) * 0x2545f4914f6cdd1du;
         call_any();
         if (broken != nullptr)

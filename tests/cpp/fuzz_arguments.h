@@ -168,7 +168,7 @@ inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
     }
 }
 
-// Where groups begin: ascending from 0 to the number of tokens, unless spoilt.
+// Offsets of groups: ascending from 0 to the number of tokens, unless spoilt.
 inline const int32_t* some_offsets(int64_t groups, int64_t tokens) {
     std::vector<int32_t> offsets{0};
     const int64_t known = std::clamp<int64_t>(groups, 1, 1024);
@@ -179,7 +179,7 @@ inline const int32_t* some_offsets(int64_t groups, int64_t tokens) {
     return array(offsets, wide(bounded(groups)) + 1);
 }
 
-// Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
+// The pattern's memory is there wherever its structure may be read; `followed`: that of the operands, too.
 inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     ts_matmul_desc desc{};
     desc.struct_size = sizeof desc;

@@ -392,7 +392,7 @@ void test_dtypes() {
         expect(ts::size_of(dtype) == bytes, "another size of an element");
 }
 
-// What a program for a GPU does, with memory that the host can read, up to the launch.
+// A program for a GPU, with memory that the host can read, up to the launch.
 void test_devices() {
     Counts counts;
     {
@@ -442,10 +442,9 @@ void test_devices() {
     std::vector<float> operand(kTokens * kIn), values(pattern.values_size());
     ts::Product product(ts::Op::dds_nt, pattern, kTokens);
     const ts::Choice preferred = product.x(operand).y(operand).values(values).prefer("cpu_port").select();
-    expect(
-        std::string(ts::kernel_info(preferred.kernel).name) == "cpu_portable" &&
-            preferred.reason == "the caller prefers it",
-        "not what is preferred");
+    expect(std::string(ts::kernel_info(preferred.kernel).name) == "cpu_portable" &&
+               preferred.reason == "the caller prefers it",
+           "not what is preferred");
     expect(product.prefer("").select().reason != preferred.reason, "the preference stays");
     expect(!product.estimate(preferred.kernel, ts::device_info(ts::Device::cpu)), "an estimate for the CPU");
 

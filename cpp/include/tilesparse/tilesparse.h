@@ -188,7 +188,7 @@ typedef struct ts_operand {
     const void* metadata; /* of TS_STORAGE_2_4 */
 } ts_operand;
 
-/* What was made for some kernels: a plan, or prepacked values. */
+/* Memory made for some kernels: a plan, or prepacked values. */
 typedef struct ts_prepared {
     const void* data;
     size_t bytes;
@@ -500,7 +500,7 @@ TS_API ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_
 TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double* microseconds);
 
-/* What an estimate is made of, for programs that fit estimates to measurements: the features of a product, a
+/* The features of an estimate, for programs that fit estimates to measurements: those of a product, a
  * kernel or TS_RUN_DENSE and a device, and the name of the coefficients that they are multiplied by
  * (docs/developers/estimates.md). Where values are dequantized first, the features of that follow, and the
  * name of their coefficients after a "+". `count` is the room in `features` and becomes their number, which
