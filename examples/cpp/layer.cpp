@@ -79,8 +79,7 @@ class Operands {
     // After the product has run.
     Outcome outcome(const ts::Product& product, int32_t kernel, double milliseconds) {
         product.dequantize(array(weights_, layer_.dtype));
-        Outcome outcome{ts::kernel_info(kernel).name, Bytes(y_.size()),
-                        Bytes(weights_.size()), milliseconds};
+        Outcome outcome{ts::kernel_info(kernel).name, Bytes(y_.size()), Bytes(weights_.size()), milliseconds};
         y_.copy_to(outcome.y);
         weights_.copy_to(outcome.weights);
         return outcome;
