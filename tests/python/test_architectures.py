@@ -34,7 +34,7 @@ spec.loader.exec_module(_C)
 
 def select(policy):
     pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
-    product = _C.Product(pattern, 0, 2, 1, 50, policy=policy)
+    product = _C.Product(pattern, 0, 3, 1, 50, policy=policy)
     index, reason = product.select(_C.DeviceInfo(1, 86, 84, 101376))
     return ["dense" if index < 0 else _C.kernels()[index].name, reason]
 
@@ -60,7 +60,8 @@ struct Stub {
         Kernel row{name, DeviceType::cuda, 86, 1u << static_cast<int>(Op::dds_nt),
                    1u << static_cast<int>(DType::float16), Precision::highest, {0, 0}, kTileTokens, 128, 0,
                    refuses, workspace_size, launch};
-        row.estimated = true;
+        row.family = "sm86_stub";
+        row.united_features = 128;
         return row;
     }
 };

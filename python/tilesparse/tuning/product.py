@@ -359,7 +359,7 @@ class Product:
             device.device,
             self.tokens,
             precision=int(bool(fast) and on_cuda),
-            result_dtype=-1 if eight is None else DTYPES[self.dtype],
+            result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
             ldx=ldx,
