@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from tilesparse.cli import command as cli
 from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
 from tilesparse.tuning import advise as advising
 from tilesparse.tuning.advise import call_of, contenders_for, left_out
-from tilesparse.tuning.product import Way
 
 DENSE, INT8 = None, torch.int8
 CPU = torch.device("cpu")
@@ -57,7 +56,7 @@ def report(
     return AdviceReport(Device("a device", None, 1), versions, layers, call, busy, rest, {})
 
 
-def layers(times: Mapping[Way, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
+def layers(times: dict[Any, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
     return MeasuredLayers((64, 64), 16, "float32", times, names, calls)
 
 
