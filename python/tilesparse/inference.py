@@ -10,8 +10,8 @@ from torch import nn
 
 from ._arguments import checked, shown
 from ._listeners import layers_changed
-from ._replay.batches import call, device_of, evaluating, tensors_in, uncompiled
 from ._runtime.timing import medians
+from .calibrate.stream import call, device_of, evaluating, tensors_in, uncompiled
 from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.joint import JointLinear
 from .nn.known_experts import stacked_in

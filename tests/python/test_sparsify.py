@@ -156,7 +156,7 @@ def test_names_match_whole_components_and_regular_expressions_the_start(
     pattern: str, matched: list[str], others: list[str]
 ) -> None:
     parsed = NamePattern.parse(pattern)
-    assert [name for name in matched + others if parsed.matches([name])] == matched
+    assert [name for name in matched + others if parsed.match(name)] == matched
     exact = NamePattern.parse(pattern, fullmatch=True)
     assert not any(map(exact.match, others))
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .._names import names_of_modules
 from ..nn.joined import reason_not_one
 from ..nn.joint import Joint, JointLinear, join
 from ..nn.linear import BlockSparseLinear
-from .modules import names_of_modules, owners_of_parameters
+from .modules import owners_of_parameters
 from .one_input import called_with_one_input
 
 

@@ -1,14 +1,13 @@
 """Pruning of trained models: the blocks to keep, and their weights."""
 
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
-from .compensation import refit
-from .configs import ErrorProfiles
-from .driver import prune_, prune_model
+from .driver import PrunedLayer, PruneReport, prune_
 from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
 from .latency import LatencyTable, measure_latency, time_layers
+from .obs import refit
 from .permutation import PermutationReport, PermutedGroup, permute_model
 from .profiles import measure_errors
-from .report import PrunedLayer, PruneReport
+from .targets import ErrorProfiles
 
 __all__ = [
     "AllocatedLayer",
@@ -29,7 +28,6 @@ __all__ = [
     "permute_",
     "permute_model",
     "prune_",
-    "prune_model",
     "refit",
     "time_layers",
     "uniform",

@@ -21,14 +21,6 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from ._checks import checked_config
-from ._layers import (
-    check_names,
-    checked_configs,
-    dense_layers,
-    described,
-    shape_of,
-)
 from .measured import (
     config_of_json,
     random_layer,
@@ -36,6 +28,14 @@ from .measured import (
     time_of_json,
     versions_of,
     write_document,
+)
+from .targets import (
+    check_names,
+    checked_config,
+    checked_configs,
+    dense_layers,
+    described,
+    shape_of,
 )
 
 VERSION = 1  # of the file

@@ -16,7 +16,7 @@ from .._files import replacing
 from ..config import BlockSparseConfig
 from ..errors import CheckpointNotFoundError, InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ._checks import checked_config
+from .targets import checked_config
 
 Result = TypeVar("Result")
 

@@ -1,121 +1,111 @@
-"""The layers of a model that are pruned, and the configuration of each."""
+"""The layers of a model that are pruned, the configuration of each, and its shape."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from .._names import NamePattern
+from .._arguments import shown
+from .._checks import BLOCK_SIZES, check_block_shape, check_shapes
+from .._names import NamePattern, names_of_modules
+from ..calibrate.calibration import naming_layer
+from ..calibrate.experts import expanded
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, TileSparseError
+from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
-from ..nn.known_experts import stacked_parameters
+from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..patch.building import CannotBeCutError, check_blocks_can_be_chosen
-from ..patch.matching import check_rules, match_modules, reason_not_linear
-from ..patch.modules import names_of_modules
+from ..patch.matching import NOT_LINEAR, check_rules, match_modules, reason_not_linear, refusal_of
 from ..patch.reports import SkippedLayer
-from ..patch.rules import LayerOptions, Rule
+from ..patch.rules import LayerOptions, Rule, rules_of
 from ..patch.weight_reads import Read, weight_reads
-from ..pattern.block_pattern import BlockPattern
-from ._checks import checked_config
-from .configs import block_shape_of
+from ..storage.registry import storage_of
 
-STAYS_DENSE = "its config is None"  # why a layer is skipped
+# By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
+ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
+
+Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
 
-def targets_matching(
+def chosen_layers(
     model: nn.Module,
-    layers: str | Sequence[str] | None,
-    config: BlockSparseConfig,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
+    layers: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    filter_fn: Filter | None = None,
+    *,
     strict: bool = True,
     cut: bool = True,
     reads: Mapping[nn.Module, Read] | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Return the layers that a config is for, and the linear ones that stay dense.
+    """Return the layers that are pruned, with a config each, and the linear ones that stay dense.
 
     Args:
         model: only read.
-        layers: regular expressions, or None for all.
-        config: for all of them.
-        strict: each expression has to find a layer.
-        cut: one that is named has to fit the blocks.
+        config: for all of them; or a config by names or regular expressions, where None leaves layers dense.
+        layers: names or regular expressions, or None for all.
+        exclude: likewise, of layers that stay dense.
+        filter_fn: returns True for a layer, and its name, that is pruned.
+        strict: each name or expression has to find a layer.
+        cut: one whose name is written out has to fit the blocks.
         reads: `weight_reads` of the model, where it is known.
+        refused: `reasons_against_experts` of the model, where these are linear layers.
     """
-    regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    options = LayerOptions(config)
-    rules = [Rule(NamePattern.parse(regex, argument="layers"), options) for regex in regexes]
-    names = names_of_modules(model)
+    names, rules = names_of_modules(model), rules_of(config, layers)
     reads = weight_reads(model) if reads is None else reads
-    matched, others = match_modules(
-        model, names, rules, reads, lambda name, module: reason_not_linear(module)
+    refusal = refusal_of(names, reason_not_linear, exclude, filter_fn, strict)
+
+    def refusal_in_experts(name: str, module: nn.Module) -> str | None:
+        home = name.rpartition(".")[0].rpartition(".")[0]
+        return refusal(name, module) or (refused or {}).get(home)
+
+    spare_outputs = filter_fn is None
+    matched, skipped = match_modules(
+        model, names, rules, reads, refusal_in_experts, spare_outputs=spare_outputs
     )
     targets: dict[str, BlockSparseConfig] = {}
-    for module, aliases, _, named in matched:
+    found: set[nn.Module] = set()
+    for module, aliases, options, named in matched:
         try:
             with naming_layer(aliases[0]):
-                check_blocks_can_be_chosen(module, block_shape_of(config))
+                check_blocks_can_be_chosen(module, block_shape_of(options.config))
         except CannotBeCutError as error:
             if cut and named:
                 raise
-            others.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
+            skipped.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
         else:
-            targets[aliases[0]] = config
-    if strict and layers is not None and targets:
-        check_rules(rules, names, {model.get_submodule(name) for name in targets}, others)
-    return targets, [layer for layer in others if _has_weights(model, layer.name)]
+            targets[aliases[0]] = options.config
+            found.add(module)
+    named_by_mapping = not isinstance(config, BlockSparseConfig)
+    if strict and (named_by_mapping or (layers is not None and targets)):
+        check_rules(rules, names, found, skipped)
+    return targets, [layer for layer in skipped if _has_weights(model.get_submodule(layer.name))]
 
 
-def targets_named(
-    model: nn.Module, configs: Mapping[str, BlockSparseConfig | None], argument: str
-) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Return layers with a config each, in the order of the model, and those that stay dense."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    reads = weight_reads(model)
-    targets: dict[str, BlockSparseConfig] = {}
-    skipped: list[SkippedLayer] = []
-    for name, config in configs.items():
-        if name not in modules:
-            raise InvalidArgumentError(f"{argument} must name layers, got {name!r}")
-        if config is None:
-            skipped.append(SkippedLayer(name, type(modules[name]).__name__, STAYS_DENSE))
-            continue
-        config = checked_config(f"{argument}[{name!r}]", config)
-        found, refused = targets_matching(model, f"{re.escape(name)}$", config, strict=False, reads=reads)
-        if not found:
-            reason = refused[0].reason if refused else "not nn.Linear"
-            raise InvalidArgumentError(f"{argument}: layer {name!r} cannot be pruned: {reason}")
-        first = next(iter(found))
-        if first != name:
-            raise InvalidArgumentError(f"{argument}: {name!r} is another name of {first!r}; use that one")
-        targets[first] = config
-    return {name: targets[name] for name, _ in model.named_modules() if name in targets}, skipped
+def reasons_against_experts(model: nn.Module, reads: Mapping[nn.Module, Read]) -> dict[str, str]:
+    """Say of modules of experts, by name, why sparse ones cannot take their places."""
+
+    def refusal(name: str, module: nn.Module) -> str | None:
+        return NOT_LINEAR if projections_of(module) is None else reason_not_known(module)
+
+    names = names_of_modules(model)
+    experts = {module: aliases for module, aliases in names.items() if projections_of(module) is not None}
+    if not experts:
+        return {}
+    dense = Rule(NamePattern.parse(".*"), LayerOptions(BlockSparseConfig(1.0, min(BLOCK_SIZES))))
+    skipped = match_modules(model, names, [dense], reads, refusal)[1]
+    own = {aliases[0] for aliases in experts.values()}
+    return {layer.name: layer.reason for layer in skipped if layer.name in own}
 
 
-def _has_weights(model: nn.Module, name: str) -> bool:
+def _has_weights(module: nn.Module) -> bool:
     """Return True for what reports name where it stays dense: linear layers, and 3-D weights."""
-    module = model.get_submodule(name)
     linear = isinstance(module, nn.Linear | BlockSparseLinear) or is_conv1d(module)
     return linear or bool(stacked_parameters(module))
-
-
-def config_of(name: str, pattern: BlockPattern, **stored: Any) -> BlockSparseConfig:
-    """Return how a layer with a given pattern is to be stored."""
-    if pattern.nnz == 0:
-        raise InvalidArgumentError(f"patterns[{name!r}] must have at least one block, got {pattern!r}")
-    return BlockSparseConfig(pattern.density, pattern.block_shape, **stored)
-
-
-def check_shapes_of(model: nn.Module, patterns: Mapping[str, BlockPattern]) -> None:
-    """Raise InvalidArgumentError unless each pattern has the shape of its layer."""
-    for name, pattern in patterns.items():
-        shape = tuple(dense_weight(model.get_submodule(name)).shape)
-        if pattern.shape != shape:
-            raise InvalidArgumentError(f"patterns[{name!r}] must have shape {shape}, got {pattern.shape}")
 
 
 def reasons(skipped: Sequence[SkippedLayer]) -> str:
@@ -125,10 +115,85 @@ def reasons(skipped: Sequence[SkippedLayer]) -> str:
     return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
 
 
-@contextmanager
-def naming_layer(name: str) -> Iterator[None]:
-    """Add the name of a layer to errors."""
+def checked_config(where: str, config: object) -> BlockSparseConfig:
+    """Return a config that keeps some blocks; `where` names the argument in messages."""
+    if not isinstance(config, BlockSparseConfig):
+        raise InvalidArgumentError(f"{where} must be a BlockSparseConfig, got {shown(config)}")
+    if not config.density:
+        raise InvalidArgumentError(f"{where}: density must be a number above 0 and at most 1, got 0")
+    if config.transposable:
+        raise InvalidArgumentError(
+            f"{where}: transposable must be False: pruning chooses two of four weights in rows alone"
+        )
+    return config
+
+
+def block_shape_of(config: BlockSparseConfig) -> tuple[int, int]:
+    """Return (bn, bk) of a config, as which it keeps one number, too."""
+    return check_block_shape(config.block_shape)
+
+
+def check_names(argument: str, names: object) -> None:
+    """Raise InvalidArgumentError unless names can be iterated over."""
+    if not isinstance(names, Iterable):
+        raise InvalidArgumentError(f"{argument} must be names of layers, got {type(names).__name__}")
+
+
+def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Return the dense linear layers of these names; `argument` names their source in messages."""
+    check_names(argument, names)
+    with expanded(model):
+        modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Any] = {}
+    seen: dict[nn.Module, str] = {}
+    for name in names:
+        module = modules.get(name) if isinstance(name, str) else None
+        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            kind = "no layer of that name" if module is None else type(module).__name__
+            raise InvalidArgumentError(f"{argument} must name dense linear layers, got {name!r}: {kind}")
+        if module in seen:
+            raise InvalidArgumentError(
+                f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
+            )
+        seen[module] = name
+        found[name] = module
+    if not found:
+        raise InvalidArgumentError(f"{argument} must have at least one layer, got none")
+    return found
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """(out_features, in_features) of a dense layer."""
+    out_features, in_features = dense_weight(layer).shape
+    return out_features, in_features
+
+
+def kept_blocks(config: BlockSparseConfig, shape: tuple[int, int]) -> int:
+    """Return how many blocks a config keeps of a weight; raise where it cannot be stored so."""
+    rows, columns = check_shapes(shape, block_shape_of(config))[2]
+    kept = round(config.density * rows * columns)
+    if kept == 0:
+        raise InvalidArgumentError(f"density: {config.density:g} of {rows * columns} blocks rounds to none")
+    return kept
+
+
+def checked_configs(
+    argument: str, name: str, configs: Iterable[BlockSparseConfig], shape: tuple[int, int]
+) -> list[BlockSparseConfig]:
+    """Return the configs, after checking that a layer of this shape can become each of them."""
     try:
-        yield
-    except TileSparseError as error:
-        raise type(error)(f"layer {name!r}: {error}") from error
+        checked = [checked_config("config", config) for config in configs]
+        for config in checked:
+            kept_blocks(config, shape)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{argument}: layer {name!r}: {error}") from error
+    return checked
+
+
+def described(config: BlockSparseConfig | None) -> tuple[str, str, str]:
+    """Return density, block and storage as tables show them."""
+    if config is None:
+        return "dense", "", ""
+    bn, bk = block_shape_of(config)
+    storage = storage_of(config.storage).describe(config.nm, config.activations)
+    return f"{config.density:.4g}", f"{bn}x{bk}", storage

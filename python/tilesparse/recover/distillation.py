@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked, shown
 from .._checks import checked_count, checked_number
-from .._replay.batches import (
+from ..calibrate.stream import (
     call,
     check_batches,
     check_distinct,

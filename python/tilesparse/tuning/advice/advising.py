@@ -12,12 +12,12 @@ from torch import nn
 from ..._arguments import checked, shown
 from ..._checks import check_block_shape, checked_fraction
 from ..._progress import Progress
-from ..._replay.batches import device_of, evaluating, tensors_in
 from ..._runtime.timing import Call, name_of, own_numbers, undisturbed
+from ...calibrate.calibration import check_model
+from ...calibrate.stream import device_of, evaluating, tensors_in
 from ...config import BlockSparseConfig
 from ...errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
 from ...nn.experts import BlockSparseExperts
-from ...prune._checks import check_model
 from ...prune.measured import versions_of
 from ..devices import KINDS
 from ..products import dtype_name
@@ -66,7 +66,7 @@ def advise(
         block_shapes: sizes of blocks, each (bn, bk) or one number for both; None is 64 on CUDA devices and
             32 on the CPU.
         layers: regular expressions of names, or None for all that can become block-sparse, as of
-            `prune_model`; all others count as the rest of the model.
+            `prune_`; all others count as the rest of the model.
 
     Returns:
         Times by layer and contender, estimates of the whole model, and a recommendation; ``print`` it.

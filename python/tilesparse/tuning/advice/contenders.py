@@ -17,9 +17,8 @@ from ..._runtime.timing import Call
 from ...config import BlockSparseConfig
 from ...errors import UnsupportedError
 from ...functional import quantize
-from ...prune._layers import kept_blocks
-from ...prune.configs import block_shape_of
 from ...prune.measured import random_layer
+from ...prune.targets import block_shape_of, kept_blocks
 from ...storage.registry import storage_of
 from ..products import dtype_name
 from ..storing import is_converted_in_calls

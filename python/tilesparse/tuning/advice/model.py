@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._names import NamePattern
-from ..._replay.batches import call, uncompiled
+from ..._names import matching, names_of_modules, parsed
 from ..._runtime.timing import undisturbed
+from ...calibrate.stream import call, uncompiled
 from ...config import BlockSparseConfig
 from ...errors import InvalidArgumentError
 from ...nn.convert import dense_weight
 from ...nn.known_experts import projections_of, reason_not_known
-from ...prune.targets import reasons, targets_matching
+from ...prune.targets import chosen_layers, reasons
 
 _CALLS = 7  # of the whole model
 
@@ -145,15 +145,14 @@ def _candidates(
     names: set[str] = set()
     skipped = []
     for config in configs:
-        targets, others = targets_matching(model, layers, config, strict=False, cut=False)
+        targets, others = chosen_layers(model, config, layers, strict=False, cut=False)
         names.update(targets)
         skipped += others
-    texts = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    patterns = [NamePattern.parse(text, argument="layers") for text in texts]
+    places = matching(parsed("layers", ".*" if layers is None else layers), names_of_modules(model))
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_experts = projections_of(module) is not None and reason_not_known(module) is None
-        if name in names or (is_experts and any(pattern.matches([name]) for pattern in patterns)):
+        if name in names or (is_experts and places[module]):
             found[name] = module
     if not found:
         raise InvalidArgumentError(

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_block_shape
+from .._names import names_of_modules, set_submodule
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import experts_like
@@ -33,9 +35,7 @@ from ..nn.known_experts import (
     reason_not_known,
 )
 from ..nn.linear import BlockSparseLinear
-from ..patch.modules import names_of_modules, set_submodule
 from ..pattern.block_pattern import BlockPattern
-from .configs import block_shape_of
 from .moments import Moments
 
 _SAME = ("block_shape", "nm", "storage", "transposable", "scales", "policy", "activations")
@@ -223,7 +223,7 @@ def _joined(
 def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
     """Return a layer with every block of a dense one."""
     shape = linear.out_features, linear.in_features
-    pattern = BlockPattern.full(shape, block_shape=block_shape_of(config))
+    pattern = BlockPattern.full(shape, block_shape=check_block_shape(config.block_shape))
     stored: Any = {"nm": config.nm, "transposable": config.transposable, "storage": config.storage}
     return BlockSparseLinear.from_linear(linear, pattern=pattern, **stored)
 
