@@ -82,11 +82,13 @@ class Calibration:
         """Return the units to prune, in order; each is passed before the next is looked at."""
         inside = [Unit(number, []) for number in range(len(self._blocks))]
         outside = Unit(None, [])
-        members = [set(self._model.get_submodule(block).modules()) for block in self._blocks]
+        homes: dict[nn.Module, list[Unit]] = {}
+        for unit, block in zip(inside, self._blocks, strict=True):
+            for module in self._model.get_submodule(block).modules():
+                homes.setdefault(module, []).append(unit)
         for name in self._layers:
-            layer = self._model.get_submodule(name)
-            homes = [unit for unit, modules in zip(inside, members, strict=True) if layer in modules]
-            (homes[0] if len(homes) == 1 else outside).layers.append(name)
+            own = homes.get(self._model.get_submodule(name), [])
+            (own[0] if len(own) == 1 else outside).layers.append(name)
         return [*inside, outside] if outside.layers else inside
 
     def groups(self, unit: Unit) -> list[list[str]]:

@@ -195,8 +195,13 @@ def joined(
     An expert that is to stay dense keeps all of its blocks, stored as those of the others.
     """
     found: dict[str, Any] = {name: layer for name, layer in made.items() if place_in(experts, name) is None}
+    of_experts: dict[str, dict[str, BlockSparseConfig]] = {}
+    for key, config in targets.items():
+        place = place_in(experts, key)
+        if place is not None:
+            of_experts.setdefault(place.experts, {})[key] = config
     for name, layers in experts.items():
-        configs = {key: config for key, config in targets.items() if key.startswith(f"{name}.")}
+        configs = of_experts.get(name)
         if configs:
             projections = [
                 _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
