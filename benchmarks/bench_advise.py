@@ -24,8 +24,9 @@ from harness import block_list, budgeted_parser, density_list, parsed, recording
 from torch import nn
 
 import tilesparse as ts
-from tilesparse.tuning.advice import AdviceReport, Contender
-from tilesparse.tuning.advice.model import milliseconds_of_call
+from tilesparse.tuning import AdviceReport
+from tilesparse.tuning.advise import milliseconds_of_call
+from tilesparse.tuning.product import Way, describe_way
 
 
 class Model(NamedTuple):
@@ -118,11 +119,11 @@ def _measure(asked: Model, arguments: argparse.Namespace, case: dict[str, Any]) 
         "dense_ms": round(report.call if report.busy is None else report.busy, 4),
         "call_ms": round(report.call, 4),
         "rest_ms": round(report.rest, 4),
-        "recommended": None if found is None else str(found.contender),
+        "recommended": None if found is None else describe_way(found.contender),
     }
     measured = [_best(report, density) for density in report.densities]
     for one in report.estimates():
-        result = {"contender": str(one.contender), "layers_ms": round(one.layers, 4)}
+        result = {"contender": describe_way(one.contender), "layers_ms": round(one.layers, 4)}
         result |= {"estimated_ms": round(one.total, 4)}
         if one.contender in measured:
             result["measured_ms"] = round(_milliseconds(model, report, one.contender, x), 4)
@@ -130,20 +131,20 @@ def _measure(asked: Model, arguments: argparse.Namespace, case: dict[str, Any]) 
         print(f"    {result}", flush=True)
 
 
-def _best(report: AdviceReport, density: float) -> Contender:
+def _best(report: AdviceReport, density: float) -> Way:
     of_density = [one for one in report.estimates() if _density(one.contender) == density]
     return min(of_density, key=lambda one: one.total).contender
 
 
-def _density(contender: Contender) -> float | None:
-    return None if contender.config is None else contender.config.density
+def _density(contender: Way) -> float | None:
+    return contender.density if isinstance(contender, ts.BlockSparseConfig) else None
 
 
-def _milliseconds(model: nn.Module, report: AdviceReport, contender: Contender, x: torch.Tensor) -> float:
+def _milliseconds(model: nn.Module, report: AdviceReport, contender: Way, x: torch.Tensor) -> float:
     made = copy.deepcopy(model)
-    names = [name for product in report.products for name in product.names]
-    ts.sparsify_(made, contender.config, filter_fn=lambda _, name: name in names)  # type: ignore[arg-type]
-    ts.prepare_for_inference(made)
+    names = [name for measured in report.layers for name in measured.names]
+    ts.sparsify_(made, contender, filter_fn=lambda _, name: name in names)  # type: ignore[arg-type]
+    ts.prepare_for_inference(made, (x,))
     call, busy = milliseconds_of_call(made, (x,), x.device)
     return call if busy is None else busy
 

@@ -81,13 +81,15 @@ def loaded(variant: str) -> Encoder:
     return Encoder(transformers.AutoModel.from_pretrained(folder, **options)).eval()
 
 
-def sparsified(model: Encoder, variant: str, density: float, block: int) -> Encoder:
+def sparsified(
+    model: Encoder, variant: str, density: float, block: int, batch: tuple[Tensor, Tensor]
+) -> Encoder:
     if "bfloat16" in variant:
         model = model.bfloat16()
     options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
     config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
     ts.sparsify_(model, {f"model.{ENCODER}": config})
-    ts.prepare_for_inference(model)
+    ts.prepare_for_inference(model, batch)  # whose sizes it measures
     return model
 
 
@@ -158,7 +160,7 @@ def torch_hidden(variant: str, density: float, block: int, sparse: bool) -> Hidd
     encoder = loaded(numbers)
     model: nn.Module = encoder
     if sparse:
-        model = sparsified(encoder, numbers, density, block)
+        model = sparsified(encoder, numbers, density, block, random_inputs(1, 128))
     elif numbers == "bfloat16":
         model = model.bfloat16()
     elif numbers == "int8":

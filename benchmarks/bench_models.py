@@ -99,7 +99,8 @@ class Bench:
             return relative_error(call(), model.eval()(self._inputs(group)).float())
 
     def _sparse(self, group: Group, density: float, block_shape: tuple[int, int]) -> nn.Module:
-        return make_sparse(self._build(group), density, block_shape, self.seed, self.activations)
+        x = self._inputs(group)
+        return make_sparse(self._build(group), density, block_shape, self.seed, self.activations, x)
 
     def _build(self, group: Group) -> nn.Module:
         return group.architecture.build(self.device, DTYPE, self.seed)

@@ -31,7 +31,7 @@ from kernel_cases import gpu_of, product_of
 from report import rows_of
 
 from tilesparse import _C, Device
-from tilesparse.tuning.devices import MEASURED
+from tilesparse.tuning.product import MEASURED
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"

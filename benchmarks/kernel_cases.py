@@ -23,7 +23,7 @@ from tilesparse._runtime.products import dds, sdd
 from tilesparse._runtime.scaled import dds_quantized
 from tilesparse.config import LayerSpec
 from tilesparse.storage.registry import storage_of
-from tilesparse.tuning.devices import GPUS
+from tilesparse.tuning.product import GPUS
 
 LAYERS = (
     (768, 768),

@@ -365,14 +365,16 @@ def make_sparse(
     block_shape: tuple[int, int],
     seed: int,
     activations: str | None = None,
+    x: Tensor | None = None,
 ) -> nn.Module:
     """Replaces all linear layers of a model, whose dense weights are freed, and fuses its MLPs.
 
-    ``activations``: "int8" or "float8_e4m3fn", which weights are stored in as well.
+    ``activations``: "int8" or "float8_e4m3fn", which weights are stored in as well. ``x``: an input, without
+    which only an nn.Sequential is fused.
     """
     patcher = RandomPatcher(density, block_shape, seed, activations)
     patcher.patch_model(model)
-    patcher.fuse_mlps(model)
+    patcher.fuse_mlps(model, x)
     return model
 
 

@@ -38,7 +38,7 @@ from tilesparse import BlockSparseConfig
 from tilesparse.integrations.transformers import to_dense
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill
-from tilesparse.tuning.devices import default_device
+from tilesparse.tuning.product import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
 LONGEST = 1 << 20  # characters of a file of code

@@ -33,7 +33,7 @@ from transformers import AutoModel, AutoTokenizer
 from tilesparse import BlockSparseConfig
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill, reconstruct
-from tilesparse.tuning.devices import default_device
+from tilesparse.tuning.product import default_device
 
 HELD_OUT = 20  # one file in this many
 NEIGHBOURS = 10

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
-from tilesparse.cli.bench import synchronize
 from tilesparse.cli.demo import GPT, Size
 from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
 
@@ -301,6 +300,12 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     add("--commit", help="of the sources (default: ask git)")
     return made
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from tilesparse.tuning.devices import default_device
+from tilesparse.tuning.product import default_device
 
 BEGINNING = 12  # tokens of a document that the model goes on with
 ENOUGH = 16 * BEGINNING  # characters that have so many tokens

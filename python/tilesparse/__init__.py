@@ -16,7 +16,7 @@ from . import (
     train,
     tuning,
 )
-from ._libraries import checkpoint_hooks, diffusers_hooks, inductor_hooks, transformers_hooks
+from ._libraries import checkpoint_hooks, inductor_hooks, transformers_hooks
 from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
@@ -35,7 +35,7 @@ from .errors import (
     UnsynchronizedPatternError,
 )
 from .inference import prepare_for_inference
-from .integrations import accelerate, peft_hooks
+from .integrations import accelerate, diffusers, peft_hooks
 from .matrix import BlockSparseMatrix
 from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
 from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
@@ -44,21 +44,21 @@ from .prune import prune_
 from .quantization import quantize_
 from .recover import distill
 from .tuning import tune
-from .tuning.advice import advise
-from .tuning.selection import choose, kernels, prefer
+from .tuning.advise import advise
+from .tuning.choose import choose, kernels, prefer
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
 from .tuning import Measurement as Measurement  # isort: skip
-from .tuning.devices import Device as Device  # isort: skip
-from .tuning.products import Product as Product  # isort: skip
-from .tuning.selection import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
+from .tuning.product import Device as Device  # isort: skip
+from .tuning.product import Product as Product  # isort: skip
+from .tuning.choose import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
 
 __version__ = _belongs.VERSION
 
 tuning.load_on_import()
 accelerate.register()
 checkpoint_hooks.register()
-diffusers_hooks.register()
+diffusers.register()
 inductor_hooks.register()
 peft_hooks.register()
 transformers_hooks.register()

@@ -70,9 +70,10 @@ class CudaError(TileSparseError, RuntimeError):
 
 
 class TuneFileError(TileSparseError, OSError):
-    """The file of measurements of `tilesparse.tune` is damaged or foreign, or cannot be read or written.
+    """A file of measurements is damaged or foreign, or cannot be read or written.
 
-    Raised by `tilesparse.tune` before it measures. A program that imports this package gets the same text as
+    Raised by `tilesparse.tune` before it measures, and where tables of latencies and reports of `advise` are
+    saved and loaded. A program that imports this package gets the same text as
     a warning and goes on with estimates.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,21 +12,20 @@ from torch import nn
 
 from ._arguments import checked, shown
 from ._listeners import layers_changed
-from ._runtime.timing import medians
-from .calibrate.stream import call, device_of, evaluating, tensors_in, uncompiled
+from .calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
 from .errors import InvalidArgumentError, InvalidTypeError
-from .nn.joint import JointLinear
 from .nn.known_experts import stacked_in
 from .nn.linear import BlockSparseLinear
-from .patch.joining import SharedProduct, join_layers
+from .nn.state import evaluating
+from .patch.merging import SharedProduct, merge_layers
 from .patch.patcher import BlockSparseModelPatcher
 from .patch.prepared import InferenceReport, PreparedProduct
 from .storage.registry import storage_of
-from .tuning.document import Measurement
-from .tuning.measuring import tune
-from .tuning.products import Product
-from .tuning.selection import choose
-from .tuning.storing import is_converted_in_calls, stored_for_kernels
+from .tuning.choose import choose, is_converted_in_calls, stored_for_kernels
+from .tuning.measure import tune
+from .tuning.product import Product
+from .tuning.store import Measurement
+from .tuning.timing import milliseconds
 
 __all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference"]
 
@@ -44,9 +45,10 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     - The model is put into evaluation mode, and its parameters record no gradients.
     - MLPs are fused, see `BlockSparseModelPatcher.fuse_mlps`.
     - On CUDA devices weights in a storage that no kernel of the device reads are stored as kernels read them.
-    - Layers that are called with one x, such as q, k and v, share one product, where they differ in nothing
-      but their rows and the source of their module's ``forward`` shows that x stays the same. The same kernel
-      gives the same bits; where another one is chosen for the larger product, sums may be in another order.
+    - With a batch, layers that their module calls with one x in each of its calls, such as q, k and v, share
+      one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
+      another one is chosen for the larger product, sums may be in another order. What they share is compared
+      with products of their own.
     - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
       no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
       that kernels for it take.
@@ -63,18 +65,19 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
     Layers that are changed afterwards compute by themselves again, see the page on serving.
 
     Args:
-        model: changed in place.
+        model: changed in place; on an error it is as it was.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            tensor, on the model's device. None measures nothing: choices rest on
-            estimates, and the report has no times.
+            tensor, on the model's device. None measures nothing and merges no layers; of MLPs only those
+            are fused that are known without a call. Choices then rest on estimates, and the report has no
+            times.
 
     Returns:
         What was done to each layer or why not, and the time of a call before and after.
 
     Raises:
         InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
-            with a gradient, as in training. Nothing was changed.
-        InvalidTypeError: the batch has no tensor. Nothing was changed.
+            with a gradient, as in training.
+        InvalidTypeError: the batch has no tensor.
         UnsupportedError: no kernel computes a product on the device of a layer.
         TuneFileError: the file of measurements is damaged or cannot be written.
 
@@ -92,22 +95,57 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
         with evaluating(model):
             tokens = _tokens_of(model, batch, layers)
             before = _seconds(model, batch)
-    model.eval().requires_grad_(False)
-    mlps = BlockSparseModelPatcher().fuse_mlps(model)
-    stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
-    if stored:
-        layers_changed(model)
-        model.requires_grad_(False)  # of what they hold now, too
-    shared = join_layers(model)
-    steps = [_packed(*product, tokens, stored) for product in _products(model)]
-    measured = _measured(steps)
-    for step in steps:
-        _choose_policy(step)
-    products = [entry for step in steps for entry in _entries(step, measured)]
-    products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
-    after = None if batch is None else _seconds(model, batch)
-    stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
+    with torch.inference_mode(False), ExitStack() as undo:
+        _remember(model, layers, undo)
+        model.eval().requires_grad_(False)
+        patcher = BlockSparseModelPatcher()
+        mlps = patcher.fuse_mlps(model, batch)
+        if mlps.mlps:
+            undo.callback(patcher.undo, model)
+        stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
+        if stored:
+            layers_changed(model)
+            model.requires_grad_(False)  # of what they hold now, too
+        shared: list[SharedProduct] = []
+        if batch is not None:
+            shared, merged = merge_layers(model, partial(call_apart, model, batch))
+            for product in merged:
+                undo.callback(product.undo)
+        steps = [_step(*product, tokens, stored) for product in _products(model)]
+        measured = _measured(steps)
+        for step in steps:
+            _choose_policy(step)
+            undo.callback(step.layer.pack, False)
+            step.layer.pack(step.expanded or not step.layer.weight.is_cpu)
+        products = [entry for step in steps for entry in _entries(step, measured)]
+        products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
+        after = None if batch is None else _seconds(model, batch)
+        stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
+        undo.pop_all()
     return InferenceReport(products, mlps, shared, before, after, stacked)
+
+
+def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitStack) -> None:
+    """Have a model get back its modes, what its parameters record, and what its layers hold."""
+    modes = {module: module.training for module in model.modules()}
+    gradients = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    states = []
+    for layer in layers:
+        own = dict(vars(layer))
+        states.append((layer, own | {name: dict(own[name]) for name in ("_parameters", "_buffers")}))
+
+    def restore() -> None:
+        for layer, own in states:
+            changed = layer.weight is not own["_parameters"]["weight"]
+            vars(layer).update(own)
+            if changed:
+                layers_changed(model)
+        for module, mode in modes.items():
+            module.training = mode
+        for parameter, records in gradients.items():
+            parameter.requires_grad_(records)
+
+    undo.callback(restore)
 
 
 class _Step(NamedTuple):
@@ -179,7 +217,7 @@ def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]
 
 
 def _seconds(model: nn.Module, batch: Any) -> float:
-    return 1e-3 * medians([lambda: call(model, batch)], device_of(model), _REPETITIONS)[0]
+    return 1e-3 * milliseconds([lambda: call(model, batch)], device_of(model), _REPETITIONS)[0]
 
 
 def _store_for_kernels(layer: BlockSparseLinear) -> bool:
@@ -197,25 +235,23 @@ def _products(model: nn.Module) -> Iterator[tuple[dict[str, BlockSparseLinear], 
     found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseLinear) and not module.of_experts:
-            joint = module.joint if isinstance(module, JointLinear) else None
-            found.setdefault(module if joint is None else joint.layer, {})[name] = module
+            found.setdefault(module if module.merged is None else module.merged[0].whole, {})[name] = module
     yield from ((members, layer) for layer, members in found.items())
 
 
-def _packed(
+def _step(
     members: dict[str, BlockSparseLinear],
     layer: BlockSparseLinear,
     tokens: _Tokens,
     stored: set[BlockSparseLinear],
 ) -> _Step:
-    """Keep what kernels multiply beside the stored weight, where that is something else."""
+    """Return what becomes of a product: kernels may multiply something else than the stored weight."""
     counts = [count for each in members.values() for count in tokens.get(each, ())]
     whole, on_cpu = layer.shard is None, layer.weight.is_cpu
     expanded = whole and on_cpu and is_converted_in_calls(layer, counts)
     done = ["merged"] if len(members) > 1 else []
     done += ["stored as kernels read it"] if stored & set(members.values()) else []
     done += ["expanded once"] if expanded else [] if on_cpu else ["prepacked"]
-    layer.pack(expanded or not on_cpu)
     measurable = dict.fromkeys(counts if whole and layer.density else ())
     return _Step(members, layer, list(measurable), tuple(done), expanded)
 

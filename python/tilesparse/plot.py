@@ -130,7 +130,7 @@ def _block_norms(name: str, layer: BlockSparseLinear) -> Map:
     norms = torch.linalg.vector_norm(values, dim=(-2, -1), dtype=dtype)
     if not bool(norms.isfinite().all()):
         raise InvalidArgumentError(f"source must have finite weights, but some of {name!r} are not")
-    shades = torch.zeros(pattern.grid)
+    shades = torch.zeros(pattern.grid, device="cpu")
     if pattern.nnz:
         rows, cols = (index.cpu() for index in pattern.block_indices())
         shades[rows, cols] = (norms / norms.max().clamp(min=torch.finfo(dtype).tiny)).float().cpu()
@@ -189,7 +189,7 @@ def _ages(name: str, steps: Sequence[int], history: Tensor) -> Map:
     kept = history[-1]
     # The snapshots, from the last one back, in which a block has been kept without a break.
     unbroken = history.flip(0).long().cumprod(0).sum(0)
-    since = torch.tensor(steps)[(len(steps) - unbroken).clamp(max=len(steps) - 1)]
+    since = torch.tensor(steps, device="cpu")[(len(steps) - unbroken).clamp(max=len(steps) - 1)]
     shades = torch.where(kept, (steps[-1] - since).float(), 0.0)
     rows, cols = kept.shape
     caption = f"{rows} x {cols} blocks, density {kept.float().mean().item():.3g}"

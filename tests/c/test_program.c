@@ -24,8 +24,8 @@ int main(void) {
     for (int i = 0; i < TOKENS * BLOCK; ++i) x[i] = 1;
     for (int i = 0; i < BLOCK * BLOCK; ++i) values[i] = (float)(i / BLOCK);
     ts_pattern pattern = {.struct_size = sizeof pattern,
-                          .bn = BLOCK,
-                          .bk = BLOCK,
+                          .block_rows = BLOCK,
+                          .block_cols = BLOCK,
                           .out_features = BLOCK,
                           .in_features = BLOCK,
                           .nnz = 1,

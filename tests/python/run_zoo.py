@@ -281,7 +281,7 @@ def check_loaded(found: dict[str, str]) -> None:
 def fuse(kind: Kind) -> None:
     model = patched(kind)
     expected, keys = outputs(kind, model), list(model.state_dict())
-    report = BlockSparseModelPatcher().fuse_mlps(model)
+    report = BlockSparseModelPatcher().fuse_mlps(model, kind.batch(0))
     check(len(report.mlps) == kind.fused, f"{len(report.mlps)} MLPs fused, expected {kind.fused}")
     check(all(one.reason for one in report.skipped), "skipped without a reason")
     check(list(model.state_dict()) == keys, "names have changed")
@@ -293,7 +293,7 @@ def fuse(kind: Kind) -> None:
 def generate(kind: Kind) -> None:
     model = patched(kind)
     twin = densified(kind, model)
-    BlockSparseModelPatcher().fuse_mlps(model)
+    BlockSparseModelPatcher().fuse_mlps(model, kind.batch(0))
     batch = {name: one for name, one in kind.batch(0).items() if not name.startswith("decoder")}
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     texts = [one.generate(**batch, **options) for one in (model, twin)]

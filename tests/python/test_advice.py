@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ import transformers
 from torch import nn
 
 import tilesparse as ts
-from tilesparse import BlockSparseConfig, CheckpointNotFoundError, InvalidArgumentError, InvalidTypeError
+from tilesparse import BlockSparseConfig, InvalidArgumentError, InvalidTypeError, TuneFileError, advise
 from tilesparse.cli import command as cli
-from tilesparse.tuning.advice import AdviceReport, Contender, Estimate, MeasuredProduct, advise, advising
-from tilesparse.tuning.advice.contenders import call_of, contenders_for
-from tilesparse.tuning.advice.model import left_out
+from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
+from tilesparse.tuning import advise as advising
+from tilesparse.tuning.advise import call_of, contenders_for, left_out
+from tilesparse.tuning.product import Way
 
-DENSE, INT8 = Contender(), Contender(eight_bits="int8")
+DENSE, INT8 = None, "int8"
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = transformers.LlamaConfig(
@@ -28,11 +29,11 @@ LLAMA = transformers.LlamaConfig(
 )
 
 
-def sparse(density: float, **options: Any) -> Contender:
-    return Contender(BlockSparseConfig(density, 32, **options))
+def sparse(density: float, **options: Any) -> BlockSparseConfig:
+    return BlockSparseConfig(density, (32, 32), **options)
 
 
-def w8a8(density: float) -> Contender:
+def w8a8(density: float) -> BlockSparseConfig:
     return sparse(density, storage="int8", activations="int8")
 
 
@@ -50,21 +51,19 @@ def model() -> nn.Module:
 
 
 def report(
-    *products: MeasuredProduct, call: float = 10.0, busy: float | None = None, rest: float = 0.0
+    *layers: MeasuredLayers, call: float = 10.0, busy: float | None = None, rest: float = 0.0
 ) -> AdviceReport:
     versions = {"torch": "2", "threads": "1"}
-    return AdviceReport("a device", "float32", versions, call, busy, rest, products, {})
+    return AdviceReport(Device("a device", None, 1), versions, layers, call, busy, rest, {})
 
 
-def product(
-    times: dict[Contender, float], calls: int = 1, names: tuple[str, ...] = ("a",)
-) -> MeasuredProduct:
-    return MeasuredProduct(names, "linear", (64, 64), 16, calls, times)
+def layers(times: Mapping[Way, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
+    return MeasuredLayers((64, 64), 16, "float32", times, names, calls)
 
 
 def test_layers_of_one_shape_are_measured_once_and_counted(known_times: None) -> None:
     found = ts.advise(model(), torch.randn(2, 8, 64), densities=[0.05, 0.25, 0.5])
-    assert [(one.names, one.shape, one.tokens, one.calls) for one in found.products] == [
+    assert [(one.names, one.shape, one.tokens, one.calls) for one in found.layers] == [
         (("0", "3"), (128, 64), 16, 2),
         (("2",), (64, 128), 16, 1),
     ]  # the last layer fits no block
@@ -99,7 +98,7 @@ def test_weights_in_four_bits_are_for_few_tokens() -> None:
 
 @pytest.mark.parametrize("tokens", [4, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dense_contenders_compute_the_product(tokens: int, dtype: torch.dtype) -> None:
+def test_dense_contenders_compute_the_layers(tokens: int, dtype: torch.dtype) -> None:
     x = torch.randn(tokens, 64, dtype=dtype)
     for contender, tolerance in ((DENSE, 1e-2), (INT8, 3e-2)):
         torch.manual_seed(1)
@@ -114,19 +113,19 @@ def test_sparse_contenders_are_stored_as_they_say() -> None:
     x = torch.randn(4, 128)
     for contender in (sparse(0.5), w8a8(0.25), sparse(0.5, storage="int4")):
         call: Any = call_of(contender, (64, 128), x)
-        layer, config = call.func, contender.config
-        assert config is not None and layer.density == config.density and layer.bias is None
-        assert (layer.storage, layer.activations) == (config.storage, config.activations)
+        layer = call.func
+        assert layer.density == contender.density and layer.bias is None
+        assert (layer.storage, layer.activations) == (contender.storage, contender.activations)
         assert call().shape == (4, 64)
     with pytest.raises(ts.UnsupportedError, match="no kernel reads"):
         call_of(sparse(0.5, storage="int4"), (64, 128), torch.randn(64, 128))
 
 
 @pytest.mark.gpu
-def test_dense_float8_computes_the_product() -> None:
+def test_dense_float8_computes_the_layers() -> None:
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     torch.manual_seed(1)
-    y = call_of(Contender(eight_bits="float8_e4m3fn"), (96, 128), x)()
+    y = call_of("float8_e4m3fn", (96, 128), x)()
     torch.manual_seed(1)
     expected = x @ torch.randn(96, 128, device="cuda", dtype=torch.bfloat16).t()
     assert (y - expected).norm() < 0.1 * expected.norm()
@@ -136,7 +135,7 @@ def test_dense_float8_computes_the_product() -> None:
 def test_a_gpu_is_asked_how_long_it_works() -> None:
     found = ts.advise(model().cuda().bfloat16(), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16))
     assert found.busy is not None and found.busy > 0
-    assert Contender(eight_bits="float8_e4m3fn") in found.contenders
+    assert "float8_e4m3fn" in found.contenders
 
 
 def test_the_model_stays_as_it_was(known_times: None) -> None:
@@ -151,7 +150,7 @@ def test_the_model_stays_as_it_was(known_times: None) -> None:
 
 def test_sums_are_those_of_the_layers_and_grow_with_them() -> None:
     times = {DENSE: 2.0, INT8: 1.5, sparse(0.5): 1.0}
-    first, second = product(times, calls=3), product({DENSE: 0.5, INT8: 0.25, sparse(0.5): 0.75}, calls=2)
+    first, second = layers(times, calls=3), layers({DENSE: 0.5, INT8: 0.25, sparse(0.5): 0.75}, calls=2)
     found = report(first, second, rest=3.0)
     assert found.estimates() == [
         Estimate(DENSE, 7.0, 10.0),
@@ -168,16 +167,16 @@ def test_sums_are_those_of_the_layers_and_grow_with_them() -> None:
 
 
 def test_layers_that_a_contender_does_not_compute_take_the_next_best_way() -> None:
-    only_plain = product({DENSE: 4.0, INT8: 3.0, sparse(0.5): 2.0})
-    only_dense = product({DENSE: 4.0, INT8: 3.0})
+    only_plain = layers({DENSE: 4.0, INT8: 3.0, sparse(0.5): 2.0})
+    only_dense = layers({DENSE: 4.0, INT8: 3.0})
     assert only_plain.time(w8a8(0.5)) == 2.0 and only_dense.time(w8a8(0.5)) == 4.0
-    both = report(only_plain, product({DENSE: 1.0, w8a8(0.5): 0.5}))
+    both = report(only_plain, layers({DENSE: 1.0, w8a8(0.5): 0.5}))
     assert {one.contender: one.layers for one in both.estimates()}[w8a8(0.5)] == 2.5
 
 
 def test_the_highest_density_that_is_worth_it_is_recommended() -> None:
     times = {DENSE: 10.0, INT8: 6.0, sparse(0.5): 5.8, sparse(0.25): 5.0, w8a8(0.25): 4.0, sparse(0.1): 1.0}
-    found = report(product(times))
+    found = report(layers(times))
     assert found.best_dense == Estimate(INT8, 6.0, 6.0)
     assert found.recommended == Estimate(w8a8(0.25), 4.0, 4.0)
     assert "recommendation: density 0.25, 32x32, int8 W8A8: about 1.50 times as fast" in str(found)
@@ -185,14 +184,14 @@ def test_the_highest_density_that_is_worth_it_is_recommended() -> None:
 
 @pytest.mark.parametrize(("faster", "rest"), [(5.5, 0.0), (1.0, 1000.0)])  # by too little, of too little
 def test_staying_dense_is_recommended_where_nothing_is_worth_it(faster: float, rest: float) -> None:
-    found = report(product({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), rest=rest)
+    found = report(layers({DENSE: 10.0, INT8: 6.0, sparse(0.5): faster}), rest=rest)
     assert found.recommended is None
     assert "recommendation: stay dense (dense int8)" in str(found)
 
 
 def test_layers_to_leave_dense_are_named() -> None:
-    slow = product({DENSE: 1.0, w8a8(0.5): 1.5}, names=("h.0.q", "h.1.q"))
-    found = report(slow, product({DENSE: 9.0, w8a8(0.5): 3.0}, names=("h.0.up",)))
+    slow = layers({DENSE: 1.0, w8a8(0.5): 1.5}, names=("h.0.q", "h.1.q"))
+    found = report(slow, layers({DENSE: 9.0, w8a8(0.5): 3.0}, names=("h.0.up",)))
     assert found.recommended is not None
     assert found.slower_than_dense(found.recommended.contender) == ["h.0.q", "h.1.q"]
     assert "leave dense, where that is as fast: h.*.q (2)" in str(found)
@@ -200,9 +199,9 @@ def test_layers_to_leave_dense_are_named() -> None:
 
 def test_a_gpu_that_waits_for_the_host_is_named() -> None:
     times = {DENSE: 2.0, sparse(0.5): 1.0}
-    found = report(product(times), call=10.0, busy=4.0)
+    found = report(layers(times), call=10.0, busy=4.0)
     assert "the GPU waits for the host" in str(found)
-    assert "the GPU waits" not in str(report(product(times), call=4.5, busy=4.0))
+    assert "the GPU waits" not in str(report(layers(times), call=4.5, busy=4.0))
 
 
 def test_tables_name_layers_contenders_and_what_is_not_known(known_times: None) -> None:
@@ -216,36 +215,37 @@ def test_reports_are_kept_as_json(known_times: None, tmp_path: Path) -> None:
     found = ts.advise(model(), torch.randn(4, 64))
     found.save(tmp_path / "a.json")
     assert AdviceReport.load(tmp_path / "a.json") == found
-    with pytest.raises(CheckpointNotFoundError, match="path"):
+    table = LatencyTable.load(tmp_path / "a.json")  # for budgets
+    assert table.milliseconds((128, 64), sparse(0.5)) == found.layers[0].time(sparse(0.5))
+    with pytest.raises(TuneFileError, match="must be a file that can be read"):
         AdviceReport.load(tmp_path / "none.json")
-    with pytest.raises(InvalidArgumentError, match="path"):
+    with pytest.raises(TuneFileError, match="cannot be written"):
         found.save(tmp_path)
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda document: document.pop(name)
+    return lambda section: section.pop(name)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        without("products"),
+        without("layers"),
         without("device"),
         without("rest"),
-        lambda document: document.update(version=2),
-        lambda document: document.update(call=-1),
-        lambda document: document["products"][0]["times"].pop(0),  # the dense layer
-        lambda document: document["products"][0]["times"][-1].update(ms="fast"),
-        lambda document: document["products"][0]["times"][-1]["config"].update(density=2),
+        lambda section: section.update(call=-1),
+        lambda section: section["layers"][0]["milliseconds"].pop(0),  # the dense layer
+        lambda section: section["layers"][0]["milliseconds"][-1].update(ms="fast"),
+        lambda section: section["layers"][0]["milliseconds"][-1]["way"].update(density=2),
     ],
 )
 def test_damaged_reports_are_refused(damage: Callable[[Any], Any], known_times: None, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     ts.advise(model(), torch.randn(4, 64)).save(file)
     document = json.loads(file.read_text())
-    damage(document)
+    damage(document["sections"][0])
     file.write_text(json.dumps(document))
-    with pytest.raises(InvalidArgumentError, match="no report of advise"):
+    with pytest.raises(TuneFileError, match="no file of measurements, or damaged"):
         AdviceReport.load(file)
 
 
@@ -294,13 +294,13 @@ def test_experts_are_one_product_of_all_their_projections(known_times: None) -> 
     mixture = transformers.MixtralForCausalLM(config).eval()
     ids = torch.randint(96, (1, 16))
     found = ts.advise(mixture, {"input_ids": ids, "use_cache": False}, densities=[0.5], block_shapes=[32])
-    (experts,) = [one for one in found.products if one.kind == "experts"]
+    (experts,) = [one for one in found.layers if one.is_experts]
     assert experts.names == tuple(f"model.layers.{number}.mlp.experts" for number in range(2))
     assert (experts.shape, experts.tokens, experts.calls) == ((4, 256, 64), 16, 2)
     assert [*experts.milliseconds] == [DENSE, sparse(0.5)]  # there are no activations in 8 bits
     assert experts.time(w8a8(0.5)) == experts.milliseconds[sparse(0.5)]
     only = ts.advise(mixture, {"input_ids": ids, "use_cache": False}, layers="experts", block_shapes=[32])
-    assert {one.kind for one in only.products} == {"experts"}
+    assert all(one.is_experts for one in only.layers)
 
 
 def folder_of(config: Any, folder: Path) -> str:
@@ -322,8 +322,8 @@ def test_the_command_takes_a_config_alone_and_writes_what_it_is_told_to(
     assert sorted(tmp_path.rglob("*")) == before
     assert cli.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0
     found = AdviceReport.load("a.json")
-    assert found.dtype == "float32" and {one.tokens for one in found.products} == {16}
-    assert all(".mlp." in name for one in found.products for name in one.names)
+    assert found.dtype == "float32" and {one.tokens for one in found.layers} == {16}
+    assert all(".mlp." in name for one in found.layers for name in one.names)
 
 
 def test_the_command_takes_saved_models_and_images(
@@ -335,7 +335,7 @@ def test_the_command_takes_saved_models_and_images(
     vit = transformers.ViTConfig(**SIZES, image_size=32, patch_size=16, architectures=["ViTModel"])
     folder = folder_of(vit, tmp_path / "vit")
     assert cli.main(["advise", folder, "--batch", "3", "--device", "cpu", "--json", str(tmp_path / "a")]) == 0
-    tokens = {one.tokens for one in AdviceReport.load(tmp_path / "a").products}
+    tokens = {one.tokens for one in AdviceReport.load(tmp_path / "a").layers}
     assert 3 * 5 in tokens  # patches and the class of each image
 
 

@@ -17,7 +17,7 @@ import pytest
 from test_packaging import ROOT, run
 
 from tilesparse import _C, Device
-from tilesparse.tuning.devices import GPUS as KNOWN_GPUS
+from tilesparse.tuning.product import GPUS as KNOWN_GPUS
 
 CUDA_FOLDERS = [
     os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home

@@ -41,7 +41,7 @@ from tilesparse import (
 )
 from tilesparse.config import BlockSparseConfig
 from tilesparse.nn import ExpertsLinear
-from tilesparse.tuning.advice import AdviceReport, Contender, MeasuredProduct
+from tilesparse.tuning import AdviceReport, Device, LatencyTable, MeasuredLayers
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 HOSTILE: dict[str, Any] = {
@@ -111,10 +111,10 @@ NOT_CALLED = {
     "patch.FusedMLP",
     "patch.PatchedLayer",
     "patch.SkippedLayer",
-    "tuning.advice.AdviceReport",
-    "tuning.advice.Contender",
-    "tuning.advice.Estimate",
-    "tuning.advice.MeasuredProduct",
+    "tuning.AdviceReport",
+    "tuning.Estimate",
+    "tuning.LatencyTable",
+    "tuning.MeasuredLayers",
     "inference.InferenceReport",
     "inference.PreparedProduct",
     "inference.SharedProduct",
@@ -124,7 +124,6 @@ NOT_CALLED = {
     "prune.AllocatedLayer",
     "prune.Allocation",
     "prune.ErrorProfiles",
-    "prune.LatencyTable",
     "prune.PermutationReport",
     "prune.PermutedGroup",
     "prune.PruneReport",
@@ -145,6 +144,7 @@ NOT_CALLED = {
     "BlockPattern.from_index",
     "BlockSparseLinear.allocate",
     "BlockSparseLinear.assign",
+    "BlockSparseLinear.register_parameter",  # of nn.Module
     "BlockSparseLinear.take_over",
     "BlockSparseLinear.update_spec",
     "Device.of",
@@ -261,9 +261,12 @@ def layered() -> nn.Module:
     return nn.Sequential(layer())
 
 
-def table() -> prune.LatencyTable:
+CPU = Device("CPU", None, 1)
+
+
+def table() -> LatencyTable:
     config = BlockSparseConfig(0.5, BLOCK)
-    return prune.LatencyTable("CPU", 8, "float32", {}, {(64, 64): {None: 1.0, config: 0.5}})
+    return LatencyTable(CPU, 8, "float32", {}, {(64, 64): {None: 1.0, config: 0.5}})
 
 
 def table_file() -> str:
@@ -272,13 +275,13 @@ def table_file() -> str:
 
 
 def advised() -> AdviceReport:
-    measured = MeasuredProduct(("0",), "linear", (64, 64), 80, 1, {Contender(): 1.0})
-    return AdviceReport("CPU", "float32", {"torch": "2"}, 2.0, None, 1.0, (measured,), {})
+    measured = MeasuredLayers((64, 64), 80, "float32", {None: 1.0}, ("0",))
+    return AdviceReport(CPU, {"torch": "2"}, (measured,), 2.0, None, 1.0, {})
 
 
 def advice_file() -> str:
-    advised().save("tuning.advice.json")
-    return "tuning.advice.json"
+    advised().save("advice.json")
+    return "advice.json"
 
 
 def profiles() -> dict[str, dict[BlockSparseConfig, float]]:
@@ -495,13 +498,13 @@ CASES: dict[str, Callable[[], Any]] = {
     "plot.evolution": lambda: {"snapshots": snapshots()},
     "plot.patterns": lambda: {"source": sparse()},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
-    "prune.LatencyTable.milliseconds": lambda: (
+    "tuning.LatencyTable.milliseconds": lambda: (
         table().milliseconds,
         {"shape": (64, 64), "config": BlockSparseConfig(0.5, BLOCK)},
     ),
-    "prune.LatencyTable.total": lambda: (table().total, {"model": dense(), "configs": {"0": None}}),
-    "prune.LatencyTable.save": lambda: (table().save, {"path": "new.json"}),
-    "prune.LatencyTable.load": lambda: {"path": table_file()},
+    "tuning.LatencyTable.total": lambda: (table().total, {"model": dense(), "configs": {"0": None}}),
+    "tuning.LatencyTable.save": lambda: (table().save, {"path": "new.json"}),
+    "tuning.LatencyTable.load": lambda: {"path": table_file()},
     "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
     "prune.find_permutation_groups": lambda: {"model": dense()},
@@ -511,7 +514,7 @@ CASES: dict[str, Callable[[], Any]] = {
         "configs": [BlockSparseConfig(0.5, BLOCK)],
         "layers": "0",
     },
-    "prune.measure_latency": lambda: {
+    "tuning.measure_latency": lambda: {
         "model": dense(),
         "configs": {"0": [BlockSparseConfig(0.5, BLOCK)]},
         "tokens": 8,
@@ -534,13 +537,13 @@ CASES: dict[str, Callable[[], Any]] = {
         "densities": [0.5],
         "block_shapes": [32],
     },
-    "tuning.advice.AdviceReport.load": lambda: {"path": advice_file()},
-    "tuning.advice.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
-    "tuning.advice.AdviceReport.slower_than_dense": lambda: (
+    "tuning.AdviceReport.load": lambda: {"path": advice_file()},
+    "tuning.AdviceReport.save": lambda: (advised().save, {"path": "new.json"}),
+    "tuning.AdviceReport.slower_than_dense": lambda: (
         advised().slower_than_dense,
-        {"contender": Contender()},
+        {"contender": None},
     ),
-    "tuning.advice.MeasuredProduct.time": lambda: (advised().products[0].time, {"contender": Contender()}),
+    "tuning.MeasuredLayers.time": lambda: (advised().layers[0].time, {"way": None}),
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,
@@ -549,7 +552,7 @@ CASES: dict[str, Callable[[], Any]] = {
         "second_moment": torch.eye(64),
         "pattern": pattern(),
     },
-    "prune.time_layers": lambda: {"model": dense(), "layers": ["0"], "tokens": 8, "repetitions": 1},
+    "tuning.time_layers": lambda: {"model": dense(), "layers": ["0"], "tokens": 8, "repetitions": 1},
     "prune.uniform": lambda: {"model": dense(), "layers": ["0"], "density": 1.0},
     "recover.DistillationLoss": lambda: {"logits": 1.0},
     "recover.DistillationLoss.terms": lambda: (

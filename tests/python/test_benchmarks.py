@@ -17,7 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import bench_checkpoint
 import bench_cpu
 import bench_cpu_eight_bits
 import bench_cpu_embeddings
@@ -41,7 +40,7 @@ from models import MODELS, Architecture, Size
 from problems import Shape
 from torch import nn
 
-from tilesparse import _C, BlockSparseLinear
+from tilesparse import _C, BlockSparseLinear, BlockSparseMLP
 from tilesparse.cli import info
 
 CPU = torch.device("cpu")
@@ -68,7 +67,9 @@ def test_density_one_is_the_dense_model(name: str, task: str, monkeypatch: pytes
     monkeypatch.setattr(bench_models, "LEARNING_RATE", 1e-2)
     architecture = tiny(name)
     dense = architecture.build(CPU, torch.float32, seed=0)
-    sparse = models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), seed=0)
+    x = architecture.inputs(CPU, torch.float32, seed=3)
+    sparse = models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), seed=0, x=x)
+    assert "products" in name or any(isinstance(module, BlockSparseMLP) for module in sparse.modules())
     assert not any(type(module) is nn.Linear for module in sparse.modules())
     first, second = steps(dense, architecture, task)
     torch.testing.assert_close(steps(sparse, architecture, task), [first, second], rtol=1e-4, atol=1e-5)
@@ -78,7 +79,9 @@ def test_density_one_is_the_dense_model(name: str, task: str, monkeypatch: pytes
 @pytest.mark.parametrize(("name", "task"), CASES)
 def test_sparse_models_compute_what_their_expanded_weights_do(name: str, task: str) -> None:
     architecture = tiny(name)
-    sparse = models.make_sparse(architecture.build(CPU, torch.float32, seed=0), 0.25, (16, 32), seed=0)
+    x = architecture.inputs(CPU, torch.float32, seed=3)
+    dense = architecture.build(CPU, torch.float32, seed=0)
+    sparse = models.make_sparse(dense, 0.25, (16, 32), seed=0, x=x)
     parameters = sum(parameter.numel() for parameter in sparse.parameters())
     expanded = models.make_dense(copy.deepcopy(sparse))
     assert parameters < sum(parameter.numel() for parameter in expanded.parameters()) / 3
@@ -94,7 +97,7 @@ def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
     x = architecture.inputs(CPU, torch.bfloat16, seed=1)
     for model in (
         models.make_float8(copy.deepcopy(dense)),
-        models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), 0, "int8"),
+        models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), 0, "int8", x),
     ):
         assert not any(type(module) is nn.Linear for module in model.modules())
         with torch.no_grad():
@@ -181,18 +184,6 @@ def test_a_layer_is_measured_with_and_without_looks(tmp_path: Path, monkeypatch:
     for case in json.loads(path.read_text())["cases"]:
         assert [result["contender"] for result in case["results"]] == ["with", "without"]
         assert all(result[name] > 0 for result in case["results"] for name in bench_looks.TIMES)
-
-
-def test_memory_of_checkpoints_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, and of layers so small that peaks say nothing."""
-    monkeypatch.setattr(bench_checkpoint, "FEATURES", 128)
-    monkeypatch.setattr(bench_checkpoint, "_in_fresh_process", lambda function, *given: function(*given))
-    monkeypatch.setattr(bench_checkpoint, "_layers", lambda form, megabytes: 5)
-    path = tmp_path / "checkpoint.json"
-    assert bench_checkpoint.main(["--output", str(path)]) == 0
-    cases = json.loads(path.read_text())["cases"]
-    assert [case["files"] for case in cases] == [1, 5, 1, 5]
-    assert all([result["call"] for result in case["results"]] == ["save", "load"] for case in cases)
 
 
 def test_products_of_experts_are_measured_and_checked(

@@ -17,20 +17,12 @@ from hypothesis import strategies as st
 from test_docs import executed
 from torch import nn
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError
+from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, TuneFileError
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.prune import (
-    LatencyTable,
-    allocate,
-    erk,
-    measure_errors,
-    measure_latency,
-    prune_,
-    time_layers,
-    uniform,
-)
+from tilesparse.prune import allocate, erk, measure_errors, prune_, uniform
 from tilesparse.prune import knapsack as solver
 from tilesparse.prune.knapsack import solve
+from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers
 
 PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
 OTHERS = [Config(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
@@ -63,7 +55,12 @@ def table_of(**changes: Any) -> LatencyTable:
         shape: {None: 1.0, **{config: 0.1 + config.density * (1 if config.nm else 1.5) for config in CONFIGS}}
         for shape in ((256, 128), (128, 256))
     }
-    about = {"device": "A device", "tokens": 8, "dtype": "bfloat16", "versions": {"torch": "2"}}
+    about = {
+        "device": Device("A device", None, 4),
+        "tokens": 8,
+        "dtype": "bfloat16",
+        "versions": {"torch": "2"},
+    }
     return LatencyTable(**{**about, "times": times, **changes})
 
 
@@ -361,10 +358,10 @@ def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
 
 def test_what_differs_from_where_a_table_is_from() -> None:
     here = measure_latency(Layers(), {"up": []}, tokens=1, device="cpu", repetitions=1)
-    assert here.device not in ("CPU", "") and here.where().endswith("in float32")
+    assert here.device.name not in ("CPU", "") and here.where().endswith("in float32")
     versions = {**here.versions, "threads": "1000"}
-    there = table_of(device="Another CPU", versions=versions).where()
-    assert f"which this machine does not have ({here.device}" in there
+    there = table_of(device=Device("Another CPU", None, 4), versions=versions).where()
+    assert f"which this machine does not have ({here.device.name}" in there
     assert there.endswith(f"; with threads 1000, where {torch.get_num_threads()} is here")
 
 
@@ -408,26 +405,35 @@ def test_times_between_measured_densities_rise() -> None:
 
 
 ENTRY = {"density": 0.5, "block_shape": [32, 32], "nm": None, "storage": "plain"}
+LAYERS = {"shape": [1, 2], "tokens": 8, "dtype": "float32", "names": [], "calls": 1, "milliseconds": []}
+
+
+def layers(*times: dict[str, Any], **change: Any) -> dict[str, Any]:
+    return {"layers": [{**LAYERS, "milliseconds": times, **change}]}
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 2}, "version must be 1, got 2"),
-        ({"times": [{"shape": [1, 2], "choice": None, "ms": math.nan}]}, "ms must be milliseconds"),
-        ({"times": [{"shape": [1], "choice": None, "ms": 1.0}]}, "table"),
-        ({"times": [{"shape": [1, 2], "choice": {"density": 1}, "ms": 1.0}]}, "block_shape"),
-        ({"tokens": None}, "integer"),
-        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "nm": []}, "ms": 1.0}]}, "IndexError"),
-        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "density": math.nan}, "ms": 1.0}]}, "density"),
-        ({"times": [{"shape": [1, 2], "choice": {**ENTRY, "storage": "x"}, "ms": 1.0}]}, "storage"),
+        ({"layers": []}, "one number of tokens"),
+        ({"device": {}}, "missing"),
+        (layers({"way": None, "ms": math.nan}), "ms must be milliseconds"),
+        (layers({"way": None, "ms": 1.0}, shape=[1]), "shape"),
+        (layers({"way": {"density": 1}, "ms": 1.0}), "block_shape"),
+        (layers({"way": None, "ms": 1.0}, tokens=None), "integer"),
+        (layers({"way": {**ENTRY, "nm": []}, "ms": 1.0}), "IndexError"),
+        (layers({"way": {**ENTRY, "density": math.nan}, "ms": 1.0}), "density"),
+        (layers({"way": {**ENTRY, "density": 0}, "ms": 1.0}), "density"),
+        (layers({"way": {**ENTRY, "storage": "x"}, "ms": 1.0}), "storage"),
     ],
 )
 def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     path = tmp_path / "table.json"
     table_of().save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(InvalidArgumentError, match=f"path: .*{text}"):
+    document = json.loads(path.read_text())
+    document["sections"][0] |= change
+    path.write_text(json.dumps(document))
+    with pytest.raises(TuneFileError, match=rf"table\.json is no file of measurements.*{text}"):
         LatencyTable.load(path)
 
 
@@ -435,9 +441,9 @@ def test_other_files_and_none(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text").write_text("nothing")
     for name in ("list.json", "text"):
-        with pytest.raises(InvalidArgumentError, match=f"path: .*{name}"):
+        with pytest.raises(TuneFileError, match=f"{name} is no file of measurements"):
             LatencyTable.load(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(TuneFileError, match=r"nothing\.json must be a file that can be read"):
         LatencyTable.load(tmp_path / "nothing.json")
 
 

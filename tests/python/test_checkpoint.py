@@ -573,7 +573,7 @@ def test_threads_that_save_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(save, nets))
     found: Any = tilesparse.load(Net, tmp_path)
-    (same,) = [net for net in nets if torch.equal(net.sparse.weight, found.sparse.weight)]
+    (same,) = [net for net in nets if torch.equal(net.get_parameter("sparse.weight"), found.sparse.weight)]
     assert_same(found, same)
     assert contents(tmp_path).keys() == {CONFIG, INDEX, FIRST, SECOND}
 

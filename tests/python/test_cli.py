@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, BlockPattern, Device, Product, _progress, choose
-from tilesparse.cli import bench, demo, info
+from tilesparse import _C, Device, Product, _progress, choose
 from tilesparse.cli import command as cli
-from tilesparse.tuning import measuring as tuning
-from tilesparse.tuning.devices import MEASURED
-from tilesparse.tuning.products import OPS
+from tilesparse.cli import demo, info
+from tilesparse.tuning.measure import device_to_measure, product_calls
+from tilesparse.tuning.product import MEASURED, OPS
 
 LIMITS = "and to clock, bandwidth and rate of tensor cores"
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]
@@ -131,7 +130,7 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
             with pytest.warns(UserWarning, match=said.strip()):
                 assert Device.find() == Device.find("cpu")
             with pytest.warns(UserWarning, match=said.strip()):
-                assert tuning._checked_device(None) == torch.device("cpu")
+                assert device_to_measure(None) == torch.device("cpu")
 
 
 def test_info_says_what_multiplies_values_in_fewer_bytes(
@@ -197,10 +196,11 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("op", OPS)
 def test_bench_computes_the_same_on_all_sides(op: str) -> None:
-    pattern = BlockPattern.full((96, 64), block_shape=(32, 32))
-    dense, written_out, sparse = bench._products(pattern, op, 16, torch.float32, torch.device("cpu"))
-    assert written_out().shape == sparse().shape
-    assert sparse().numel() == dense().numel()
+    product = Product(64, 96, 16, 1.0, 32, op=op)
+    with torch.no_grad():
+        sparse, expanded, dense = (call() for call in product_calls(product, torch.device("cpu")))
+    torch.testing.assert_close(sparse, expanded, rtol=1e-4, atol=1e-4)
+    assert sparse.numel() == dense.numel()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_an_interrupt_ends_quietly(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupt)
+    monkeypatch.setattr(demo, "main", interrupt)
     assert cli.main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
 

@@ -25,7 +25,6 @@ from tilesparse import (
     InvalidArgumentError,
     InvalidPatternError,
     PatternChangedError,
-    prune,
 )
 from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
@@ -33,6 +32,7 @@ from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import TENSORS
 from tilesparse.prune.obs import Solution
 from tilesparse.prune.resume import Progress
+from tilesparse.tuning import Device, LatencyTable
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
@@ -343,7 +343,7 @@ def test_a_call_beside_a_load_of_another_number_of_blocks_is_right_or_raises(sto
     makes = []
     for seed, density in enumerate((0.25, 0.5, 0.75)):
         layer = BlockSparseLinear(SIZE, SIZE, density=density, block_shape=32, generator=seeded(seed))
-        torch.nn.init.zeros_(layer.bias)
+        torch.nn.init.zeros_(layer.get_parameter("bias"))
         if storage != "plain":
             eight = "int8" if storage == "W8A8" else None
             layer.to_storage(eight or storage, activations=eight)
@@ -399,8 +399,8 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
 
 
 def save_table(path: Path) -> None:
-    times = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
-    prune.LatencyTable("CPU", 8, "float32", {}, times).save(path)
+    times: Any = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
+    LatencyTable(Device("CPU", None, 1), 8, "float32", {}, times).save(path)
 
 
 def save_solution(path: Path) -> None:
@@ -418,7 +418,7 @@ def load_solution(path: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "load"),
     [
-        (save_table, prune.LatencyTable.load),
+        (save_table, LatencyTable.load),
         (save_solution, load_solution),
     ],
 )

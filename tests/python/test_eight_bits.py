@@ -51,8 +51,7 @@ from tilesparse.cli import main
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError
 from tilesparse.export import decompositions
-from tilesparse.tuning.loading import load
-from tilesparse.tuning.measuring import products_of
+from tilesparse.tuning import load, products_of
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]

@@ -268,8 +268,8 @@ def test_compiled_and_exported_they_compute_the_same(device: str) -> None:
         for name, gradient in of_eager.items():
             same = name if name in of_compiled else f"_orig_mod.{name}"
             assert torch.equal(of_compiled[same], gradient)
-    tokens = {0: torch.export.Dim("tokens", min=1, max=4096)}
-    exported = torch.export.export(sparse, inputs, dynamic_shapes=(tokens, tokens, tokens)).module()
+    sizes = {0: torch.export.Dim("tokens", min=1, max=4096)}
+    exported = torch.export.export(sparse, inputs, dynamic_shapes=(sizes, sizes, sizes)).module()
     for number in (1, 24, 100):
         inputs = tuple(one.to(device) for one in routed(dense_experts("mixtral"), torch.float32, number))
         assert torch.equal(exported(*inputs), sparse(*inputs))
@@ -377,7 +377,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         quantized = ts.quantize_(copy.deepcopy(sparse), batches, storage=storage)
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
-    prepared = ts.prepare_for_inference(copy.deepcopy(sparse))
+    prepared = ts.prepare_for_inference(copy.deepcopy(sparse), batches[0])
     assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]

@@ -796,9 +796,13 @@ def test_a_write_that_is_not_counted_is_found_in_every_layer() -> None:
     x = randn(64, 256, dtype=BF16, device="cuda")
     layers = [make_layer() for _ in range(40)]  # more than there is room for at first
     for turn in range(3):
+        patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
+        time.sleep(writes.INTERVAL)  # the calls below begin a comparison, and none is due at the writes
         for layer in layers:
             layer(x)
-        patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
+        torch.cuda.synchronize()
+        time.sleep(writes.PAUSE)
+        layers[0](x)
         for layer, pattern in zip(layers, patterns, strict=True):
             write_uncounted(layer, pattern)
         for layer in layers[1:]:

@@ -18,8 +18,8 @@ import pytest
 from torch import nn
 
 from tilesparse import BlockSparseLinear, UnsupportedError
-from tilesparse._libraries import diffusers_hooks
 from tilesparse._libraries.hooks import adapt, revert, when_imported
+from tilesparse.integrations import diffusers
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_save_pretrained_of_diffusers_refuses_block_sparse_layers() -> None:
             super().__init__()
             self.layer = layer
 
-    diffusers_hooks._refuse_to_save(SimpleNamespace(ModelMixin=ModelMixin))
+    diffusers._refuse_to_save(SimpleNamespace(ModelMixin=ModelMixin))
     assert Model(nn.Linear(64, 64)).save_pretrained("folder") == "folder"
     with pytest.raises(UnsupportedError, match=r"block-sparse layer 'layer'; call tilesparse\.save"):
         Model(BlockSparseLinear(64, 64, block_shape=32)).save_pretrained("folder")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import operator
+import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,8 @@ from tilesparse import (
     InvalidTypeError,
     prepare_for_inference,
 )
-from tilesparse.nn.joint import JointLinear
-from tilesparse.tuning import document
+from tilesparse.nn.merged import MergedProduct
+from tilesparse.tuning import store
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_file"), pytest.mark.filterwarnings("ignore")]
 
@@ -44,7 +49,11 @@ KINDS = ["llama", "qwen2", "gpt_oss", "bert", "t5", "bart", "clip", "swin", "whi
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No test measures into the user's file, or leaves measurements that count in others."""
+    """No test measures into the user's file, or leaves measurements that count in others.
+
+    Dense products are slow, so that what is chosen does not depend on the machine.
+    """
+    time_dense_as(99.0, monkeypatch)
     monkeypatch.setenv("TILESPARSE_TUNE_FILE", str(tmp_path / "tune.json"))
     yield tmp_path / "tune.json"
     monkeypatch.setenv("TILESPARSE_TUNE_FILE", "")
@@ -85,19 +94,23 @@ def prepared(**options: Any) -> tuple[Any, Any]:
     """A model, and the same one prepared."""
     model = Attention(**options).eval()
     twin = copy.deepcopy(model).requires_grad_(False)
-    prepare_for_inference(model)
-    assert joints(model) == 1
+    prepare_for_inference(model, tokens())
+    assert len(merged(model)) == 1
     return twin, model
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return randn(5, 64, dtype=torch.float32, seed=seed)
 
 
 def layers(model: nn.Module) -> list[BlockSparseLinear]:
     return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
 
 
-def joints(model: nn.Module) -> int:
-    """The number of products that layers share."""
-    shared = [layer.joint for layer in layers(model) if isinstance(layer, JointLinear)]
-    return len({id(joint) for joint in shared if joint is not None})
+def merged(model: nn.Module) -> list[MergedProduct]:
+    """The products that layers share."""
+    shared = [layer.merged[0] for layer in layers(model) if layer.merged is not None]
+    return list(dict.fromkeys(shared))
 
 
 @pytest.mark.parametrize("storage", ["plain", "int8"])
@@ -121,16 +134,15 @@ def test_architectures_compute_the_same_bits(name: str) -> None:
     kind = ZOO[name]
     model: Any = patched(kind)
     patcher = BlockSparseModelPatcher()
-    patcher.fuse_mlps(model)  # which rounds once less; all else is equal bit for bit
+    patcher.fuse_mlps(model, kind.batch(0))  # which rounds once less; all else is equal bit for bit
     with torch.no_grad():
         expected = outputs(kind, model)
-    state, report = copy.deepcopy(model.state_dict()), prepare_for_inference(model)
+    state, report = copy.deepcopy(model.state_dict()), prepare_for_inference(model, kind.batch(0))
     shared = [one for one in report.shared if one.reason is None]
-    assert shared and joints(model) == len(shared)
+    assert shared and len(merged(model)) == len(shared)
     calls: list[nn.Module] = []
-    for layer in layers(model):
-        if isinstance(layer, JointLinear) and layer.joint is not None:
-            layer.joint.layer.register_forward_hook(lambda module, *_: calls.append(module))
+    for product in merged(model):
+        product.whole.register_forward_hook(lambda module, *_: calls.append(module))
     with torch.inference_mode():
         assert torch.equal(outputs(kind, model), expected)
     assert len(set(calls)) == len(shared)
@@ -142,7 +154,7 @@ def test_architectures_compute_the_same_bits(name: str) -> None:
 def test_prepared_models_are_saved_as_before(name: str, tmp_path: Path) -> None:
     kind = ZOO[name]
     model: Any = patched(kind)
-    prepare_for_inference(model)
+    prepare_for_inference(model, kind.batch(0))
     expected = outputs(kind, model)
     model.save_pretrained(tmp_path / "pretrained")
     tilesparse.save(model, tmp_path / "saved")
@@ -155,7 +167,7 @@ def test_prepared_models_are_saved_as_before(name: str, tmp_path: Path) -> None:
         plain,
     ]
     for one in loaded:
-        assert joints(one) == 0
+        assert not merged(one)
         assert_close(outputs(kind, one), expected)
 
 
@@ -166,7 +178,7 @@ def test_layers_of_one_x_share_a_product(name: str, dtype: torch.dtype, device: 
     model = Attention(**STORED[name]).eval().to(device, dtype)
     x = randn(3, 5, 64, dtype=dtype, device=device)
     expected = model(x).detach()
-    report = prepare_for_inference(model)
+    report = prepare_for_inference(model, x)
     names = ("q_proj", "k_proj", "v_proj")
     assert [(one.names, one.reason) for one in report.shared] == [(names, None)]
     assert [product.names for product in report.products] == [names]
@@ -177,8 +189,7 @@ def test_layers_of_one_x_share_a_product(name: str, dtype: torch.dtype, device: 
 
 def test_shared_products_take_the_memory_of_the_layers() -> None:
     _, model = prepared()
-    assert isinstance(model.q_proj, JointLinear) and model.q_proj.joint is not None
-    whole = model.q_proj.joint.layer.weight.untyped_storage().data_ptr()
+    whole = merged(model)[0].whole.weight.untyped_storage().data_ptr()
     assert {layer.weight.untyped_storage().data_ptr() for layer in layers(model)} == {whole}
 
 
@@ -206,15 +217,145 @@ def test_hooks_see_and_change_what_is_theirs() -> None:
     x = randn(5, 64, dtype=torch.float32)
     with torch.no_grad():
         expected = model(x)
-        prepare_for_inference(model)
-        assert joints(model) == 1 and torch.equal(model(x), expected)
+        prepare_for_inference(model, x)
+        del seen[2:]
+        assert len(merged(model)) == 1 and torch.equal(model(x), expected)
     assert seen == ["q_proj", "v_proj"] * 2
+
+
+class Writing(Attention):
+    """Writes to x between its layers in a way that no batch has shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.how = nn.ReLU(inplace=True), "not"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, parts = x.clone(), []
+        for name in ("q_proj", "k_proj", "v_proj"):
+            parts.append(self.get_submodule(name)(x))
+            if self.how == "module":
+                self.relu(x)
+            elif self.how == "view":
+                view = x.view(-1)
+                torch.mul(view, 2, out=view)
+            elif self.how == "data":
+                x.data = x + 1
+        return torch.cat(parts, -1)
+
+
+def write_in_hook(layer: nn.Module, args: Any, *_: Any) -> None:
+    args[0].add_(1)
+
+
+WRITES: dict[str, Any] = {
+    "module": lambda model: setattr(model, "how", "module"),
+    "view": lambda model: setattr(model, "how", "view"),
+    "data": lambda model: setattr(model, "how", "data"),
+    "hook": lambda model: model.q_proj.register_forward_hook(write_in_hook),
+    "pre-hook": lambda model: model.v_proj.register_forward_pre_hook(write_in_hook),
+}
+COUNTED = [(how, torch.no_grad) for how in WRITES]
+UNCOUNTED = [("hook", torch.inference_mode), ("pre-hook", torch.inference_mode)]
+
+
+@pytest.mark.parametrize(("how", "mode"), [*COUNTED, *UNCOUNTED])
+def test_what_is_written_to_between_layers_counts(how: str, mode: Any) -> None:
+    model = Writing().eval()
+    twin = copy.deepcopy(model)
+    prepare_for_inference(model, tokens())
+    for one in (twin, model):
+        WRITES[how](one)
+    with mode():
+        assert len(merged(model)) == 1 and torch.equal(model(tokens()), twin(tokens()))
+
+
+class Modes(Attention):
+    """Calls one of its layers in another mode."""
+
+    mode: Any = nullcontext
+
+    def forward(self, x: Tensor) -> Any:
+        q = self.q_proj(x)
+        with self.mode():
+            return q, self.k_proj(x), self.v_proj(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, partial(torch.autocast, "cpu")])
+@torch.no_grad()
+def test_results_are_of_the_mode_of_their_call(mode: Any) -> None:
+    model = Modes().eval()
+    twin = copy.deepcopy(model).requires_grad_(False)
+    prepare_for_inference(model, tokens())
+    model.mode = twin.mode = mode
+    x = tokens().requires_grad_()
+    for mine, wanted in zip(model(x), twin(x), strict=True):
+        assert mine.dtype == wanted.dtype and mine.requires_grad == wanted.requires_grad
+        assert torch.equal(mine, wanted)
+
+
+@torch.no_grad()
+def test_nothing_is_kept_behind_a_call() -> None:
+    twin, model = prepared()
+
+    class Ended(Exception):
+        pass
+
+    def end(*_: Any) -> None:
+        raise Ended
+
+    x = tokens()
+    kept = weakref.ref(x)
+    model.q_proj(x)
+    model(x)
+    handle = model.k_proj.register_forward_pre_hook(end)
+    with pytest.raises(Ended):
+        model(x)
+    handle.remove()
+    del x
+    gc.collect()
+    assert kept() is None
+    x = tokens()
+    assert model.q_proj(x).add_(1) is not None and torch.equal(model.k_proj(x), twin.k_proj(x))
+
+
+def test_threads_take_their_own_results() -> None:
+    twin, model = prepared()
+    inputs = [tokens(seed) for seed in range(4)]
+    expected = [twin(x) for x in inputs]
+    wrong: list[int] = []
+
+    @torch.inference_mode()
+    def work(number: int) -> None:
+        for _ in range(50):
+            if not torch.equal(model(inputs[number]), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("trained", ["bias", "v_proj.bias", "v_proj.weight"])
+def test_parameters_that_are_trained_have_gradients(trained: str) -> None:
+    twin, model = prepared()
+    for one in (twin, model):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(name.endswith(trained))
+        one(tokens()).square().sum().backward()
+    for (name, mine), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is not None) == name.endswith(trained)
+        torch.testing.assert_close(mine.grad, wanted.grad)
 
 
 CHANGES: dict[str, Any] = {
     "state dict": lambda model: model.load_state_dict(Attention(density=0.25).state_dict()),
     "pattern": lambda model: model.k_proj.pattern.update_(Attention().v_proj.pattern),
     "buffer": lambda model: model.k_proj.col_indices.copy_(Attention().v_proj.col_indices),
+    "data of a buffer": lambda model: model.k_proj.col_indices.data.copy_(Attention().v_proj.col_indices),
     "dtype": lambda model: model.double(),
     "storage": lambda model: model.k_proj.to_storage("int8"),
     "2:4": lambda model: model.k_proj.set_nm((2, 4)),
@@ -232,9 +373,9 @@ def test_changed_layers_compute_what_they_hold(change: str) -> None:
     x = randn(5, 64, dtype=torch.float32)
     before = model(x)
     for one in (twin, model):
-        if change == "buffer":
-            one.k_proj.slot.copy_(Attention().v_proj.slot)
-            one.k_proj.crow_indices.copy_(Attention().v_proj.crow_indices)
+        if "buffer" in change:
+            one.k_proj.slot.data.copy_(Attention().v_proj.slot)
+            one.k_proj.crow_indices.data.copy_(Attention().v_proj.crow_indices)
         CHANGES[change](one)
     x = x.to(model.q_proj.weight.dtype)
     assert torch.equal(model(x), twin(x)) and not torch.equal(model(x).float(), before)
@@ -249,7 +390,7 @@ def test_expanded_weights_follow_changes() -> None:
         for one in (twin, model):
             change(one.v_proj)
         assert torch.equal(model(x), twin(x))
-    assert joints(model) == 1
+    assert len(merged(model)) == 1
 
 
 @torch.no_grad()
@@ -257,13 +398,13 @@ def test_copies_are_models_of_their_own() -> None:
     twin, model = prepared()
     x = randn(5, 64, dtype=torch.float32)
     copied = copy.deepcopy(model)
-    assert joints(copied) == 0 and joints(model) == 1
+    assert not merged(copied) and len(merged(model)) == 1
     copied.k_proj.weight.zero_()
     assert torch.equal(model(x), twin(x)) and not torch.equal(copied(x), twin(x))
-    prepare_for_inference(copied)
-    assert joints(copied) == 1
-    prepare_for_inference(model)
-    assert joints(model) == 1 and torch.equal(model(x), twin(x))
+    prepare_for_inference(copied, x)
+    assert len(merged(copied)) == 1
+    prepare_for_inference(model, x)
+    assert len(merged(model)) == 1 and torch.equal(model(x), twin(x))
 
 
 def test_weights_that_are_trained_again_have_gradients() -> None:
@@ -367,9 +508,76 @@ def test_layers_whose_x_may_change_stay_apart(how: str) -> None:
     kind = type("Kind", (Apart,), {"forward": getattr(Apart, how)})
     model, x = kind().eval(), randn(5, 64, dtype=torch.float32)
     expected = model(x.clone())
-    report = prepare_for_inference(model)
-    assert not report.shared and joints(model) == 0
+    report = prepare_for_inference(model, x.clone())
+    assert not report.shared and not merged(model)
     assert torch.equal(model(x.clone()), expected)
+
+
+class Cross(nn.Module):
+    """Calls the same layers together in two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (BlockSparseLinear(64, 64, block_shape=16) for _ in range(3))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        if other is None:
+            k, v = self.k(x), self.v(x)
+        else:
+            k, v = self.k(other), self.v(other)
+        return self.q(x) * k + v
+
+
+class Twice(nn.Module):
+    """Calls one attention for itself, then for something else, and shares a layer with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Cross(), Cross(), Cross()
+        self.third.q = self.second.q
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.third(self.second(self.first(x, y)))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "groups"),
+    [
+        (Cross, tokens(), [("q", "k", "v")]),
+        (Cross, (tokens(), tokens(1)), [("k", "v")]),
+        (Twice, tokens(), [("first.k", "first.v"), ("second.k", "second.v"), ("third.k", "third.v")]),
+    ],
+)
+@torch.no_grad()
+def test_layers_that_have_one_x_in_every_call_share(make: Any, batch: Any, groups: Any) -> None:
+    model = make().eval()
+    inputs = batch if isinstance(batch, tuple) else (batch,)
+    expected = model(*inputs)
+    report = prepare_for_inference(model, batch)
+    assert sorted(tuple(sorted(one.names)) for one in report.shared) == [tuple(sorted(one)) for one in groups]
+    assert len(merged(model)) == len(groups)
+    torch.testing.assert_close(model(*inputs), expected)
+
+
+@torch.no_grad()
+def test_a_shared_product_that_gives_something_else_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, result = Attention().eval(), MergedProduct.result
+    expected, parameters = model(tokens()), list(model.parameters())
+
+    def wrong(self: MergedProduct, number: int, x: Tensor) -> Tensor | None:
+        y = result(self, number, x)
+        return y if y is None or number < 2 else y + 0.1
+
+    monkeypatch.setattr(MergedProduct, "result", wrong)
+    report = prepare_for_inference(model, tokens())
+    assert not merged(model) and "not merged: q_proj, k_proj, v_proj: their results differed" in str(report)
+    assert all(map(operator.is_, model.parameters(), parameters)) and torch.equal(model(tokens()), expected)
+
+
+def share(layer: Any, other: Any) -> None:
+    layer.pattern = other.pattern
+    layer.weight = other.weight
 
 
 @pytest.mark.parametrize(
@@ -378,7 +586,7 @@ def test_layers_whose_x_may_change_stay_apart(how: str) -> None:
         (lambda model: model.k_proj.to_storage("int8"), "they differ in storage: plain, int8"),
         (lambda model: setattr(model.k_proj, "policy", "dense"), "they differ in policy"),
         (lambda model: setattr(model, "k_proj", BlockSparseLinear(64, 64, block_shape=16)), "block_shape"),
-        (lambda model: setattr(model.k_proj, "weight", model.v_proj.weight), "another module has, too"),
+        (lambda model: share(model.k_proj, model.v_proj), "another module has, too"),
         (lambda model: setattr(model.k_proj, "forward", partial(model.k_proj.forward)), "forward of its own"),
     ],
 )
@@ -387,10 +595,10 @@ def test_layers_that_differ_stay_apart(change: Any, reason: str) -> None:
     change(model)
     x = randn(5, 64, dtype=torch.float32)
     expected = model(x)
-    report = prepare_for_inference(model)
+    report = prepare_for_inference(model, x)
     (one,) = report.shared
     assert one.reason is not None and reason in one.reason and reason in str(report)
-    assert joints(model) == 0 and torch.equal(model(x), expected)
+    assert not merged(model) and torch.equal(model(x), expected)
 
 
 def test_dense_layers_stay_beside_shared_products() -> None:
@@ -398,7 +606,7 @@ def test_dense_layers_stay_beside_shared_products() -> None:
     model.q_proj = nn.Linear(64, 128)
     x = randn(5, 64, dtype=torch.float32)
     expected = model(x)
-    assert prepare_for_inference(model).shared[0].names == ("k_proj", "v_proj")
+    assert prepare_for_inference(model, x).shared[0].names == ("k_proj", "v_proj")
     assert torch.equal(model(x), expected)
 
 
@@ -412,7 +620,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     kind = ZOO["llama"]
     model: Any = patched(kind)
     report = prepare_for_inference(model, kind.batch(0))
-    measured = {one.product: one for one in document.measurements(own_file)[0]}
+    measured = {one.product: one for one in store.measurements(own_file)[0]}
     named = [name for product in report.products for name in product.names]
     modules = dict(model.named_modules())
     assert sorted(named) == sorted(
@@ -420,9 +628,9 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     )
     for product in report.products:
         own = [modules[name] for name in product.names]
-        assert ("merged" in product.done) == all(isinstance(layer, JointLinear) for layer in own)
+        assert ("merged" in product.done) == all(layer.merged is not None for layer in own)
         assert {layer.policy for layer in own} == {product.policy}
-        layer = own[0].joint.layer if isinstance(own[0], JointLinear) else own[0]
+        layer = own[0] if own[0].merged is None else own[0].merged[0].whole
         assert product.shape == (layer.out_features, layer.in_features)
         assert product.tokens == 64
         what = tilesparse.Product.of(layer, tokens=64)
@@ -527,3 +735,44 @@ def test_nothing_is_changed_by_what_is_refused() -> None:
         prepare_for_inference(model, randn(7, 63, dtype=torch.float32))
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert layers(model)[0].policy == "sparse" and not isinstance(model[2], BlockSparseMLP)
+
+
+class Whole(nn.Module):
+    """An attention and an MLP: something of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.rest = Attention(), sparse()
+        self.out = BlockSparseLinear(256, 64, block_shape=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rest(self.out(self.attention(x)))
+        return y
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
+def test_a_failure_on_the_way_changes_nothing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Whole()
+    model.attention.k_proj.bias = None
+    model.rest[2][0].bias.requires_grad_(False)
+    model.attention.eval()
+    modules, parameters = list(model.modules()), list(model.parameters())
+    modes = [(module.training, dict(module._forward_hooks)) for module in modules]
+    records = [parameter.requires_grad for parameter in parameters]
+    state = copy.deepcopy(model.state_dict())
+
+    def fail(*_: Any, **__: Any) -> None:
+        assert merged(model) and isinstance(model.rest[2], BlockSparseMLP)
+        raise error
+
+    monkeypatch.setattr("tilesparse.inference.tune", fail)
+    with pytest.raises(type(error)):
+        prepare_for_inference(model, tokens())
+    assert all(map(operator.is_, model.modules(), modules))
+    assert all(map(operator.is_, model.parameters(), parameters))
+    assert [(module.training, dict(module._forward_hooks)) for module in modules] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == records
+    assert not merged(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name])
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
-from tilesparse import BlockPattern, BlockSparseLinear, PseudoBlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, PseudoBlockSparseLinear, sparsify_
 from tilesparse._runtime.lookup import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
@@ -139,6 +139,13 @@ def test_from_linear_keeps_the_strongest_blocks_with_their_values(block_shape: t
     assert layer.weight.dtype == torch.float64 and not layer.training
     assert layer.weight.requires_grad and layer.bias is not None and not layer.bias.requires_grad
     assert torch.equal(layer.bias, linear.bias) and layer.bias is not linear.bias
+
+
+def test_from_linear_warns_of_empty_rows_at_the_line_of_the_caller() -> None:
+    scores = torch.arange(12.0).view(3, 4)
+    with pytest.warns(UserWarning, match="leave 2 block rows") as warned:
+        BlockSparseLinear.from_linear(nn.Linear(IN, OUT), 0.25, block_shape=32, scores=scores)
+    assert warned[0].filename == __file__
 
 
 def test_from_linear_follows_given_scores_or_pattern() -> None:
@@ -598,3 +605,97 @@ def test_many_layers_are_compiled_as_the_page_on_compilation_says(
         for module in [nn.Sequential(*layers)] if whole else layers:
             torch.testing.assert_close(torch.compile(module, backend=counter)(x), module(x))
     assert counter.frame_count == compiled
+
+
+INITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5),
+    "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, mode="fan_out"),
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": lambda weight: nn.init.xavier_normal_(weight.data),
+    "normal": nn.init.normal_,
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda layer: layer,
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        lambda layer: layer.double(),
+        PseudoBlockSparseLinear,
+    ],
+)
+def test_initial_values_of_pytorch_count_the_weights_of_a_row(
+    name: str, kind: Callable[[BlockSparseLinear], Any]
+) -> None:
+    sizes, scale = (512, 1024), 1 if name == "normal" else 2
+    layer = kind(BlockSparseLinear(*sizes, density=0.25, block_shape=32))
+    dense = nn.Linear(*sizes)
+    for each in (layer, dense):
+        INITS[name](each.weight)
+    assert layer.weight.std().item() == pytest.approx(scale * dense.weight.std().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["orthogonal_", "dirac_"])
+def test_initial_values_of_other_weights_are_refused(name: str) -> None:
+    layer = make()
+    before = layer.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=f"torch.nn.init.{name} takes the kept blocks"):
+        getattr(nn.init, name)(layer.weight)
+    assert torch.equal(layer.weight, before)
+    getattr(nn.init, name)(torch.empty(4, 4, 4))
+
+
+def test_weights_are_shared_by_layers_of_one_pattern_alone() -> None:
+    layer, other, alike = make(seed=0), make(seed=1), make(seed=0)
+    before = other.weight
+    with pytest.raises(InvalidArgumentError, match="weight must not be that of a layer with another pattern"):
+        other.weight = layer.weight
+    with pytest.raises(InvalidArgumentError, match=r"weight must be a Parameter \[nnz, bn, bk\], got None"):
+        other.weight = None  # type: ignore[assignment]
+    assert other.weight is before and other(randn(2, IN)).shape == (2, OUT)
+    alike.weight = layer.weight
+    copied, _ = copy.deepcopy((layer, alike))
+    other.pattern = copied.pattern
+    other.weight = copied.weight
+    other.bias = copied.bias
+    assert torch.equal(other(randn(2, IN)), copied(randn(2, IN)))
+
+
+def _sparsified(layer: BlockSparseLinear) -> BlockSparseLinear:
+    model: Any = nn.Sequential(nn.Linear(IN, OUT))
+    sparsify_(model, BlockSparseConfig(0.5, 32))
+    return model[0]
+
+
+WITHIN_INFERENCE: dict[str, Callable[[Any], Any]] = {
+    "made": lambda layer: make(),
+    "of a spec": lambda layer: BlockSparseLinear.from_spec(layer.spec),
+    "of tensors": lambda layer: BlockSparseLinear.from_state(layer.spec, layer.state_dict()),
+    "of a dense layer": _sparsified,
+    "of another dtype": lambda layer: layer.double().float(),
+    "stored otherwise": lambda layer: layer.to_storage("int8").to_storage("plain"),
+    "2:4": lambda layer: layer.set_nm((2, 4)),
+    "loaded": lambda layer: [layer, layer.load_state_dict(make(seed=1, density=0.25).state_dict())][0],
+    "of another pattern": lambda layer: [layer, layer.pattern.update_(make(seed=1).pattern)][0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:the blocks that were chosen")
+@pytest.mark.parametrize("name", WITHIN_INFERENCE)
+def test_layers_of_inference_mode_can_be_trained(name: str) -> None:
+    layer = make()
+    with torch.inference_mode():
+        layer = WITHIN_INFERENCE[name](layer)
+    if name == "of a spec":
+        layer.load_state_dict(make().state_dict())
+    x = randn(4, IN).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    torch.testing.assert_close(layer(x), layer.to_linear()(x))
+    with torch.no_grad():
+        layer.pattern = make(seed=2, density=layer.density).pattern
+        layer.weight.zero_()
+    assert torch.equal(layer(x), layer.bias.expand(4, OUT))

@@ -154,7 +154,7 @@ def test_matrices_have_the_dtypes_of_products(dtype: torch.dtype) -> None:
     if dtype != torch.float8_e5m2:
         array = scipy.sparse.csr_array(torch.ones(16, 16).to(dtype).numpy())
         with pytest.raises(InvalidArgumentError, match="matrix must have dtype float64 or float32, got"):
-            BlockSparseMatrix.from_scipy(array, block_shape=16)
+            BlockSparseMatrix.from_scipy(array, block_shape=(16, 16))
 
 
 @pytest.mark.parametrize("device", DEVICES)

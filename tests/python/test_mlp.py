@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from transformers import (
     ViTForImageClassification,
 )
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import tilesparse
 from tilesparse import (
@@ -358,8 +358,9 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         if name.endswith((".mlp", ".intermediate"))
     ]
     names = list(model.state_dict())
-    assert fused(model) == [] and patcher.fuse_mlps(model, dry_run=True).mlps and fused(model) == []
-    report = patcher.fuse_mlps(model)
+    assert patcher.fuse_mlps(model, x, dry_run=True).mlps and fused(model) == []
+    assert not patcher.fuse_mlps(model).mlps and fused(model) == []
+    report = patcher.fuse_mlps(model, x)
     assert [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps] == [
         (name, gated, activation) for name in fused(model)
     ]
@@ -368,6 +369,7 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         map(id, parameters)
     )
     with torch.no_grad():
+        calls.clear()
         torch.testing.assert_close(model(x).logits, expected, rtol=1e-5, atol=1e-5)
         assert calls == fused(model)
         for handle in handles:
@@ -385,7 +387,7 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         tilesparse.load(copy.deepcopy(model), tmp_path / "own"),
         type(model).from_pretrained(tmp_path / "theirs"),
     ):
-        BlockSparseModelPatcher().fuse_mlps(loaded)
+        BlockSparseModelPatcher().fuse_mlps(loaded, x)
         assert fused(loaded) == fused(model)
         with torch.no_grad():
             torch.testing.assert_close(loaded.eval()(x).logits, expected, rtol=1e-5, atol=1e-5)
@@ -400,7 +402,7 @@ def test_compiled_models_compute_the_same(kind: str) -> None:
     x = given(kind)
     with torch.no_grad():
         expected = model(x).logits
-        patcher.fuse_mlps(model)
+        patcher.fuse_mlps(model, x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x).logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -410,7 +412,7 @@ def test_adapters_of_peft() -> None:
     model, _ = patched("llama")
     other, x = copy.deepcopy(model), given("llama")
     patcher = BlockSparseModelPatcher()
-    patcher.fuse_mlps(model)
+    patcher.fuse_mlps(model, x)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
     results = []
     for base in (model, other):
@@ -429,23 +431,29 @@ def test_what_is_left_alone_is_reported() -> None:
     first, second = (block.mlp for block in model.model.layers)
     first.norm = nn.LayerNorm(4)
     second.up_proj = nn.Linear(SIZES["hidden_size"], SIZES["intermediate_size"])
-    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps(model).skipped}
+    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps(model, given("llama")).skipped}
+    other = "it has other parts than one to three BlockSparseLinear, an activation and dropouts"
     assert reasons == {
-        "model.layers.0.mlp": "it holds norm, which would be lost",
+        "model.layers.0.mlp": other,
         "model.layers.1.mlp": "its up_proj is Linear, not BlockSparseLinear",
     }
-    with pytest.raises(UnsupportedError, match="it holds norm"):
+    with pytest.raises(UnsupportedError, match="it has other parts"):
         BlockSparseMLP.from_module(first)
-    with pytest.raises(UnsupportedError, match="its forward is none that is known"):
+    with pytest.raises(UnsupportedError, match="it has other parts"):
         BlockSparseMLP.from_module(nn.Sequential())
     model, patcher = patched("bert")
-    model.bert.encoder.layer[0].intermediate.dense = nn.Linear(4, 4)
-    (skipped,) = patcher.fuse_mlps(model).skipped
-    assert skipped.reason == "its dense is Linear, not BlockSparseLinear" and len(fused(model)) == 1
+    half = model.bert.encoder.layer[0].intermediate
+    half.dense = half.dense.to_linear()
+    assert not patcher.fuse_mlps(model, given("bert")).skipped and len(fused(model)) == 1
+    model, patcher = patched("llama")
+    for skipped in patcher.fuse_mlps(model).skipped:
+        assert skipped.reason == "a call shows what it computes: pass a batch"
+    with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
+        BlockSparseMLP.from_module(model.model.layers[0].mlp)
     model, patcher = patched("vit")
     for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
         spoil(block.mlp)
-    text = str(patcher.fuse_mlps(model))
+    text = str(patcher.fuse_mlps(model, given("vit")))
     assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
 
 
@@ -457,43 +465,28 @@ def _add_state_hook(module: nn.Module) -> None:
     module.register_state_dict_post_hook(lambda *_: None)
 
 
-def test_other_classes_with_the_same_forward_are_known() -> None:
+def test_other_classes_are_known_by_their_calls() -> None:
     model = PhiForCausalLM(PhiConfig(**SIZES, **TOKENS)).eval()
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
     patcher.patch_model(model)
-    assert [mlp.kind for mlp in patcher.fuse_mlps(model).mlps] == ["PhiMLP"] * 2
+    assert [mlp.kind for mlp in patcher.fuse_mlps(model, given("phi")).mlps] == ["PhiMLP"] * 2
 
 
-class OtherHalvesMLP(Phi3MLP):
-    """With the same instructions and another constant."""
-
-    def forward(self, hidden_states: Any) -> Any:
-        up_states = self.gate_up_proj(hidden_states)
-        gate, up_states = up_states.chunk(2, dim=1)
-        up_states = up_states * self.activation_fn(gate)
-        return self.down_proj(up_states)
-
-
-def test_halves_of_other_models() -> None:
-    config = ModernBertConfig(**SIZES, mlp_dropout=0.5, pad_token_id=2)
-    model = nn.ModuleDict(
-        {"mlp": ModernBertMLP(config), "other": OtherHalvesMLP(Phi3Config(**SIZES, **TOKENS))}
-    )
-    patcher, x = BlockSparseModelPatcher(), randn(2, 8, 64, dtype=torch.float32)
-    patcher.add_pattern(r".*\.(W.|.*_proj)", {"block_shape": (16, 16)})
+def test_halves_of_modernbert() -> None:
+    module: Any = ModernBertMLP(ModernBertConfig(**SIZES, mlp_dropout=0.5, pad_token_id=2))
+    model, patcher = nn.ModuleDict({"mlp": module}), BlockSparseModelPatcher()
+    patcher.add_pattern(r".*\.W.", {"block_shape": (16, 16)})
     patcher.patch_model(model)
-    results = []
-    for fuse in (False, True):
-        if fuse:
-            report = patcher.fuse_mlps(model)
-            assert [mlp.name for mlp in report.mlps] == fused(model) == ["mlp"]
-            assert [skipped.name for skipped in report.skipped] == ["other"]
-        for training in (False, True):
+    x = randn(2, 8, 64, dtype=torch.float32)
+    mlp = BlockSparseMLP.from_module(module, x)
+    assert mlp.gated and mlp.activation_name == "gelu"
+    for training in (False, True):
+        results = []
+        for one in (module, mlp):
             torch.manual_seed(0)
-            results.append(model.train(training)["mlp"](x))
-    for before, after in zip(results[:2], results[2:], strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+            results.append(one.train(training)(x))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ending", [(), (nn.Dropout(0.5),)], ids=["", "dropout"])
@@ -538,9 +531,82 @@ def test_sequences_that_compute_something_else_are_left_alone() -> None:
     assert not report.mlps and not report.skipped
 
 
+class OtherMLP(nn.Module):
+    """Computes what its method ``of`` does, of two or three layers, an activation and a dropout."""
+
+    def __init__(self, of: Callable[[Any, Tensor], Any], gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = layer(64, 96), layer(96, 64, seed=1)
+        if gated:
+            self.gate = layer(64, 96, seed=2)
+        self.act, self.drop, self.of = nn.SiLU(), nn.Dropout(0.5), of
+
+    def forward(self, x: Tensor) -> Any:
+        return self.of(self, x)
+
+
+def _functional_dropout(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.down(self.drop(self.act(self.up(x))))
+    return nn.functional.dropout(y, 0.5, self.training)
+
+
+def _twice(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.drop(self.down(self.drop(self.act(self.up(x)))))
+    return y
+
+
+MLPS: dict[str, tuple[Callable[[Any, Tensor], Any], bool, str | None]] = {  # of what, gated, why not fused
+    "plain": (lambda self, x: self.down(self.drop(self.act(self.up(x)))), False, None),
+    "dropout": (lambda self, x: self.drop(self.down(self.act(self.up(x)))), False, None),
+    "names": (lambda self, x: self.down(self.dropout(self.act(self.up(x)))), False, None),
+    "gated": (lambda self, x: self.drop(self.down(self.act(self.gate(x)) * self.up(x))), True, None),
+    "twice": (_twice, False, "it calls drop more than once"),
+    "residual": (lambda self, x: x + self.down(self.drop(self.act(self.up(x)))), False, "something else"),
+    "factor": (lambda self, x: 1.001 * self.down(self.drop(self.act(self.up(x)))), False, "something else"),
+    "in between": (lambda self, x: self.down(1.001 * self.drop(self.act(self.up(x)))), False, "something"),
+    "sum": (lambda self, x: self.drop(self.down(self.act(self.gate(x)) + self.up(x))), True, "something"),
+    "functional": (_functional_dropout, False, "something else .*, in training"),
+    "tuple": (lambda self, x: (self.drop(self.down(self.act(self.up(x)))), None), False, "returns a tuple"),
+    "unused": (lambda self, x: self.down(self.act(self.up(x))), False, "it does not call drop"),
+    "another x": (lambda self, x: self.drop(self.down(self.act(self.up(x + 1)))), False, "other inputs"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MLPS)
+def test_a_call_shows_what_a_module_computes(name: str, dtype: torch.dtype) -> None:
+    of, gated, reason = MLPS[name]
+    model = nn.Sequential(OtherMLP(of, gated)).to(dtype).eval()
+    if name == "names":  # of another role
+        model[0].dropout = model[0].__dict__["_modules"].pop("drop")
+    model[0].down.bias.data.zero_()
+    x = randn(5, 64, dtype=dtype)
+    expected, modes = model(x), [module.training for module in model.modules()]
+    report = BlockSparseModelPatcher().fuse_mlps(model, x)
+    assert [module.training for module in model.modules()] == modes
+    if reason is None:
+        assert len(report.mlps) == 1 and report.mlps[0].gated == gated
+        torch.testing.assert_close(model(x), expected)
+        return
+    assert re.search(reason, report.skipped[0].reason) and not fused(model)
+
+
+def test_inputs_that_show_nothing_fuse_nothing() -> None:
+    model = nn.Sequential(OtherMLP(MLPS["gated"][0], True))
+    for one in model[0].children():
+        if isinstance(one, BlockSparseLinear):
+            nn.init.zeros_(one.get_parameter("bias"))
+    x = torch.zeros(5, 64)
+    (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, x).skipped
+    assert "show nothing" in skipped.reason
+    nn.init.zeros_(model[0].get_parameter("down.weight"))  # what follows it is not seen
+    (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, randn(5, 64, dtype=torch.float32)).skipped
+    assert "show nothing" in skipped.reason
+
+
 def test_generation() -> None:
     model, patcher = patched("llama")
     prompt = torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    patcher.fuse_mlps(model)
+    patcher.fuse_mlps(model, prompt)
     assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)

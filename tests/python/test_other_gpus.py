@@ -23,8 +23,7 @@ from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, form_of, prepared_on
 import tilesparse
 from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse.tuning.devices import runs_on
-from tilesparse.tuning.products import OPS
+from tilesparse.tuning.product import OPS, runs_on
 
 NO_ROOM = ("the device has too little shared memory", "the device has no room for clusters of thread blocks")
 # By the GPU that each stands for. Kernels are launched with the properties that these leave.

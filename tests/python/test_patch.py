@@ -1014,7 +1014,7 @@ def test_layers_that_a_model_keeps_in_attributes_are_replaced_there(place: str) 
     assert all(isinstance(layer, BlockSparseLinear) for layer in model.layers_kept())
 
 
-HOLDERS: dict[str, Callable[[nn.Linear], Any]] = {
+HOLDERS: dict[str, Callable[[Any], Any]] = {
     "a weight": lambda layer: [layer.weight],
     "a bias in a dict": lambda layer: {"bias": layer.bias},
     "a set": lambda layer: {layer},
@@ -1039,7 +1039,7 @@ def test_attributes_of_layers_and_weights_are_carried_over() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     dense: Any = model[0]
     dense.label, dense.scale, dense.weight.no_decay, dense.bias.rate = "q", torch.ones(2), True, 2.0
-    model[1].density = 0.3
+    setattr(model[1], "density", 0.3)  # noqa: B010
     model[2].weight.main_grad = torch.zeros(64, 64)
     model[3].compile(backend="eager")
     report = patcher(".*", density=0.5).patch_model(model)

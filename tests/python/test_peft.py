@@ -441,6 +441,7 @@ def test_a_merge_that_one_layer_refuses_changes_none(merge: str) -> None:
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
 def test_a_merge_into_a_weight_that_two_layers_share_is_refused(merge: str) -> None:
     base: Any = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=32) for _ in range(2)))
+    base[1].pattern = base[0].pattern
     base[1].weight = base[0].weight
     model = adapted(base, "0")
     before = base[1].weight.clone()

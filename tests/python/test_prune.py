@@ -1158,6 +1158,30 @@ def test_empty_block_rows_and_columns_are_named() -> None:
     assert (report.layers[0].empty_rows, report.layers[0].empty_columns) == (3, 3) and not said
 
 
+class Between(nn.Module):
+    """Gives its second layer another x than its first one: the same tensor, written to, or a new one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.in_place = nn.Linear(64, 64), nn.Linear(64, 64), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.linspace(0, 9, 64)
+        x = x.clone()
+        y = self.first(x)
+        x = x.mul_(factors) if self.in_place else x * factors
+        return y + self.second(x)
+
+
+def test_an_input_that_is_written_to_between_layers_is_another_one() -> None:
+    models = [Between(in_place) for in_place in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        prune_(model, Config(0.5, (16, 16)), vectors())
+    for name, tensor in models[0].state_dict().items():
+        assert torch.equal(tensor, models[1].state_dict()[name]), name
+
+
 def test_layers_whose_weight_a_module_reads_stay_dense() -> None:
     def mamba() -> MambaModel:
         sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}

@@ -341,7 +341,8 @@ class Read(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         for block in self.blocks:
             x = block(x)
-        y = self.head(x) + self.blocks[0].normed * self.outside
+        normed: Any = self.blocks[0].normed
+        y = self.head(x) + normed * self.outside
         return {"y": y, "logits": torch.full((2,), -torch.inf)}
 
 
@@ -396,7 +397,7 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + block["out"](block["in"](block["norm"](x)))  # type: ignore[index,operator]
+            x = x + block["out"](block["in"](block["norm"](x)))  # type: ignore[index]
         y: Tensor = self.head(x)
         return y
 
@@ -405,7 +406,7 @@ class Named(nn.Module):
 @pytest.mark.parametrize("shared", ["norm", "in", "block"])
 def test_modules_with_two_names_keep_their_parameters(shared: str, activations: str | None) -> None:
     made, data = Named(shared).eval(), batches()
-    norm, weight = made.blocks[0]["norm"], made.blocks[0]["norm"].weight  # type: ignore[index,operator]
+    norm, weight = made.blocks[0]["norm"], made.blocks[0]["norm"].weight  # type: ignore[index]
     expected = made(data[0]).detach()
     quantize_(made, data, activations=activations)
     assert norm.weight is weight

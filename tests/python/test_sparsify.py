@@ -24,7 +24,7 @@ from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
 from tilesparse.prune import prune_
-from tilesparse.tuning.products import Product
+from tilesparse.tuning.product import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
 SIZES: dict[str, Any] = {
@@ -343,7 +343,7 @@ def stored(weight: Tensor) -> nn.Sequential:
 def test_weights_that_pytorch_stores_otherwise_are_converted(name: str) -> None:
     weight = CONVERTED[name](gappy())
     plain = weight.to_dense().float() if weight.layout != torch.strided else weight.float()
-    model = stored(weight)
+    model: Any = stored(weight)
     report = sparsify_(model, BlockSparseConfig(0.5, 32))
     assert [layer.name for layer in report.layers] == ["0", "1"]
     pattern = BlockPattern.full((64, 64), block_shape=32)

@@ -27,8 +27,8 @@ from tilesparse import (
     tuning,
 )
 from tilesparse.cli import command as cli
-from tilesparse.tuning import document
-from tilesparse.tuning.products import OPS
+from tilesparse.tuning import store
+from tilesparse.tuning.product import OPS
 
 PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
@@ -163,7 +163,7 @@ def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_cou
     document = json.loads(path.read_text())
     (section,) = document["sections"]
     if change == "library":
-        section["library"] = "0.0.9 for cpu"
+        section["versions"]["tilesparse"] = "0.0.9"
     elif change == "cpu":
         section["device"]["name"] = "another"
     else:
@@ -249,10 +249,10 @@ def test_kernels_of_a_gpu_are_measured(op: str) -> None:
         ("", "JSONDecodeError"),
         ("[]", "TypeError"),
         ('{"a": 1}', "format"),
-        ('{"format": "another", "version": 1, "sections": []}', "format must be 'tilesparse tune'"),
-        ('{"format": "tilesparse tune", "version": 2, "sections": []}', "version must be 1, got 2"),
-        ('{"format": "tilesparse tune", "version": 1, "sections": [{}]}', "library"),
-        ('{"format": "tilesparse tune", "version": 1, "sections": 7}', "not iterable"),
+        ('{"format": "another", "version": 1, "sections": []}', "format must be 'tilesparse measurements'"),
+        ('{"format": "tilesparse measurements", "version": 2, "sections": []}', "version must be 1, got 2"),
+        ('{"format": "tilesparse measurements", "version": 1, "sections": [{}]}', "versions"),
+        ('{"format": "tilesparse measurements", "version": 1, "sections": 7}', "not iterable"),
         (b"\xff\xfe", "cannot be read"),
         pytest.param("[" * 100_000, "RecursionError", id="deep"),
     ],
@@ -325,7 +325,7 @@ def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> No
 
 
 def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "name_of_cpu", lambda: "x" * 99)
+    monkeypatch.setattr("tilesparse.tuning.product.name_of_cpu", lambda: "x" * 99)
     found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert tuning.load() == (found, 0)
 
@@ -356,8 +356,7 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
     path.unlink()
 
     def add(measurement: tilesparse.Measurement) -> None:
-        with document.alone_in(path.parent):
-            document.write(path, document.merged(document.read(path), measurement))
+        store.add_to_file(path, measurement)
 
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(add, measured))

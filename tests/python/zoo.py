@@ -92,7 +92,7 @@ class Kind:
         batch: some inputs, for a seed.
         dense: regular expressions of names of linear layers that `".*"` leaves dense, in blocks of BLOCK,
             and of the reason that reports give.
-        fused: how many MLPs `fuse_mlps` knows.
+        fused: how many MLPs `fuse_mlps` finds in a call.
         refused: steps that are refused, and a regular expression of the sentence that says so.
         subclasses: whether its layers are subclasses of `torch.nn.Linear`, for which a patcher is overridden.
         adapted: layers that get LoRA, where PEFT does not take all linear ones of the dense model either.
@@ -195,10 +195,11 @@ def _kinds() -> dict[str, Kind]:
     )
     opt = TEXT | {"ffn_dim": 128, "word_embed_proj_dim": 64}
     zoo["opt"] = _decoder("OPT", opt)
-    zoo["gpt_neox"] = _decoder("GPTNeoX", TEXT)
+    zoo["gpt_neox"] = _decoder("GPTNeoX", TEXT, fused=2)
     zoo["falcon"] = _decoder(
         "Falcon",
         TEXT | {"ffn_hidden_size": 128},
+        fused=2,
         subclasses=True,
         refused={"prune": "no layer is left to prune; .*(FalconLinear|subclass)"},
     )
@@ -212,7 +213,7 @@ def _kinds() -> dict[str, Kind]:
         "hidden_dim": 128,
         "max_position_embeddings": 64,
     }
-    zoo["distilbert"] = _encoder("DistilBert", distilbert, "vocab_projector")
+    zoo["distilbert"] = _encoder("DistilBert", distilbert, "vocab_projector", fused=2)
     modern = {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 8, "global_attn_every_n_layers": 2}
     zoo["modernbert"] = _encoder("ModernBert", TEXT | modern, "decoder", fused=2)
     t5 = {
@@ -230,6 +231,7 @@ def _kinds() -> dict[str, Kind]:
         text_to_text,
         dense={"lm_head": "output"},
         compiled=True,
+        fused=4,
     )
     bart = TWO_STACKS | {
         "max_position_embeddings": 64,
@@ -299,6 +301,7 @@ def _kinds() -> dict[str, Kind]:
         _config("Wav2Vec2", wav2vec2),
         sound,
         dense={"lm_head": "output"},
+        fused=2,
         adapted=r".*\.([qv]_proj|output_dense)",
     )
     mamba = {

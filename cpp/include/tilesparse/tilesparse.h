@@ -99,9 +99,8 @@ enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
 /* In place of a kernel: the caller writes W dense and runs the product in a dense library, which ts_matmul
  * does not do. */
 enum { TS_RUN_DENSE = -1 };
-/* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major).
- * TS_FEATURE_MAJOR is the former name of the latter. */
-enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1, TS_FEATURE_MAJOR = 1 };
+/* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major). */
+enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1 };
 /* How tensor cores multiply float32: with float32-level error (3xTF32), or in plain TF32; and x and values of
  * TS_FLOAT8_E4M3FN: with sums that are added in float32 every 128 of k, or in the accumulators of tensor
  * cores throughout, which keep about 14 bits on compute capability 9.0 (fast). TS_PRECISION_FAST lets the

@@ -14,11 +14,7 @@ inline namespace v0_1 {
 
 enum class Device : int32_t { cpu = TS_CPU, cuda = TS_CUDA };
 enum class Op : int32_t { dds_nt = TS_DDS_NT, dds_nn = TS_DDS_NN, sdd_tn = TS_SDD_TN };
-enum class Layout : int32_t {
-    row_major = TS_ROW_MAJOR,
-    column_major = TS_COLUMN_MAJOR,
-    feature_major = column_major  // the name of 0.1
-};
+enum class Layout : int32_t { row_major = TS_ROW_MAJOR, column_major = TS_COLUMN_MAJOR };
 enum class Activation : int32_t { none = TS_NO_ACTIVATION, relu = TS_RELU, gelu = TS_GELU, silu = TS_SILU };
 enum class Precision : int32_t {
     highest = TS_PRECISION_HIGHEST,

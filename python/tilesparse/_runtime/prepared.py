@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .private import version
 from .requests import Call, QuantizedRequest, Request
 from .writes import watch
 
+SETTLING = 0.01  # seconds that a thread may need between a write and its count
 MAX_CALLS = 1024  # a program whose token counts never repeat must not grow without bound
 
 State = tuple[int, ...]
@@ -259,7 +260,11 @@ class Prepared:
         if index is None or state_of(index) != self.state:
             return False
         self.wait()  # what a thread wrote on another stream is no write that was missed
-        if all(map(torch.equal, index[:3], self._snapshot)) or state_of(index) != self.state:
+        if all(map(torch.equal, index[:3], self._snapshot)):
+            return False
+        # PyTorch counts a write after it has enqueued it, and another thread may be between the two.
+        sleep(SETTLING)
+        if state_of(index) != self.state:
             return False
         self.adopt(index)
         return True

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad, profiler
@@ -40,6 +41,17 @@ def constant_when_compiled(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def with_normal_tensors(function: _Function) -> _Function:
+    """Have a function make tensors that can be trained and written to, also within inference mode."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 @constant_when_compiled

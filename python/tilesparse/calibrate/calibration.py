@@ -16,8 +16,9 @@ from ..nn.convert import dense_weight
 from .experts import ExpertMoments, LinearExperts, Place
 from .moments import Moments
 from .stream import (
+    Input,
     Stream,
-    call,
+    call_apart,
     check_batches,
     checked_batch,
     device_of,
@@ -93,11 +94,11 @@ class Calibration:
 
     def groups(self, unit: Unit) -> list[list[str]]:
         """Return the layers of a unit in the order in which they run, those with the same input together."""
-        inputs: dict[str, list[Tensor]] = {}
-        self.trial(unit, unit.layers, lambda name, x: inputs.setdefault(name, []).append(x))
+        inputs: dict[str, list[Input]] = {}
+        self.trial(unit, unit.layers, lambda name, x: inputs.setdefault(name, []).append(Input.of(x)))
         groups: dict[Any, list[str]] = {}
-        for name, tensors in inputs.items():
-            groups.setdefault(self._projection(name) or tuple(map(id, tensors)), []).append(name)
+        for name, own in inputs.items():
+            groups.setdefault(self._projection(name) or tuple(one.key for one in own), []).append(name)
         for name in unit.layers:
             if name not in inputs:  # which other batches may run
                 groups.setdefault(self._projection(name) or name, []).append(name)
@@ -200,7 +201,7 @@ class Calibration:
 
         def note(name: str, x: Tensor) -> None:
             if in_dense:
-                dense.append(x)
+                dense.append(x.clone())  # the model may write to it later
                 return
             if not found:
                 found.append(Moments(x.shape[-1], self._device, self._compare))
@@ -269,7 +270,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
     Tensors are copies, which the model may write to, on the device of its first parameter.
     """
-    return call(model, moved(batch, device_of(model), copy=True))
+    return call_apart(model, batch)
 
 
 def own_loss(output: Any) -> Tensor:

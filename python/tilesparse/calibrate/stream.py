@@ -12,14 +12,16 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._arguments import shown
 from .._checks import checked_device
+from .._runtime.private import version
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from ..nn.state import evaluating
 
 # Keywords of Transformers' models: of a block's input, and of caches, whose name is another one since 5.24.
 _HIDDEN = "hidden_states"
@@ -348,6 +350,11 @@ def checked_batch(batch: Any) -> Any:
     return batch
 
 
+def call_apart(model: nn.Module, batch: Any) -> Any:
+    """Do as `call` with copies of all tensors, which the model may write to, on the model's device."""
+    return call(model, moved(batch, device_of(model), copy=True))
+
+
 def check_batches(batches: object) -> None:
     """Raise InvalidArgumentError for a single mapping, whose keys would be taken for batches."""
     if isinstance(batches, Mapping):
@@ -489,19 +496,6 @@ def observing(*models: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode, and afterwards every module back into its own."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextlib.contextmanager
 def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
     """Keep modules on a device, and put them back where they were."""
     homes = {module: device_of(module, device) for module in modules}
@@ -536,3 +530,86 @@ def visiting(modules: Sequence[nn.Module], device: torch.device, default: torch.
             stack.callback(module.register_forward_hook(back).remove)
             stack.callback(module.to, home)  # where it has raised
         yield
+
+
+class Input(NamedTuple):
+    """A tensor as a layer was called with it: kept alive, so that no other one has its identity."""
+
+    tensor: Tensor
+    written: int
+    address: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Input:
+        """Return a tensor as it is now."""
+        return cls(tensor, version(tensor), tensor.data_ptr())
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What only the same tensor has, as long as nothing has written to it."""
+        return id(self.tensor), self.written, self.address
+
+
+@contextlib.contextmanager
+def recording(
+    children: Mapping[nn.Module, Iterable[str]],
+) -> Iterator[dict[nn.Module, dict[str, list[object]]]]:
+    """Record with what modules call their children.
+
+    Args:
+        children: names of children, by the module that has them.
+
+    Yields:
+        Of each module and each child an entry for every call of the module: equal for children that it called
+        once, with the same tensor as their only argument; None for a child that it did not call. Children
+        are in the order of their first calls; one that was called in any other way is left out.
+    """
+    found: dict[nn.Module, dict[str, list[object]]] = {}
+    handles = []
+    for module, names in children.items():
+        record = _Record(list(names))
+        found[module] = record.entries
+        handles += record.watch(module)
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Record:
+    """The calls of a module under way, and what each of its children was called with in all of them."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.entries: dict[str, list[object]] = {name: [] for name in names}
+        self._calls: list[dict[str, Input]] = []
+        self._number = 0
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Return the handles of hooks of a module and its children."""
+        handles = [
+            module.register_forward_pre_hook(lambda *_: self._calls.append({}), prepend=True),
+            module.register_forward_hook(lambda *_: self._end(), always_call=True),
+        ]
+        for name in self.entries:
+            child = module.get_submodule(name)
+            hook = child.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self._note(name, args, kwargs), with_kwargs=True
+            )
+            handles.append(hook)
+        return handles
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self.entries and not any(self.entries[name]):
+            self.entries[name] = self.entries.pop(name)  # in the order of first calls
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if alone and self._calls and name not in self._calls[-1]:
+            self._calls[-1][name] = Input.of(args[0])
+        else:
+            self.entries.pop(name, None)
+
+    def _end(self) -> None:
+        call = self._calls.pop()
+        self._number += 1
+        for name, entries in self.entries.items():
+            entries.append((self._number, call[name].key) if name in call else None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .._checks import check_writable
-from ..tuning.advice import DENSITIES, advise
+from ..tuning.advise import DENSITIES, advise
 from .models import load_or_make_model, random_batch
 from .options import DTYPES, add_device, parse_block, parse_count, parse_density
 

@@ -14,7 +14,7 @@ import torch
 from .. import _C, _interrupt
 from .._progress import logger
 from ..errors import TileSparseError
-from ..tuning.devices import default_device
+from ..tuning.product import default_device
 
 UNWRITABLE = 1  # the status of the system's own commands where stdout is full or closed
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell

@@ -13,10 +13,9 @@ import torch
 
 from .. import _C, _checks
 from ..errors import TileSparseError, UnsupportedError
-from ..tuning import loading
-from ..tuning.devices import KINDS, Device, describe_estimates, runs_on
-from ..tuning.products import OPS, Product
-from ..tuning.selection import choose
+from ..tuning import store
+from ..tuning.choose import choose
+from ..tuning.product import KINDS, OPS, Device, Product, describe_estimates, runs_on
 from .options import KERNEL_DTYPES, VALUES_DTYPES, add_layer, chosen_ops, describe_layer, product_of
 
 STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that
@@ -51,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
         if storages := _describe_storages(device):
             print(storages)
         devices.append(device)
-    print(loading.status())
+    print(store.status())
     _print_break_even()
     print(f"{describe_layer(arguments)}:")
     places = [device.name if device in absent else KINDS[device.device] for device in devices]

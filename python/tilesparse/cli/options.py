@@ -9,8 +9,7 @@ import torch
 
 from .. import _checks
 from .._checks import BLOCK_SIZES
-from ..tuning.devices import KINDS
-from ..tuning.products import OPS, Product, dtype_name
+from ..tuning.product import KINDS, OPS, Product, dtype_name
 
 DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
 VALUES_DTYPES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from .._progress import Progress
 from ..errors import InvalidArgumentError
-from ..tuning import loading, measuring
-from ..tuning.devices import Device
+from ..tuning import measure, store
+from ..tuning.product import Device
 from .options import add_device, add_layer, chosen_ops, parse_count, product_of
 
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -31,7 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--repetitions",
         type=parse_count,
         default=21,
-        help="calls per kernel, of which the median counts (%(default)s)",
+        help="times that each kernel is measured (%(default)s)",
     )
 
 
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         products = [product_of(arguments, op, tokens) for op in ops for tokens in arguments.tokens]
     else:
-        products = measuring.products_of(arguments.model, arguments.tokens, ops)
+        products = measure.products_of(arguments.model, arguments.tokens, ops)
         if not products:
             raise InvalidArgumentError(
                 f"{arguments.model}: no block-sparse layer has such a product; there is nothing to measure"
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{len(products)} products, on {Device.find(device)}")
     progress = Progress(len(products))
     for done, product in enumerate(products, 1):
-        (measurement,) = measuring.tune(
+        (measurement,) = measure.tune(
             [product],
             device,
             candidates=arguments.candidates,
@@ -58,4 +58,4 @@ def main(arguments: argparse.Namespace) -> None:
         )
         print(measurement, flush=True)
         progress.show(done, "products measured")
-    print(loading.status())
+    print(store.status())

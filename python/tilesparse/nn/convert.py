@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import DTYPES, Index, check_block_shape, check_shapes
-from .._reports import empty_of
+from .._reports import empty_of, warn_user
 from .._runtime.indices import blocks_of
-from .._runtime.private import refuse_fakes
+from .._runtime.private import refuse_fakes, with_normal_tensors
 from ..config import LayerSpec, check_nm, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..matrix import BlockSparseMatrix
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 _Layer = TypeVar("_Layer", bound="BlockSparseLinear")
 
 
+@with_normal_tensors
 def from_spec(
     cls: type[_Layer], spec: LayerSpec, bias: bool, device: torch.device | str | int | None
 ) -> _Layer:
@@ -52,6 +52,7 @@ def from_spec(
     return layer if device.type == "meta" else layer.to_empty(device=device)
 
 
+@with_normal_tensors
 def from_linear(
     cls: type[_Layer],
     linear: nn.Module,
@@ -102,10 +103,9 @@ def from_linear(
 def _warn_of_empty(pattern: BlockPattern) -> None:
     rows, columns = empty_of(pattern.block_indices(), pattern.shape, pattern.block_shape)
     if pattern.nnz and (rows or columns):
-        warnings.warn(
+        warn_user(
             f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
-            f"and {columns} block columns (inputs that nothing reads) empty",
-            stacklevel=5,
+            f"and {columns} block columns (inputs that nothing reads) empty"
         )
 
 

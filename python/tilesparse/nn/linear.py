@@ -20,7 +20,7 @@ from .._ops.autograd import records_gradient
 from .._ops.linear import combined, linear_on
 from .._ops.scaled import quantized_linear_on
 from .._runtime.lookup import prepared
-from .._runtime.private import refuse_fakes
+from .._runtime.private import refuse_fakes, with_normal_tensors
 from ..config import LayerSpec, as_nm, check_nm
 from ..errors import InvalidArgumentError, InvalidPatternError
 from ..pattern.block_pattern import BlockPattern
@@ -95,6 +95,7 @@ class BlockSparseLinear(StoredWeight):
     bias: nn.Parameter | None
 
     @checked
+    @with_normal_tensors
     def __init__(
         self,
         in_features: int,
@@ -292,6 +293,10 @@ class BlockSparseLinear(StoredWeight):
         Returns:
             y [..., out_features].
         """
+        if self.merged is not None and activation == "none" and not feature_major_output:
+            product, number = self.merged
+            if residual is None and gate is None and (y := product.result(number, input)) is not None:
+                return y  # type: ignore[no-any-return]
         if self.origin.pending:
             self.validate_pattern()
         try:

@@ -19,9 +19,10 @@ from .._ops.quantization import constant
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..storage.registry import storage_of
-from .known_mlps import form_of, reason_not_known
 from .linear import BlockSparseLinear
 from .mlp_activation import name_of_activation
+from .mlp_forms import Form, check_same, form_in_call, form_of_sequence, reason_not_fused
+from .state import evaluating
 
 _ROLES = ("up", "down", "gate", "gate_up", "activation", "dropout", "hidden_dropout")
 _FEW_TOKENS = 1024  # up to which there are kernels that read row-major activations alone
@@ -93,27 +94,44 @@ class BlockSparseMLP(nn.Module):
 
     @classmethod
     @checked
-    def from_module(cls, module: nn.Module) -> BlockSparseMLP:
-        """The same function of the same layers, under the same names.
+    def from_module(cls, module: nn.Module, x: Tensor | None = None) -> BlockSparseMLP:
+        """Return the same function of the same layers, under the same names.
 
-        Known are modules that compute what ``LlamaMLP``, ``Phi3MLP``, ``ModernBertMLP``, ``GPT2MLP``,
-        ``ViTMLP`` and, without the other half, ``BertIntermediate`` of Transformers do, most of its others
-        among them: their ``forward`` has to be the same, whatever their class. So is a
-        ``torch.nn.Sequential`` of a linear layer, an activation that kernels have, and another linear layer,
-        either with a ``torch.nn.Dropout`` behind it or not.
+        What a module computes is seen when it is called with ``x``: its parts have to be one to three linear
+        layers, an activation, and perhaps dropouts, called as those of an MLP. What the result computes is
+        compared with the module on ``x``, in evaluation and in training mode. A ``torch.nn.Sequential`` of a
+        linear layer, an activation that kernels have, and another linear layer, with or without
+        ``torch.nn.Dropout`` behind the last two, is known without.
 
         Args:
             module: its linear layers are `BlockSparseLinear`; it keeps them, and so shares them.
+            x: an input of the module, [..., in_features], such as a model gives it.
 
         Raises:
-            UnsupportedError: it computes something else, or holds what would get lost.
+            UnsupportedError: it computes something else, holds what would get lost, or is not known and there
+                is no ``x``.
         """
-        form = form_of(module)
-        reason = reason_not_known(module)
-        if form is None or reason is not None:
+        reason, form = reason_not_fused(module), form_of_sequence(module)
+        if reason is None and form is None and x is None:
+            reason = "a call shows what it computes: pass x"
+        if reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        parts: dict[str, Any] = {role: getattr(module, name) for role, name in form.names.items()}
-        mlp = cls(**{"up": None, "down": None} | parts, names=form.names)
+        if form is None:
+            assert x is not None
+            try:
+                with evaluating(module):
+                    form = seen = form_in_call(module, x.clone())
+                    check_same(module, x, lambda one: cls._of_form(one, seen), seen.get("down"))
+            except UnsupportedError as error:
+                raise UnsupportedError(f"module: {error}") from error
+        return cls._of_form(module, form)
+
+    @classmethod
+    def _of_form(cls, module: nn.Module, form: Form) -> BlockSparseMLP:
+        parts: dict[str, Any] = {role: getattr(module, name) for role, name in form.items()}
+        # A part may have the name of a role that is not its own.
+        others = {role: f"_{role}" for role in _ROLES if role not in form and role in form.values()}
+        mlp = cls(**{"up": None, "down": None} | parts, names=form | others)
         # Its mode, and what others may read of it, such as its config.
         vars(mlp).update((name, value) for name, value in vars(module).items() if name not in vars(mlp))
         mlp._modules = dict(module._modules)  # in their order, by which optimizers know parameters

@@ -12,6 +12,7 @@ from ..errors import InvalidArgumentError
 from ..functional import quantize
 from ..storage.registry import storage_of
 from .linear import BlockSparseLinear, representation
+from .owners import note_owner
 
 
 class PseudoBlockSparseLinear(nn.Module):
@@ -53,6 +54,7 @@ class PseudoBlockSparseLinear(nn.Module):
         for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
             self.register_buffer(name, indices.to(layer.weight.device))
         self.train(layer.training)
+        note_owner(self)
 
     @checked
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:

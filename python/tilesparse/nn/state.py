@@ -1,9 +1,9 @@
-"""Layers that are moved or loaded, or get another number of blocks."""
+"""Layers that are moved or loaded, or get another number of blocks; models in evaluation mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import Index, is_inside
 from .._runtime.lookup import update_of
+from .._runtime.private import with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
@@ -189,7 +190,7 @@ def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
 
 
-@torch.no_grad()
+@with_normal_tensors
 def make_room(
     layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], scales: str | None = None
 ) -> None:
@@ -244,3 +245,16 @@ def keep_blocks(layer: StoredWeight, slots: Tensor) -> None:
     for name in INDEX_NAMES:
         layer._buffers[name] = getattr(kept, name)
     layer.origin = layer.origin.updated(layer.index())
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode, and afterwards every module back into its own."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import Index, check_policy, is_inside
-from .._runtime.private import constant_when_compiled
+from .._runtime.private import constant_when_compiled, with_normal_tensors
 from ..config import LayerSpec, as_nm, check_nm, check_nm_blocks, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
@@ -26,6 +26,7 @@ from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask
 from .origin import PatternOrigin, Source, has_peers
+from .owners import check_weight, note_owner
 from .shard import Shard
 from .tensors import INDEX_NAMES, is_sharded
 
@@ -56,6 +57,7 @@ class StoredWeight(nn.Module):
     shard: Shard | None = None  # of tensor parallelism
     # Takes y and x of a call and gives y, whose gradient `tilesparse.train` sees so in steps that need it.
     observe: Callable[[Tensor, Tensor], Tensor] | None = None
+    merged: tuple[Any, int] | None = None  # a `MergedProduct`, and the layer's number in it
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
     _activations: str | None = None
@@ -97,6 +99,7 @@ class StoredWeight(nn.Module):
         self._describe(replace(self.spec, **changes))
 
     def _describe(self, spec: LayerSpec) -> None:
+        self._end_merging()
         # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
@@ -161,7 +164,7 @@ class StoredWeight(nn.Module):
     @policy.setter
     def policy(self, policy: str) -> None:
         check_policy(policy)
-        self.update_spec(policy=policy)
+        self._policy = replace(self.spec, policy=policy).policy
 
     @property
     def nm(self) -> tuple[int, int] | None:
@@ -189,7 +192,7 @@ class StoredWeight(nn.Module):
         return self._storage_error
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def set_nm(
         self: _Weight, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
     ) -> _Weight:
@@ -209,6 +212,7 @@ class StoredWeight(nn.Module):
         check_whole(self, "set_nm")
         check_trainable(self, "set_nm")
         check_nm_blocks(nm, transposable, self._block_shape)
+        self._end_merging()
         self.mask = None if nm is None else chosen_mask(self.weight, scores, transposable)
         self._nm, self._transposable = as_nm(nm), transposable
         return self
@@ -244,7 +248,7 @@ class StoredWeight(nn.Module):
         return storage_of(self._storage).mask(self._stored())
 
     @checked
-    @torch.no_grad()
+    @with_normal_tensors
     def to_storage(
         self: _Weight,
         storage: str,
@@ -333,7 +337,13 @@ class StoredWeight(nn.Module):
         """Record that all processes have this pattern."""
         self.origin = PatternOrigin(Source.SHARED, self.index())
 
+    def _end_merging(self) -> None:
+        """Compute an own product from now on, if it was shared with other layers."""
+        if self.merged is not None:
+            self.merged[0].end()
+
     def _updated(self) -> None:
+        self._end_merging()
         self.origin = self.origin.updated(self.index())
 
     def validate_pattern(self) -> None:
@@ -368,9 +378,13 @@ class StoredWeight(nn.Module):
         """Become another layer of this shape, tensors and all; hooks and mode stay."""
         for name in _STATE:
             setattr(self, name, getattr(other, name))
+        note_owner(self)
 
+    @with_normal_tensors
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
+        self._end_merging()
         state.move(self, fn, partial(super()._apply, fn, recurse))
+        note_owner(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -383,19 +397,36 @@ class StoredWeight(nn.Module):
         state.note_activations(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self._end_merging()
         load = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         state.load(self, state_dict, prefix, others, load)
 
+    def pattern_if_any(self) -> BlockPattern | None:
+        """Return the pattern; None if it has no contents yet."""
+        missing = self.col_indices.is_meta or self.origin.source is Source.MISSING
+        return None if missing else self.pattern
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; a weight must be one, and not that of a layer with another pattern."""
+        if name == "weight" and "origin" in self.__dict__:
+            check_weight(self, param)
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            note_owner(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value is None and "weight" in self._parameters:
+            check_weight(self, value)
         if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
         else:
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if name != "observe"}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("observe", "merged")}
         return {**own, "origin": self.origin.source}  # the versions of copied tensors begin anew
 
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__(own)  # type: ignore[no-untyped-call]
         self.origin = PatternOrigin(own["origin"], self.index(), copied=True)
+        note_owner(self)

@@ -11,18 +11,18 @@ from torch import nn
 from .._arguments import checked, shown
 from .._checks import check_text
 from .._listeners import layers_changed
-from .._names import NamePattern, names_of_modules, set_submodule
+from .._names import NamePattern, set_submodule
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.known_experts import projections_of
-from ..nn.known_mlps import is_known, reason_not_known
 from ..nn.mlp import BlockSparseMLP
 from .building import sparse_layer
+from .fusing import mlps_to_fuse
 from .matching import reason_not_patchable
-from .modules import Replacement, Target, is_linear, share_hooks, what_would_be_lost
+from .modules import Replacement, Target, is_linear, share_hooks
 from .patching import patch, replace_modules
 from .references import follow
-from .reports import FuseReport, PatchReport, SkippedLayer, fused_mlp
+from .reports import FuseReport, PatchReport, fused_mlp
 from .rules import LayerOptions, Rule
 
 
@@ -175,8 +175,8 @@ class BlockSparseModelPatcher:
         return report
 
     @checked
-    def fuse_mlps(self, model: nn.Module, *, dry_run: bool = False) -> FuseReport:
-        """Replace every MLP whose function is known by a `BlockSparseMLP`, see `BlockSparseMLP.from_module`.
+    def fuse_mlps(self, model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> FuseReport:
+        """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
 
         Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
         names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
@@ -184,18 +184,11 @@ class BlockSparseModelPatcher:
 
         Args:
             model: changed in place.
+            batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
+                tensor. None fuses only what is known without a call, a `torch.nn.Sequential`.
             dry_run: only report what would be done.
         """
-        targets, skipped = [], []
-        for module, aliases in names_of_modules(model).items():
-            named = "mlp" in type(module).__name__.lower()
-            if isinstance(module, BlockSparseMLP) or not (named or is_known(module)):
-                continue
-            reason = _reason_not_fused(model, module)
-            if reason is None:
-                targets.append(Target(aliases, module, BlockSparseMLP.from_module(module)))
-            else:
-                skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+        targets, skipped = mlps_to_fuse(model, batch)
         if targets and not dry_run:
             replace_modules(model, targets)
             self._remember(model, targets)
@@ -248,9 +241,3 @@ class BlockSparseModelPatcher:
             self._originals[model] = None
         elif originals is not None:
             originals.update({name: target for target in targets for name in target.names})
-
-
-def _reason_not_fused(model: nn.Module, module: nn.Module) -> str | None:
-    if module is model:
-        return "the model itself cannot be replaced in place"
-    return what_would_be_lost(module) or reason_not_known(module)

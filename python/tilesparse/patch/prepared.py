@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._reports import aligned, listed, without_numbers
-from .joining import SharedProduct
+from .merging import SharedProduct
 from .reports import FuseReport
 
 
@@ -81,6 +81,8 @@ class InferenceReport:
         lines = [*aligned(rows), f"{len(self.mlps.mlps)} MLPs fused"]
         lines += [f"not fused: {line}" for line in str(self.mlps).splitlines()[1 + len(self.mlps.mlps) :]]
         lines += [f"not merged: {', '.join(one.names)}: {one.reason}" for one in self.shared if one.reason]
+        if self.seconds_before is None:
+            lines.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
         if self.stacked:
             lines.append(f"3-D parameters that stay dense: {listed(self.stacked)}")
         if self.seconds_before is not None and self.seconds_after is not None:

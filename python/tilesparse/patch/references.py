@@ -81,7 +81,7 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
         parts = [_followed(part, new, seen) for part in value]
         if all(part is old for part, old in zip(parts, value, strict=True)):
             return value
-        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, list | dict) and id(value) not in seen:
         seen.add(id(value))
         for place, part in [*(value.items() if isinstance(value, dict) else enumerate(value))]:

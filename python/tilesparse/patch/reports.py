@@ -143,8 +143,7 @@ class FuseReport:
 
     Attributes:
         mlps: the fused MLPs.
-        skipped: modules with "MLP" in the name of their class, or whose function is known, that stay as they
-            are, with the reason.
+        skipped: modules with "MLP" in the name of their class that stay as they are, with the reason.
     """
 
     mlps: list[FusedMLP]

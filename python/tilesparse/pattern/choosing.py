@@ -106,7 +106,7 @@ def canonical_bsr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not inside or bool((counts < 0).any()):
         return crow, col, values  # for the constructor to say what is wrong
     rows = torch.arange(len(counts), device=col.device).repeat_interleave(counts)
-    numbers, place = (rows * cols + col).unique(return_inverse=True)
+    numbers, place = torch.unique(rows * cols + col, return_inverse=True)
     if torch.equal(place, torch.arange(len(col), device=col.device)):
         return crow, col, values
     summed = values.new_zeros(len(numbers), *values.shape[1:]).index_add(0, place, values)

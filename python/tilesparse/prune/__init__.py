@@ -3,17 +3,14 @@
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
 from .driver import PrunedLayer, PruneReport, prune_
 from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
-from .latency import LatencyTable, measure_latency, time_layers
 from .obs import refit
 from .permutation import PermutationReport, PermutedGroup, permute_model
-from .profiles import measure_errors
-from .targets import ErrorProfiles
+from .profiles import ErrorProfiles, measure_errors
 
 __all__ = [
     "AllocatedLayer",
     "Allocation",
     "ErrorProfiles",
-    "LatencyTable",
     "PermutationGroup",
     "PermutationReport",
     "PermutedGroup",
@@ -24,11 +21,9 @@ __all__ = [
     "erk",
     "find_permutation_groups",
     "measure_errors",
-    "measure_latency",
     "permute_",
     "permute_model",
     "prune_",
     "refit",
-    "time_layers",
     "uniform",
 ]

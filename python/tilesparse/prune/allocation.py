@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -16,11 +16,7 @@ from ..calibrate.experts import refuse_experts
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from ..storage.registry import forms_of
-from .knapsack import solve
-from .latency import LatencyTable
-from .targets import (
-    ErrorProfiles,
+from ..patch.targets import (
     block_shape_of,
     checked_configs,
     dense_layers,
@@ -28,8 +24,22 @@ from .targets import (
     kept_blocks,
     shape_of,
 )
+from ..storage.registry import forms_of
+from .knapsack import solve
+from .profiles import ErrorProfiles
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
+
+
+@runtime_checkable
+class Times(Protocol):
+    """Measured times of layers, such as a `tilesparse.tuning.LatencyTable`."""
+
+    def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
+        """Return milliseconds of one call of a layer of this shape; None is the dense layer."""
+
+    def where(self) -> str:
+        """Say what was measured, and where."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,7 @@ def allocate(
     parameters: int | None = None,
     bytes: int | None = None,
     milliseconds: float | None = None,
-    table: LatencyTable | None = None,
+    table: Times | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
@@ -229,7 +239,7 @@ def allocate(
             they are and do not count.
         milliseconds: for one call of each layer, as `table` has measured it. Exactly one of these three is
             to be given.
-        table: from `measure_latency`, with ``milliseconds``.
+        table: from `tilesparse.tuning.measure_latency`, with ``milliseconds``.
         weights: by name, what a layer's errors are multiplied by; 1 for others.
 
     Raises:
@@ -270,7 +280,7 @@ _ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  
 
 
 def _budget(
-    parameters: float | None, bytes: float | None, milliseconds: float | None, table: LatencyTable | None
+    parameters: float | None, bytes: float | None, milliseconds: float | None, table: Times | None
 ) -> tuple[str, float]:
     given = {
         unit: number
@@ -285,14 +295,14 @@ def _budget(
     ((unit, budget),) = given.items()
     if not 0 <= as_number(budget) < math.inf:
         raise InvalidArgumentError(f"{_ARGUMENTS[unit]} must be a number of at least 0, got {budget!r}")
-    if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
+    if (table is not None) != (unit == "ms") or not isinstance(table, Times | None):
         raise InvalidArgumentError(
-            f"table must be a LatencyTable beside milliseconds, else None, got {type(table).__name__}"
+            f"table must be a LatencyTable with milliseconds, else None, got {type(table).__name__}"
         )
     return unit, float(budget) if unit == "ms" else math.floor(budget)
 
 
-def _cost_of(unit: str, table: LatencyTable | None) -> Callable[[Any, BlockSparseConfig | None], float]:
+def _cost_of(unit: str, table: Times | None) -> Callable[[Any, BlockSparseConfig | None], float]:
     if table is not None:
         return lambda layer, config: table.milliseconds(shape_of(layer), config)
     return _weights_of if unit == "weights" else _bytes_of

@@ -50,13 +50,20 @@ from ..patch.reports import (
     warn_of_empty,
     warn_of_reads,
 )
+from ..patch.targets import (
+    Filter,
+    block_shape_of,
+    checked_config,
+    chosen_layers,
+    reasons,
+    reasons_against_experts,
+)
 from ..patch.weight_reads import weight_reads
 from ..pattern.block_pattern import BlockPattern
 from ..storage.registry import storage_of
 from .obs import METHODS, Pruner, Solution, built, dense_parameters
 from .resume import Progress
 from .scores import GRADIENT_METHODS, gradient_scores
-from .targets import Filter, block_shape_of, checked_config, chosen_layers, reasons, reasons_against_experts
 
 
 @dataclass(frozen=True)

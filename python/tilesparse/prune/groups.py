@@ -117,7 +117,7 @@ def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
     Args:
         model: its layers are dense.
         group: from `find_permutation_groups`, or one of your own, whose producers and consumer have nothing
-            between them that depends on the order. The old name is ``fold``.
+            between them that depends on the order.
         order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
 
     Raises:

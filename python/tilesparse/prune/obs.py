@@ -31,10 +31,10 @@ from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..nn.convert import dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear
+from ..patch.targets import block_shape_of
 from ..pattern.block_pattern import BlockPattern
 from ..storage.values import two_of_four
 from . import scores
-from .targets import block_shape_of
 
 # Of what pruning has changed of a layer's inputs, how much the layer makes up for. All of it follows the
 # calibration data too closely: on two models half was better than all, and all better than nothing.

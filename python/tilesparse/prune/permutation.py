@@ -25,10 +25,10 @@ from ..calibrate.stream import chosen_device, differences, observing, swapped, t
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
+from ..patch.targets import block_shape_of, checked_config, checked_configs, shape_of
 from .driver import check_numbers
 from .groups import Part, PermutationGroup, find_permutation_groups, parts_of, permute_, reason_against
 from .obs import Pruner
-from .targets import block_shape_of, checked_config, checked_configs, shape_of
 
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number

@@ -19,7 +19,7 @@ from ..calibrate.calibration import Forward, Loss, call_model, own_loss
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
-from .targets import block_shape_of
+from ..patch.targets import block_shape_of
 
 
 @checked

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibrate.calibration import Calibration, Unit
-from ..calibrate.stream import differences
+from ..calibrate.stream import Input, differences
 from .parameters import is_linear, is_norm, scaled_parameters, sizes_of
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers
@@ -72,22 +72,20 @@ class GroupFinder:
     ) -> None:
         self._model, self._calibration, self._unit, self._against = model, calibration, unit, against
         self._inputs: dict[str, Tensor] = {}  # of the first call, in the order of these
-        self._ids: dict[str, list[int]] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor gets their ids
+        self._calls: dict[str, list[Input]] = {}
         self._output = calibration.trial(unit, unit.layers, self._note)
 
     def _note(self, name: str, x: Tensor) -> None:
         if name not in self._inputs:
             self._inputs[name] = x.detach().clone()
-        self._ids.setdefault(name, []).append(id(x))
-        self._kept.append(x)
+        self._calls.setdefault(name, []).append(Input.of(x))
 
     def groups(self, targets: Container[str], search: bool) -> Iterator[ScaleGroup]:
         """Yield the inputs of target layers that run; `search` for modules that may take their scales."""
-        alike: dict[tuple[int, ...], list[str]] = {}
-        for name, ids in self._ids.items():
+        alike: dict[object, list[str]] = {}
+        for name, calls in self._calls.items():
             if is_linear(self._model.get_submodule(name)):
-                alike.setdefault(tuple(ids), []).append(name)
+                alike.setdefault(tuple(call.key for call in calls), []).append(name)
         for layers in alike.values():
             if not any(name in targets for name in layers):
                 continue

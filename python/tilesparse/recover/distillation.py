@@ -19,12 +19,12 @@ from ..calibrate.stream import (
     check_distinct,
     checked_batch,
     device_of,
-    evaluating,
     mask_of_outputs,
     moved,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
+from ..nn.state import evaluating
 from .graphs import GraphedStep, check_graph
 from .losses import DistillationLoss
 

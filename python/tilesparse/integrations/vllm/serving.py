@@ -14,7 +14,7 @@ from ...errors import InvalidArgumentError, UnsupportedError
 from ...nn.experts_linear import ExpertsLinear
 from ...nn.joined import concatenate, reason_not_one
 from ...nn.linear import BlockSparseLinear
-from ...tuning.storing import stored_for_kernels
+from ...tuning.choose import stored_for_kernels
 
 Span = tuple[int, int]
 MANY = 4096  # tokens of a prompt

@@ -1,4 +1,4 @@
-"""Measure kernels on the device at hand.
+"""Measure kernels and layers on the device at hand.
 
 Estimates of kernels were fitted on one GPU. For given products, `tune` measures the kernels with the least
 estimates and the dense product, and writes the times to a file. Programs read the file when they import this
@@ -7,12 +7,14 @@ package; a measured time then comes before estimates, in C++ as well as here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
@@ -22,18 +24,17 @@ from .._runtime import values as _values
 from .._runtime.choice import DECODE_TOKENS, measurements_changed
 from .._runtime.kernels import ask_for
 from .._runtime.lookup import prepared
-from .._runtime.timing import Call, medians, own_numbers
 from .._runtime.values import gather
 from ..checkpoint import manifest as checkpoint
-from ..errors import InvalidArgumentError
+from ..config import BlockSparseConfig
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
 from ..storage.values import expand, row_scales
-from .devices import KINDS, Device, default_device
-from .document import Measurement, alone_in, file, kernel_number, measurements, merged, read, write
-from .loading import count_measurement
-from .products import OPS, Product, multiplied
-from .selection import choose
+from .choose import choose, is_converted_in_calls
+from .product import KINDS, OPS, Device, Product, Way, default_device, multiplied
+from .store import Measurement, add_to_file, count_measurement, file, kernel_number, measurements, read, write
+from .timing import Call, milliseconds, own_numbers
 
 Timer = Callable[[Sequence[Call], torch.device, int], list[float]]
 
@@ -46,7 +47,7 @@ def tune(
     *,
     candidates: int = 3,
     repetitions: int = 21,
-    timer: Timer = medians,
+    timer: Timer = milliseconds,
 ) -> list[Measurement]:
     """Measure kernels for products on a device that is there, and keep the fastest.
 
@@ -60,9 +61,9 @@ def tune(
         device: None is the current CUDA device if kernels of the library run there, otherwise the CPU; a
             warning says so if there is a GPU all the same.
         candidates: number of kernels to measure for each product.
-        repetitions: number of times of which the median is taken.
-        timer: function of calls, a device and a number of repetitions that returns the median milliseconds
-            of each call.
+        repetitions: number of times each call is measured; on a GPU the median counts, on the CPU the least.
+        timer: function of calls, a device and a number of repetitions that returns the milliseconds of each
+            call.
 
     Raises:
         InvalidArgumentError: an argument is invalid; for example, a product is column-major and not stored
@@ -75,7 +76,7 @@ def tune(
         checked_count("candidates", candidates),
         checked_count("repetitions", repetitions),
     )
-    on = _checked_device(device)
+    on = device_to_measure(device)
     described = Device.find(on)
     for product in wanted:
         _check_measurable(product, on)
@@ -90,12 +91,12 @@ def tune(
         count_measurement(found[-1])
         measurements_changed()
         if path is not None:
-            with alone_in(path.parent):
-                write(path, merged(read(path), found[-1]))
+            add_to_file(path, found[-1])
     return found
 
 
-def _checked_device(device: object) -> torch.device:
+def device_to_measure(device: object) -> torch.device:
+    """Return a device that can be measured on, the CPU or a CUDA device; None is that of `default_device`."""
     found = checked_device(default_device() if device is None else device)
     if found.type not in KINDS:
         raise InvalidArgumentError(f"device must be cpu or cuda, got {device!r}")
@@ -119,9 +120,9 @@ def _measured(
 ) -> Measurement:
     names = [candidate.kernel for candidate in choose(product, described).candidates[:count]]
     with own_numbers(device):
-        sparse, dense = _calls(product, device)
-    calls = [_on_kernel(1 + kernel_number(name), sparse) for name in names]
-    calls.append(_on_kernel(0, dense))  # so that none has more to do than another
+        one = product_calls(product, device)
+    calls = [_on_kernel(1 + kernel_number(name), one.sparse) for name in names]
+    calls.append(_on_kernel(0, one.expanded))  # so that none has more to do than another
     *times, dense_time = (1e3 * time for time in timer(calls, device, repetitions))
     fastest_first = dict(sorted(zip(names, times, strict=True), key=lambda each: each[1]))
     return Measurement(product, described, fastest_first, dense_time)
@@ -135,22 +136,37 @@ def _on_kernel(asked: int, call: Call) -> Call:
     return on_kernel
 
 
-def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
-    """Return calls of the product with random operands and of the dense product that replaces it."""
-    layer = BlockSparseLinear(
-        product.in_features,
-        product.out_features,
-        False,
+class ProductCalls(NamedTuple):
+    """Calls of one product with random operands.
+
+    Attributes:
+        sparse: the product with the block-sparse weight.
+        expanded: writes W out and computes the dense product.
+        dense: the dense product of a weight of the same shape, which is there.
+    """
+
+    sparse: Call
+    expanded: Call
+    dense: Call
+
+
+def product_calls(product: Product, device: torch.device) -> ProductCalls:
+    """Return calls of a product, and of the dense products that replace it."""
+    config = BlockSparseConfig(
         product.nnz / product.blocks,  # a density that rounds to just that number
-        block_shape=product.block_shape,
-        nm=product.nm,
-        storage=product.storage,
+        product.block_shape,
+        product.nm,
+        product.storage,
         activations=product.activations,
-        device=device,
-        dtype=product.dtype,
-        generator=torch.Generator().manual_seed(0),
     )
+    shape = product.out_features, product.in_features
+    layer = random_layer(shape, config, device, product.dtype)
     pattern, values = layer.pattern, layer.weight.detach()
+
+    @cache
+    def full() -> Tensor:
+        generator = torch.Generator(device).manual_seed(0)
+        return torch.randn(shape, generator=generator, device=device, dtype=product.dtype)
 
     def activations(features: int) -> Tensor:
         size = (features, product.tokens) if product.feature_major else (product.tokens, features)
@@ -160,7 +176,9 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
     x, y = activations(product.in_features), activations(product.out_features)
     kept = prepared(pattern.index_on(device))
     if product.op == "wgrad":
-        return lambda: functional.sdd(y, x, pattern), lambda: gather(y.t() @ x, kept)
+        return ProductCalls(
+            lambda: functional.sdd(y, x, pattern), lambda: gather(y.t() @ x, kept), lambda: y.t() @ x
+        )
     metadata, scales = getattr(layer, "metadata", None), getattr(layer, "scales", None)
     forward = product.op == "forward"
     source = x if forward else y
@@ -172,16 +190,95 @@ def _calls(product: Product, device: torch.device) -> tuple[Call, Call]:
             return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)
 
-    def dense() -> Tensor:
+    def dense(weight: Tensor) -> Tensor:
+        return F.linear(source, weight) if forward else source @ weight
+
+    def expanded() -> Tensor:
         stored = metadata is not None or scales is not None
         of_blocks = scales
         if scales is not None and product.activations is not None:
             of_blocks = row_scales(scales, pattern)
         plain = expand(values, metadata, of_blocks, product.dtype) if stored else values
-        weight = _values.expand(plain, kept)
-        return F.linear(source, weight) if forward else source @ weight
+        return dense(_values.expand(plain, kept))
 
-    return sparse, dense
+    return ProductCalls(sparse, expanded, lambda: dense(full()))
+
+
+def random_layer(
+    shape: tuple[int, int], config: BlockSparseConfig, device: torch.device, dtype: torch.dtype
+) -> BlockSparseLinear:
+    """Return a layer without a bias, with random values and the same random blocks in every run."""
+    return (
+        BlockSparseLinear(
+            shape[1],
+            shape[0],
+            bias=False,
+            density=config.density,
+            block_shape=config.block_shape,
+            nm=config.nm,
+            policy=config.policy,
+            device=device,
+            dtype=dtype,
+            generator=torch.Generator().manual_seed(0),
+        )
+        .to_storage(config.storage, per=config.scales, activations=config.activations)
+        .eval()
+    )
+
+
+def layer_call(way: Way, shape: tuple[int, int], x: Tensor) -> Call:
+    """Return a call of a layer with random values, computed one way and packed as for inference.
+
+    Args:
+        way: block-sparse, dense, or dense in 8 bits as PyTorch has it.
+        shape: (out_features, in_features).
+        x: [tokens, in_features].
+
+    Raises:
+        UnsupportedError: nothing here computes it.
+        InvalidArgumentError: the layer cannot be cut into such blocks.
+    """
+    if isinstance(way, BlockSparseConfig):
+        layer = random_layer(shape, way, x.device, x.dtype)
+        layer.pack(x.is_cuda or is_converted_in_calls(layer, [len(x)]))
+        layer(x)  # raises where no kernel computes it
+        return partial(layer, x)
+    weight = torch.randn(shape, device=x.device, dtype=x.dtype)
+    if way is None:
+        return partial(F.linear, x, weight)
+    try:
+        call = (_dense_float8 if x.is_cuda else _dense_int8)(weight, x)
+        call()
+    except (RuntimeError, NotImplementedError) as error:  # PyTorch's own, by device and version
+        raise UnsupportedError(f"PyTorch does not compute it here: {str(error).splitlines()[0]}") from error
+    return call
+
+
+def _dense_float8(weight: Tensor, x: Tensor) -> Call:
+    """Multiply with a scale for each row of both factors, and quantize x in every call."""
+    w, of_w = functional.quantize(weight, torch.float8_e4m3fn)
+
+    def call() -> Tensor:
+        q, of_x = functional.quantize(x, torch.float8_e4m3fn)
+        # With scales of rows PyTorch gives bfloat16 alone.
+        y: Any = torch._scaled_mm(
+            q, w.t(), of_x[:, None], of_w[None], out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return y.to(x.dtype)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _dense_int8(weight: Tensor, x: Tensor) -> Call:
+    """Multiply by PyTorch's dynamically quantized layer, whose x is float32."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it will move to torchao
+        from torch.ao.quantization import quantize_dynamic
+
+        layer = quantize_dynamic(nn.Sequential(linear), {nn.Linear})  # type: ignore[no-untyped-call]
+    return lambda: layer(x.float()).to(x.dtype)
 
 
 @checked

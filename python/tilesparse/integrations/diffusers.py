@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from .._libraries.hooks import adapt, when_imported
 from ..errors import UnsupportedError
-from .hooks import adapt, when_imported
+from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
@@ -19,8 +20,6 @@ def register() -> None:
 
 
 def _refuse_to_save(module: Any) -> None:
-    from ..nn.linear import BlockSparseLinear
-
     def refusing(save: Any) -> Any:
         @wraps(save)
         def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:

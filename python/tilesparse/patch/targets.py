@@ -1,4 +1,4 @@
-"""The layers of a model that are pruned, the configuration of each, and its shape."""
+"""The dense layers of a model that a config is for, and what becomes of their shapes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight, is_conv1d
 from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
 from ..nn.linear import BlockSparseLinear
-from ..patch.building import CannotBeCutError, check_blocks_can_be_chosen
-from ..patch.matching import NOT_LINEAR, check_rules, match_modules, reason_not_linear, refusal_of
-from ..patch.reports import SkippedLayer
-from ..patch.rules import LayerOptions, Rule, rules_of
-from ..patch.weight_reads import Read, weight_reads
 from ..storage.registry import storage_of
-
-# By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
-ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
+from .building import CannotBeCutError, check_blocks_can_be_chosen
+from .matching import NOT_LINEAR, check_rules, match_modules, reason_not_linear, refusal_of
+from .reports import SkippedLayer
+from .rules import LayerOptions, Rule, rules_of
+from .weight_reads import Read, weight_reads
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
@@ -42,7 +39,7 @@ def chosen_layers(
     reads: Mapping[nn.Module, Read] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Return the layers that are pruned, with a config each, and the linear ones that stay dense.
+    """Return the linear layers that a config is for, each with its own, and those that stay dense.
 
     Args:
         model: only read.

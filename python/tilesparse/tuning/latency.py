@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -14,31 +14,17 @@ import torch
 from torch import nn
 
 from .._arguments import checked, shown
-from .._checks import DTYPES, as_integer, checked_count, checked_device, is_sequence
+from .._checks import DTYPES, as_integer, checked_count, is_sequence
 from .._progress import Progress
-from .._runtime.timing import medians, name_of, own_numbers
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from .measured import (
-    config_of_json,
-    random_layer,
-    read_document,
-    time_of_json,
-    versions_of,
-    write_document,
-)
-from .targets import (
-    check_names,
-    checked_config,
-    checked_configs,
-    dense_layers,
-    described,
-    shape_of,
-)
-
-VERSION = 1  # of the file
+from ..patch.targets import check_names, checked_config, checked_configs, dense_layers, described, shape_of
+from .measure import device_to_measure, layer_call
+from .product import Device, dtype_name, name_of_cpu, recorded
+from .store import MeasuredLayers, load_layers, save_layers, versions_of
+from .timing import Call, milliseconds, own_numbers
 
 
 @dataclass(frozen=True)
@@ -46,14 +32,14 @@ class LatencyTable:
     """Table of milliseconds of one call of a layer, by shape and config, measured on one device.
 
     Attributes:
-        device: its name, also of a CPU.
+        device: the device; a CPU by its marketing name.
         tokens: rows of x.
         dtype: of x and the weights, as "bfloat16".
         versions: of tilesparse and torch, and how many threads the CPU used.
         times: by (out_features, in_features) and config, None being the dense layer.
     """
 
-    device: str
+    device: Device
     tokens: int
     dtype: str
     versions: Mapping[str, str]
@@ -83,8 +69,8 @@ class LatencyTable:
             return measured[config]
         if config is not None:
             times = {
-                other.density: milliseconds
-                for other, milliseconds in measured.items()
+                other.density: time
+                for other, time in measured.items()
                 if other is not None and _form(other) == _form(config)
             }
             densities = sorted(times)
@@ -120,10 +106,10 @@ class LatencyTable:
 
     def where(self) -> str:
         """Say what was measured; also if this machine has no such device, or other versions."""
-        text = f"measured on {self.device} with {self.tokens} tokens in {self.dtype}"
-        here = {name_of(torch.device("cpu"))}
+        text = f"measured on {self.device.name} with {self.tokens} tokens in {self.dtype}"
+        here = {name_of_cpu()}
         here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-        if self.device not in here:
+        if self.device.name not in here:
             text += f", which this machine does not have ({', '.join(sorted(here))})"
         versions = versions_of(torch.device("cpu"))
         for name, value in self.versions.items():
@@ -135,46 +121,50 @@ class LatencyTable:
         lines = [self.where()]
         for (rows, columns), times in self.times.items():
             lines.append(f"{rows}x{columns}")
-            for config, milliseconds in times.items():
+            for config, time in times.items():
                 density, block, storage = described(config)
-                lines.append(f"  {density:8}{block:>8}  {storage:18}{milliseconds:10.4f} ms")
+                lines.append(f"  {density:8}{block:>8}  {storage:18}{time:10.4f} ms")
         return "\n".join(lines)
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON, which `load` reads on any machine.
+        """Write the table to a file, which `load` reads on any machine.
 
         Raises:
-            InvalidArgumentError: the file cannot be written.
+            TuneFileError: the file cannot be written.
         """
-        times = [
-            {"shape": shape, "choice": None if config is None else asdict(config), "ms": milliseconds}
-            for shape, of in self.times.items()
-            for config, milliseconds in of.items()
+        layers = [
+            MeasuredLayers(shape, self.tokens, self.dtype, {way: times[way] for way in times})
+            for shape, times in self.times.items()
         ]
-        about = {"device": self.device, "tokens": self.tokens, "dtype": self.dtype}
-        document = {"version": VERSION, **about, "versions": dict(self.versions), "times": times}
-        write_document(path, document)
+        save_layers(path, self.device, self.versions, layers)
 
     @classmethod
     @checked
     def load(cls, path: str | Path) -> LatencyTable:
-        """Read what `save` wrote.
+        """Read what `save` wrote, or `AdviceReport.save` if all layers had as many tokens.
 
         Raises:
-            CheckpointNotFoundError: the file cannot be read.
-            InvalidArgumentError: it is no such table, or a newer one.
+            TuneFileError: the file cannot be read, or has no such times.
         """
-        return read_document(path, VERSION, "table of latencies", cls._of_document)
+        return load_layers(path, cls._of)
 
     @classmethod
-    def _of_document(cls, document: Any) -> LatencyTable:
-        times: dict[tuple[int, int], dict[BlockSparseConfig | None, float]] = {}
-        for entry in document["times"]:
-            rows, columns = map(as_integer, entry["shape"])
-            times.setdefault((rows, columns), {})[config_of_json(entry["choice"])] = time_of_json(entry["ms"])
-        about = str(document["device"]), as_integer(document["tokens"]), str(document["dtype"])
-        return cls(*about, dict(document["versions"]), times)
+    def _of(
+        cls, device: Device, versions: Mapping[str, str], layers: Iterable[MeasuredLayers], _: object
+    ) -> LatencyTable:
+        found = [measured for measured in layers if not measured.is_experts]
+        sizes = {(measured.tokens, measured.dtype) for measured in found}
+        if len(sizes) != 1:
+            raise ValueError(f"layers must have one number of tokens and one dtype, got {sorted(sizes)}")
+        ((tokens, dtype),) = sizes
+        times = {
+            (measured.shape[0], measured.shape[1]): {
+                way: time for way, time in measured.milliseconds.items() if not isinstance(way, str)
+            }
+            for measured in found
+        }
+        return cls(device, tokens, dtype, versions, times)
 
 
 @checked
@@ -191,12 +181,12 @@ def measure_latency(
     """Measure the layers of a model, dense and by each config, on the device at hand.
 
     Layers of one shape share their times. Each is a layer of its own with random blocks and values and
-    without a bias, packed for inference (`BlockSparseLinear.pack`); those of one shape take turns, so that a
-    device which changes its speed does so for all, and the median is kept.
+    without a bias, packed for inference as `prepare_for_inference` does; those of one shape take turns, so
+    that a device which changes its speed does so for all.
 
-    On CUDA devices this is the time of the GPU between two events, with a cold L2 cache: clearing that takes
-    longer than the host needs for a call, whose time is therefore not part of it. On the CPU it is the time
-    of a call by the clock, and weights may be in its caches.
+    On CUDA devices this is the median time of the GPU between two events, with a cold L2 cache: flushing that
+    takes longer than the host needs for a call, whose time is therefore not part of it. On the CPU it is the
+    least time of a call by the clock, and weights may be in its caches.
 
     Args:
         model: its shapes are read, and dtype and device where they are not given.
@@ -204,7 +194,7 @@ def measure_latency(
         tokens: rows of x in a call: batch times sequence length, or 1 for each sequence that is decoded.
         dtype: of x and the weights; None is that of the first layer's weight.
         device: None is that of the first layer's weight.
-        repetitions: of which the median is taken.
+        repetitions: number of times each call is measured.
 
     Raises:
         InvalidArgumentError: a name is not that of a dense linear layer, a layer cannot become a config, or
@@ -218,18 +208,24 @@ def measure_latency(
         by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(checked))
     like = next(iter(layers.values())).weight
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
-    on, dtype = _checked_device(like.device if device is None else device), dtype or like.dtype
+    on, dtype = device_to_measure(like.device if device is None else device), dtype or like.dtype
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype must be one of {[str(each) for each in DTYPES]}, got {dtype}")
     progress, times = Progress(len(by_shape)), {}
     for done, (shape, options) in enumerate(by_shape.items(), 1):
         with own_numbers(on):
             x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
-            modules = [_module(shape, config, on, dtype) for config in options]
-        found = medians([partial(module, x) for module in modules], on, repetitions)
-        times[shape] = dict(zip(options, found, strict=True))
+            calls = [_call(config, shape, x) for config in options]
+        times[shape] = dict(zip(options, milliseconds(calls, on, repetitions), strict=True))
         progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
-    return LatencyTable(name_of(on), tokens, str(dtype).removeprefix("torch."), versions_of(on), times)
+    return LatencyTable(recorded(on), tokens, dtype_name(dtype), versions_of(on), times)
+
+
+def _call(config: BlockSparseConfig | None, shape: tuple[int, int], x: torch.Tensor) -> Call:
+    try:
+        return layer_call(config, shape, x)
+    except TileSparseError as error:
+        raise type(error)(f"configs: {config}: {error}") from error
 
 
 @checked
@@ -246,7 +242,7 @@ def time_layers(
         model: has these layers.
         layers: names of linear layers, dense or block-sparse.
         tokens: rows of x in a call.
-        repetitions: of which the median is taken.
+        repetitions: number of times each call is measured.
 
     Raises:
         InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
@@ -254,7 +250,7 @@ def time_layers(
     check_names("layers", layers)
     tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
     modules = dict(model.named_modules(remove_duplicate=False))
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Call] = {}
     devices = set()
     for name in layers:
         layer: Any = modules.get(name)
@@ -272,30 +268,10 @@ def time_layers(
         raise InvalidArgumentError("layers must have at least one name, got none")
     if len(devices) > 1:
         raise InvalidArgumentError(f"layers must all be on one device, got {sorted(map(str, devices))}")
-    device = _checked_device(devices.pop())
-    return dict(zip(calls, medians(list(calls.values()), device, repetitions), strict=True))
+    device = device_to_measure(devices.pop())
+    return dict(zip(calls, milliseconds(list(calls.values()), device, repetitions), strict=True))
 
 
 def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
     stored = config.storage, config.scales, config.activations
     return config.block_shape, config.nm, *stored, config.policy
-
-
-def _module(
-    shape: tuple[int, int], config: BlockSparseConfig | None, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    """Return a layer with random values, packed for inference."""
-    out_features, in_features = shape
-    if config is None:
-        return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype).eval()
-    try:
-        return random_layer(shape, config, device, dtype).pack()
-    except TileSparseError as error:
-        raise type(error)(f"configs: {config}: {error}") from error
-
-
-def _checked_device(device: object) -> torch.device:
-    found = checked_device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise InvalidArgumentError(f"device must be cpu or cuda, got {device!r}")
-    return found

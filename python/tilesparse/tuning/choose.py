@@ -7,9 +7,9 @@ measured on such a device, and preferences: an active `prefer` and the environme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,19 +17,14 @@ import torch
 
 from .. import _C
 from .._arguments import checked
-from .._checks import (
-    DTYPES,
-    POLICIES,
-    QUANTIZED,
-    SCALED,
-    check_policy,
-)
+from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
 from .._runtime.choice import EXPAND_AND_RUN_DENSE
 from .._runtime.kernels import prefer_kernels, preference
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..nn.linear import BlockSparseLinear
+from ..nn.tensors import INDEX_NAMES
 from ..storage.registry import storage_of
-from .devices import KINDS, Device
-from .products import OPS, Product, dtype_name
+from .product import KINDS, OPS, Device, Product, dtype_name
 
 
 @dataclass(frozen=True)
@@ -251,3 +246,27 @@ def prefer(kernel: str) -> Iterator[None]:
         )
     with prefer_kernels(kernel):
         yield
+
+
+def is_converted_in_calls(layer: BlockSparseLinear, tokens: Iterable[int] = ()) -> bool:
+    """Return True if products with so many tokens would convert a layer's values in every call.
+
+    Without numbers of tokens that of decode counts, 1: some kernels of the CPU read 4 bits of few tokens.
+    """
+    if storage_of(layer.storage).multiplied(layer.nm) != layer.storage:
+        return True
+    products = [Product.of(layer, tokens=count) for count in tokens or (1,)]
+    return any(choose(product, layer.weight.device).expands for product in products)
+
+
+def stored_for_kernels(layer: BlockSparseLinear, tokens: int = 1) -> BlockSparseLinear:
+    """Return a layer whose values no call of so many tokens has to convert: kernels read them so."""
+    if choose(Product.of(layer, tokens=tokens), layer.weight.device).expands:
+        spec = replace(
+            layer.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None
+        )
+        own = {name: layer.get_buffer(name) for name in INDEX_NAMES}
+        own |= {} if layer.bias is None else {"bias": layer.bias}
+        return type(layer).from_state(spec, {"weight": layer.plain_values(), **own})
+    multiplied = storage_of(layer.storage).multiplied(layer.nm)
+    return layer if multiplied == layer.storage else layer.to_storage(multiplied)

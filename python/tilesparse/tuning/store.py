@@ -1,0 +1,398 @@
+"""The file that keeps what was measured: kernels for later programs, and layers for budgets and advice.
+
+A document has sections. Each has the device and the versions that it was measured with, and "products", the
+times of kernels, or "layers", the times of layers by the way to compute them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import platformdirs
+import torch
+
+from .. import _C
+from .._arguments import checked
+from .._checks import DTYPES, as_integer, as_number, checked_number
+from .._files import replacing
+from .._runtime.choice import add_measurement, measurements_changed
+from ..config import BlockSparseConfig
+from ..errors import InvalidArgumentError, TileSparseError, TuneFileError
+from .choose import kernels
+from .product import Device, Product, Way, dtype_name, in_own_dtype, recorded
+
+VARIABLE = "TILESPARSE_TUNE_FILE"
+FORMAT, VERSION = "tilesparse measurements", 1
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
+# Errors of reading a document of another form; the last is that of one that is nested too deeply.
+_DAMAGES = (TileSparseError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured times of a product on a device.
+
+    Attributes:
+        product, device: what was measured, and where.
+        microseconds: time by the name of the kernel, the fastest first.
+        dense_microseconds: time of writing W out and the dense product.
+    """
+
+    product: Product
+    device: Device
+    microseconds: Mapping[str, float]
+    dense_microseconds: float
+
+    @property
+    def kernel(self) -> str:
+        """Name of the fastest kernel."""
+        return next(iter(self.microseconds))
+
+    def __str__(self) -> str:
+        times = [*self.microseconds.items(), ("dense", self.dense_microseconds)]
+        return "\n".join([f"{self.product}:", *(f"  {name:34}{time:12.1f} us" for name, time in times)])
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Layers of one shape that are called with as many tokens, and the time of one of their calls.
+
+    Attributes:
+        shape: (out_features, in_features); of experts (experts, out_features, in_features) of the first
+            projection.
+        tokens: rows of x.
+        dtype: of x and the weights, as "bfloat16".
+        milliseconds: time by the way to compute the layer: a `BlockSparseConfig`, None for dense, or the
+            dtype of dense factors in 8 bits, "int8" or "float8_e4m3fn"; without those that do not fit.
+        names: names of the layers in a model; none for a shape alone.
+        calls: how often a call of the model computes it.
+    """
+
+    shape: tuple[int, ...]
+    tokens: int
+    dtype: str
+    milliseconds: Mapping[Way, float]
+    names: tuple[str, ...] = ()
+    calls: int = 1
+
+    @checked
+    def time(self, way: Way) -> float:
+        """Return milliseconds of a call.
+
+        Without a measurement of that way for this shape it is the time of the same blocks in the dtype of the
+        model, or of the dense layer.
+        """
+        times = self.milliseconds
+        return times.get(way, times.get(in_own_dtype(way), times[None]))
+
+    @property
+    def is_experts(self) -> bool:
+        """True for all projections of a mixture of experts together."""
+        return len(self.shape) == 3
+
+
+def file() -> Path | None:
+    """Return the path of the measurements: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache.
+
+    It is None if the variable is empty or the user has no home: no file is read or written.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    try:
+        cache = platformdirs.user_cache_path("tilesparse")
+    except RuntimeError:  # a user without a home
+        return None
+    return cache / "tune.json" if cache.is_absolute() else None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the sections of a document; there are none if there is no file."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would let every program wait
+            advice = f"; name another one in {VARIABLE}" if path == file() else ""
+            raise TuneFileError(f"{path} must be a regular file{advice}")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except TuneFileError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise TuneFileError(f"{path}: cannot be read: {error}{_advice(path)}") from error
+    with _parsing(path):
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format must be {FORMAT!r}, got {document['format']!r}")
+        if document["version"] != VERSION:
+            raise ValueError(f"version must be {VERSION}, got {document['version']!r}")
+        sections: list[dict[str, Any]] = document["sections"]
+        for section in sections:
+            _origin_of(section)
+            if not isinstance(section.get("products", []), list):
+                raise TypeError("products must be a list")
+    return sections
+
+
+def write(path: Path, sections: Iterable[Mapping[str, Any]]) -> None:
+    """Write a whole document or nothing: readers see the old file or the new one, and a link stays a link."""
+    document = {"format": FORMAT, "version": VERSION, "sections": [*sections]}
+    try:
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as stream:
+            stream.write(json.dumps(document, indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        advice = f"free the space or the folder, name a file elsewhere in {VARIABLE}, or set that empty to"
+        raise TuneFileError(
+            f"{path}: cannot be written: {error.strerror or error}"
+            + (f"; {advice} keep nothing" if path == file() else "")
+        ) from error
+
+
+@contextmanager
+def _parsing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGES as error:
+        raise TuneFileError(
+            f"{path} is no file of measurements, or damaged, or newer: {error!r}{_advice(path)}"
+        ) from error
+
+
+def _advice(path: Path) -> str:
+    return f"; delete it, or name another file in {VARIABLE}" if path == file() else ""
+
+
+def _origin_of(section: Mapping[str, Any]) -> tuple[Device, dict[str, str]]:
+    """Return the device and versions of a section."""
+    versions = {str(name): version for name, version in section["versions"].items()}
+    if not all(isinstance(version, str) for version in versions.values()):
+        raise TypeError(f"versions must be strings, got {versions}")
+    return Device(**section["device"]), versions
+
+
+def _section(device: Device, versions: Mapping[str, str], **content: Any) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(device).items() if name != "max_cluster"}
+    return {"device": fields, "versions": dict(versions), **content}
+
+
+# ---- kernels ----
+
+
+def measurements(path: Path) -> tuple[list[Measurement], int]:
+    """Return the measurements of a file that count here, and the number of those that do not."""
+    cpu, found, others = Device.find("cpu"), [], 0
+    for section in read(path):
+        device, versions = _origin_of(section)
+        is_cpu, products = device.compute_capability is None, section.get("products", [])
+        if versions != _versions() or (is_cpu and device != recorded(cpu)):
+            others += len(products)
+            continue
+        with _parsing(path):
+            found += [_measurement_of(entry, cpu if is_cpu else device) for entry in products]
+    return found, others
+
+
+def _versions() -> dict[str, str]:
+    """Return the version whose kernels are measured: names and times of kernels belong to one version."""
+    return {"tilesparse": _C.version(), "architectures": _C.architectures()}
+
+
+def _measurement_of(entry: Mapping[str, Any], device: Device) -> Measurement:
+    fields = dict(entry["product"])
+    product = Product(**fields | {"dtype": _DTYPES[fields["dtype"]]})
+    times = {
+        name: checked_number(name, time, above_zero=True) for name, time in entry["microseconds"].items()
+    }
+    if not times or not set(times) <= {kernel.name for kernel in kernels()}:
+        raise ValueError(f"microseconds must be by names of kernels, got {list(times)}")
+    asked = product.descriptor(device.info())
+    for name in times:
+        asked.estimate(device.info(), kernel_number(name))  # refuses a kernel that does not compute it
+    dense = checked_number("dense_microseconds", entry["dense_microseconds"])
+    return Measurement(product, device, dict(sorted(times.items(), key=lambda each: each[1])), dense)
+
+
+def kernel_number(name: str) -> int:
+    """Return the number by which the native module knows a kernel."""
+    return [kernel.name for kernel in kernels()].index(name)
+
+
+def add_to_file(path: Path, measurement: Measurement) -> None:
+    """Add a measurement to a file, in place of one of the same product on the same device.
+
+    Other programs wait before they add theirs, where the file system has locks. The folder itself is locked,
+    unlike a file lock's own file: nothing is left behind, and users who share a folder need no permission to
+    write a lock of somebody else.
+    """
+    device = recorded(measurement.device)
+    fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
+    entry = {
+        "product": json.loads(json.dumps(fields)),
+        "microseconds": dict(measurement.microseconds),
+        "dense_microseconds": measurement.dense_microseconds,
+    }
+    with ExitStack() as stack:
+        with suppress(OSError):
+            opened = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        sections, products = [], []
+        for section in read(path):
+            if "products" in section and _origin_of(section) == (device, _versions()):
+                products = [old for old in section["products"] if old["product"] != entry["product"]]
+            else:
+                sections.append(section)
+        write(path, [*sections, _section(device, _versions(), products=[*products, entry])])
+
+
+def count_measurement(measurement: Measurement) -> None:
+    """Have a measurement count from now on, in place of one of the same product."""
+    device = measurement.device.info()
+    add_measurement(
+        measurement.product.descriptor(device),
+        device,
+        kernel_number(measurement.kernel),
+        measurement.microseconds[measurement.kernel],
+        measurement.dense_microseconds,
+    )
+
+
+@checked
+def load(path: Path | None = None) -> tuple[list[Measurement], int]:
+    """Load the measurements of a file into this process, replacing all that counted.
+
+    Args:
+        path: path of the file; None is that of the environment.
+
+    Returns:
+        The measurements that count, and the number of those that do not because they are of other CPUs or
+        versions of the library.
+
+    Raises:
+        TuneFileError: the file is damaged, foreign or newer; no measurement counts.
+    """
+    _C.measurements_clear()
+    measurements_changed()
+    path = path or file()
+    found, others = ([], 0) if path is None else measurements(path)
+    for measurement in found:
+        count_measurement(measurement)
+    measurements_changed()
+    return found, others
+
+
+def load_on_import() -> None:
+    """Load the file of the environment; warn if it cannot be used."""
+    try:
+        load()
+    except TuneFileError as error:
+        warnings.warn(
+            f"what tilesparse tune has measured does not count: {error}", RuntimeWarning, stacklevel=3
+        )
+
+
+def status() -> str:
+    """Describe the content of the file in a line."""
+    path = file()
+    if path is None:
+        return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"
+    try:
+        found, others = load(path)
+    except TuneFileError as error:
+        return f"measured kernels: none count: {error}"
+    if not path.exists():
+        return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
+    devices = Counter(measurement.device.name for measurement in found)
+    counts = ", ".join(f"{count} products on {name}" for name, count in devices.items()) or "none that count"
+    ignored = f"; {others} of other CPUs or versions of the library do not count" if others else ""
+    return f"measured kernels: {counts}{ignored}; {path}"
+
+
+# ---- layers ----
+
+
+def versions_of(device: torch.device) -> dict[str, str]:
+    """Return the versions that times of layers depend on, and the number of threads of a CPU."""
+    found = {"tilesparse": _C.version(), "torch": torch.__version__}
+    return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
+
+
+def save_layers(
+    path: str | Path,
+    device: Device,
+    versions: Mapping[str, str],
+    layers: Iterable[MeasuredLayers],
+    **others: Any,
+) -> None:
+    """Write the times of layers, and what else JSON holds, to a file of their own."""
+    entries = []
+    for measured in layers:
+        times = [
+            {"way": asdict(way) if isinstance(way, BlockSparseConfig) else way, "ms": milliseconds}
+            for way, milliseconds in measured.milliseconds.items()
+        ]
+        fields = {name: getattr(measured, name) for name in ("shape", "tokens", "dtype", "names", "calls")}
+        entries.append({**fields, "milliseconds": times})
+    write(Path(path), [_section(device, versions, layers=entries, **others)])
+
+
+def load_layers(
+    path: str | Path,
+    parse: Callable[[Device, dict[str, str], tuple[MeasuredLayers, ...], Mapping[str, Any]], Result],
+) -> Result:
+    """Return what ``parse`` makes of the device, versions, layers and other content of a file.
+
+    Raises:
+        TuneFileError: the file cannot be read, or has no such content.
+    """
+    path = Path(path)
+    sections = [section for section in read(path) if "layers" in section]
+    if not path.exists():
+        raise TuneFileError(f"{path} must be a file that can be read: there is none")
+    with _parsing(path):
+        if len(sections) != 1:
+            raise ValueError("it must have the times of layers")
+        (section,) = sections
+        return parse(*_origin_of(section), tuple(map(_layers_of, section["layers"])), section)
+
+
+def _layers_of(entry: Mapping[str, Any]) -> MeasuredLayers:
+    times = {_way_of(time["way"]): time_of(time["ms"]) for time in entry["milliseconds"]}
+    shape, names = tuple(map(as_integer, entry["shape"])), tuple(map(str, entry["names"]))
+    if len(shape) not in (2, 3):
+        raise ValueError(f"shape must be of a linear layer or of experts, got {shape}")
+    sizes = as_integer(entry["tokens"]), str(entry["dtype"])
+    return MeasuredLayers(shape, *sizes, times, names, as_integer(entry["calls"]))
+
+
+def _way_of(entry: Any) -> Way:
+    if entry is None or isinstance(entry, str):
+        return entry
+    bn, bk = map(as_integer, entry["block_shape"])
+    nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
+    config = BlockSparseConfig(**{**entry, "block_shape": (bn, bk), "nm": nm})
+    if not config.density:
+        raise InvalidArgumentError("density must be above 0, got 0")
+    return config
+
+
+def time_of(number: object) -> float:
+    """Return milliseconds that were read from a file."""
+    milliseconds = as_number(number)
+    if not 0 <= milliseconds < math.inf:
+        raise ValueError(f"ms must be milliseconds, got {number!r}")
+    return milliseconds
