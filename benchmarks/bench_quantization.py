@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import tilesparse as ts
-from tilesparse._replay.batches import moved
-from tilesparse.prune import prune_model
+from tilesparse.calibrate.stream import moved
+from tilesparse.prune import prune_
 
 LENGTH = 512  # of a chunk of text, in tokens
 SENTENCES = 500  # whose embeddings are compared
@@ -231,11 +231,10 @@ def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace)
         ts.sparsify_(model, {subject.layers or ".*": config})
         return model
     folder = None if arguments.resume is None else arguments.resume / f"{subject.name}-{density}"
-    prune_model(
+    prune_(
         model,
+        ts.BlockSparseConfig(density, arguments.block),
         subject.calibration,
-        density=density,
-        block_shape=arguments.block,
         layers=subject.layers,
         folder=folder,
     )

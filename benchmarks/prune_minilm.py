@@ -27,7 +27,8 @@ from records import recorded, write_json
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse.prune import prune_model
+from tilesparse import BlockSparseConfig
+from tilesparse.prune import prune_
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 FILES = 600  # per package at most
@@ -75,11 +76,10 @@ def measured(
     random.Random(seed).shuffle(sentences)
     evaluated, rest = sentences[:EVALUATED], sentences[EVALUATED:]
     model, start = copy.deepcopy(dense), time.perf_counter()
-    report = prune_model(
+    report = prune_(
         model,
+        BlockSparseConfig(density, arguments.block),
         batches_of(tokenizer, rest[: arguments.sentences]),
-        density=density,
-        block_shape=arguments.block,
         method=method,
         refit=method != "magnitude",
         layers="encoder",

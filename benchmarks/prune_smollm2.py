@@ -23,7 +23,8 @@ from common import SMOLLM2, language_model
 from records import recorded, write_json
 from torch import Tensor, nn
 
-from tilesparse.prune import prune_model
+from tilesparse import BlockSparseConfig
+from tilesparse.prune import prune_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,11 +63,10 @@ def measured(method: str, density: float, arguments: argparse.Namespace, seed: i
     held_out = chunks[: arguments.evaluation // arguments.length]
     calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
     before, start = perplexity(model, held_out), time.perf_counter()
-    report = prune_model(
+    report = prune_(
         model,
+        BlockSparseConfig(density, arguments.block),
         calibration,
-        density=density,
-        block_shape=arguments.block,
         method=method,
         refit=method != "magnitude",
         folder=arguments.resume,

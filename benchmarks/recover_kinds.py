@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from tilesparse import BlockSparseConfig
 from tilesparse.integrations.transformers import to_dense
-from tilesparse.prune import prune_model
+from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill
 from tilesparse.tuning.product import default_device
 
@@ -244,11 +245,10 @@ def main() -> int:
 
 def pruned(model: Any, texts: Texts, density: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune the model, also one that has been pruned: blocks that are gone cost nothing."""
-    report = prune_model(
+    report = prune_(
         to_dense(model),
+        BlockSparseConfig(density, arguments.block),
         texts.calibration(),
-        density=density,
-        block_shape=arguments.block,
         layers=PARTS[arguments.layers],
     )
     return {"pruned_layers": len(report.layers)}

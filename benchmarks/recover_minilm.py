@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse.prune import prune_model
+from tilesparse import BlockSparseConfig
+from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 from tilesparse.tuning.product import default_device
 
@@ -219,12 +220,8 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         "dense": dict,
         "pruned": lambda: {
             "error": mean_error(
-                prune_model(
-                    model,
-                    some,
-                    density=arguments.density,
-                    block_shape=arguments.block[0],
-                    layers=r"encoder\.",
+                prune_(
+                    model, BlockSparseConfig(arguments.density, arguments.block[0]), some, layers=r"encoder\."
                 )
             )
         },

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockPattern, BlockSparseLinear, plot
-from tilesparse.prune import prune_model
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, plot
+from tilesparse.prune import prune_
 from tilesparse.train import PatternSchedule, snapshot
 
 
@@ -33,7 +33,7 @@ def pruned() -> Figure:
     texts = [topic[:400] for topic in pydoc_data.topics.topics.values()]
     batches = [dict(tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt"))]
     layers = r"encoder\.layer\.0\."
-    prune_model(model, batches, density=0.5, block_shape=32, layers=layers)
+    prune_(model, BlockSparseConfig(0.5, 32), batches, layers=layers)
     return plot.patterns(model, layers=layers)[0]
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from ._arguments import checked, shown
 from ._listeners import layers_changed
-from ._replay.batches import call, call_apart, device_of, evaluating, tensors_in, uncompiled
+from .calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
 from .errors import InvalidArgumentError, InvalidTypeError
 from .nn.known_experts import stacked_in
 from .nn.linear import BlockSparseLinear
+from .nn.state import evaluating
 from .patch.merging import SharedProduct, merge_layers
 from .patch.patcher import BlockSparseModelPatcher
 from .patch.prepared import InferenceReport, PreparedProduct

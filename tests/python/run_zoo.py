@@ -37,10 +37,10 @@ from transformers.utils import logging
 from zoo import BLOCK, ZOO, Kind, linear_layers
 
 import tilesparse
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
+from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
 from tilesparse.integrations.peft import merge_loss
 from tilesparse.nn.known_experts import projections_of
-from tilesparse.prune import prune_model
+from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 
 OPTIONS: dict[str, Any] = {"density": 0.5, "block_shape": BLOCK}
@@ -206,7 +206,7 @@ def forward(kind: Kind) -> None:
 def prune(kind: Kind) -> None:
     teacher, batches = kind.make(), [kind.batch(seed) for seed in range(8)]
     model = copy.deepcopy(teacher)
-    report = prune_model(model, batches, **OPTIONS)
+    report = prune_(model, BlockSparseConfig(**OPTIONS), batches)
     check_dense(kind, model, report.skipped)
     check({layer.name for layer in report.layers} == sparse_layers(model).keys(), "the report has others")
     check(sparse_layers(model).keys() == sparse_layers(patched(kind)).keys(), "the patcher takes others")

@@ -547,12 +547,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "quantize_": lambda: {"model": sparse(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,
-    "prune.prune_model": lambda: {
-        "model": dense(),
-        "batches": batches(),
-        "block_shape": 32,
-        "layers": "0",
-    },
     "prune.refit": lambda: {
         "weight": torch.ones(32, 64),
         "second_moment": torch.eye(64),

@@ -19,7 +19,7 @@ from torch import nn
 
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, TuneFileError
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.prune import allocate, erk, measure_errors, prune_model, uniform
+from tilesparse.prune import allocate, erk, measure_errors, prune_, uniform
 from tilesparse.prune import knapsack as solver
 from tilesparse.prune.knapsack import solve
 from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers
@@ -492,7 +492,7 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     profiles = measure_errors(model, batches, [*configs, Config(0.5, (32, 32), (2, 4), "compressed")])
     budget = (64 * 128 + 128 * 128 + 128 * 64) // 2
     plan = allocate(profiles, model, parameters=budget)
-    report = prune_model(model, batches, configs=plan)
+    report = prune_(model, plan, batches)
     pruned = {layer.name: layer for layer in report.layers}
     assert set(pruned) == {name for name, config in plan.items() if config is not None}
     multiplied = 0
@@ -513,8 +513,8 @@ def test_a_plan_that_leaves_all_dense_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
     layers = list(model)
     plan = allocate({"0": {Config(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
-    report = prune_model(model, [torch.randn(4, 64)], configs=plan)
+    report = prune_(model, plan, [torch.randn(4, 64)])
     assert list(model) == layers and report.layers == [] and report.before == report.after
     assert [layer.name for layer in report.skipped] == ["0", "2"] and "its config is None" in str(report)
-    with pytest.raises(InvalidArgumentError, match="no layer is left to prune"):
-        prune_model(model, [torch.randn(4, 64)], configs={})
+    with pytest.raises(InvalidArgumentError, match="config must have a config"):
+        prune_(model, {}, [torch.randn(4, 64)])

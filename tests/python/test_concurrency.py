@@ -30,7 +30,7 @@ from tilesparse._runtime import writes
 from tilesparse._runtime.lock import exclusive
 from tilesparse._runtime.lookup import prepared
 from tilesparse._runtime.native import TENSORS
-from tilesparse.prune.layer import Solution
+from tilesparse.prune.obs import Solution
 from tilesparse.prune.resume import Progress
 from tilesparse.tuning import Device, LatencyTable
 

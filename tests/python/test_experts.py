@@ -22,7 +22,7 @@ import tilesparse as ts
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.experts_linear import ExpertsLinear
 from tilesparse.nn.known_experts import projections_of
-from tilesparse.prune import allocate, measure_errors, prune_, prune_model
+from tilesparse.prune import allocate, measure_errors, prune_
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss"]
 SIZES = {
@@ -379,7 +379,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
     prepared = ts.prepare_for_inference(copy.deepcopy(sparse), batches[0])
     assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
-    for one in (report, prune_model(copy.deepcopy(model), batches, block_shape=BLOCK)):
+    for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]
         assert [skipped.name for skipped in one.skipped if "3-D gate_up_proj" in skipped.reason] == ["0"]
         assert "gate_up_proj" in str(one)
@@ -434,8 +434,8 @@ def test_pruning_beats_magnitude_and_replaces_all_experts(kind: str) -> None:
 
 
 def test_each_expert_is_pruned_as_a_layer_of_its_own() -> None:
-    """With the same inputs, an expert without a pull towards the others is what `prune_model` makes of it."""
-    from tilesparse.prune.moments import Moments
+    """With the same inputs, an expert without a pull towards the others is what `prune_` makes of it."""
+    from tilesparse.calibrate.moments import Moments
 
     x, y = (torch.randn(40, 32, generator=seeded(seed)) for seed in (0, 1))
     whole = Moments(32, torch.device("cpu"), False)

@@ -13,7 +13,7 @@ from zoo import ZOO
 
 import tilesparse as ts
 from tilesparse import BlockSparseConfig, BlockSparseLinear, InvalidArgumentError, UnsupportedError
-from tilesparse._replay.batches import tensors_in
+from tilesparse.calibrate.stream import tensors_in
 from tilesparse.quantization import quantize_
 from tilesparse.quantization.samples import Samples
 from tilesparse.quantization.search import Search

@@ -39,13 +39,14 @@ from transformers import (
 from transformers.utils import logging
 
 from tilesparse import (
+    BlockSparseConfig,
     BlockSparseLinear,
     BlockSparseModelPatcher,
     CheckpointError,
     InvalidArgumentError,
     UnsupportedError,
 )
-from tilesparse.prune import prune_model
+from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill, graphs, losses, reconstruct, reconstruction
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
@@ -1009,7 +1010,7 @@ def test_encoder_decoders_take_the_batches_that_pruning_takes() -> None:
     sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_heads": 2}
     teacher = T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, decoder_start_token_id=0)).eval()
     model, batches = copy.deepcopy(teacher), translations(4)
-    prune_model(model, batches, block_shape=16, layers=r".*wi")
+    prune_(model, BlockSparseConfig(0.5, 16), batches, layers=r".*wi")
     report = reconstruct(model, teacher, batches, epochs=1)
     assert any(part.after < part.before for part in report.submodules)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse._checks import check_block_shape
-from tilesparse._names import NamePattern
+from tilesparse._names import NamePattern, matching
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
@@ -156,9 +157,80 @@ def test_names_match_whole_components_and_regular_expressions_the_start(
     pattern: str, matched: list[str], others: list[str]
 ) -> None:
     parsed = NamePattern.parse(pattern)
-    assert [name for name in matched + others if parsed.matches([name])] == matched
+    assert [name for name in matched + others if parsed.match(name)] == matched
     exact = NamePattern.parse(pattern, fullmatch=True)
     assert not any(map(exact.match, others))
+
+
+def test_thousands_of_names_are_looked_up_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {number: [f"layers.{number // 64}.experts.{number % 64}.up"] for number in range(4096)}
+    names |= {4096: ["up"], 4097: ["up.base", "x.layers.0.experts.0.up"], 4098: ["layers.1"]}
+    texts = [own[0] for own in names.values()] + ["experts.3.up", r".*\.7\.up"]
+    patterns, tried = [NamePattern.parse(text) for text in texts], []
+    match = NamePattern.match
+    monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))
+    found = matching(patterns, names)
+    assert len(tried) == len(names) + 1  # by the regular expression
+    assert found[3] == [3, 4099] and found[7] == [7, 4100] and found[64 + 3] == [64 + 3, 4098, 4099]
+    # The full name of a module is no end of another's.
+    assert found[0] == [0] and found[4096] == [4096] and found[4097] == [4096, 4097]
+
+
+HALF, WHOLE = BlockSparseConfig(0.5, 16), BlockSparseConfig(1.0, 16)
+CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
+    (HALF, {"layers": "down"}, {"blocks.0.down": 0.5}),
+    (HALF, {"layers": "up"}, {"up": 0.5}),  # a full name
+    (HALF, {"layers": ["up", r"blocks\.\d"]}, {"up": 0.5, "blocks.0.up": 0.5, "blocks.0.down": 0.5}),
+    (HALF, {"exclude": "blocks"}, {"up": 0.5}),
+    (HALF, {"exclude": ["down", "up"]}, {"blocks.0.up": 0.5}),
+    (HALF, {"layers": "0.up", "exclude": "9", "strict": False}, {"blocks.0.up": 0.5}),
+    (HALF, {"filter_fn": lambda _, name: name.endswith("up")}, {"up": 0.5, "blocks.0.up": 0.5}),
+    ({"up": None, ".*": HALF}, {}, {"blocks.0.up": 0.5, "blocks.0.down": 0.5}),
+    ({"0.up": HALF, ".*up": WHOLE}, {}, {"blocks.0.up": 0.5, "up": 1.0}),
+    ({"up": WHOLE, "blocks": HALF}, {"exclude": "down"}, {"blocks.0.up": 0.5, "up": 1.0}),
+]
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (HALF, {"exclude": "9"}, "exclude must match modules of the model, got '9'"),
+    (HALF, {"exclude": "("}, "exclude must be a name or a regular expression"),
+    (HALF, {"layers": "9"}, "'9'|no layer is left"),
+    ({"up": HALF}, {"layers": "up"}, "layers must be None beside a mapping"),
+    ({"up": HALF, "9": None}, {}, "got '9'"),
+    ({".*": HALF, "up": WHOLE}, {}, "'up' after '.*'"),
+    ({}, {}, "config must have a config"),
+]
+
+
+def two_floors() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = nn.Sequential(OrderedDict(up=nn.Linear(32, 32), down=nn.Linear(32, 32)))
+    return nn.Sequential(OrderedDict(up=nn.Linear(32, 32), blocks=nn.Sequential(block)))
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "sparsify_": sparsify_,
+    "prune_": lambda model, config, **options: prune_(model, config, [torch.randn(64, 32)], **options),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("config", "options", "expected"), CHOICES)
+def test_verbs_choose_layers_alike(
+    config: Any, options: dict[str, Any], expected: dict[str, float], verb: str
+) -> None:
+    model = two_floors()
+    VERBS[verb](model, config, **options)
+    assert {name: model.get_submodule(name).density for name in sparse(model)} == expected
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("config", "options", "text"), WRONG)
+def test_choices_that_find_nothing_are_refused(
+    config: Any, options: dict[str, Any], text: str, verb: str
+) -> None:
+    model = two_floors()
+    with pytest.raises(InvalidArgumentError, match=text):
+        VERBS[verb](model, config, **options)
+    assert not sparse(model)
 
 
 def test_fullmatch_wants_the_whole_name() -> None:

@@ -11,7 +11,7 @@ from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, InvalidArgumentError, quantize_
-from tilesparse.prune.compensation import damped
+from tilesparse.calibrate.moments import damped
 from tilesparse.quantization.rounding import RoundedWeight, round_weight
 from tilesparse.storage.quantized import QuantizedStorage
 from tilesparse.storage.registry import storage_of

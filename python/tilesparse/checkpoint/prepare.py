@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from .._names import names_of_modules, set_submodule
 from .._runtime.tensor_files import named, read_header, read_json, shown
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -19,13 +20,7 @@ from ..nn.experts_linear import ExpertsLinear
 from ..nn.known_experts import projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import INDEX_NAMES
-from ..patch.modules import (
-    hand_over,
-    names_of_modules,
-    reason_from_parents,
-    set_submodule,
-    what_would_be_lost,
-)
+from ..patch.modules import hand_over, reason_from_parents, what_would_be_lost
 from ..patch.references import follow
 from ..storage.base import STORED_NAMES
 from ..storage.registry import storage_of

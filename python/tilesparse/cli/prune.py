@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_writable
-from ..config import STORAGES
+from ..config import STORAGES, BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..prune.driver import prune_model
-from ..prune.layer import METHODS
+from ..prune.driver import prune_
+from ..prune.obs import METHODS
 from .models import load_model, load_tokenizer
 from .options import add_device, parse_block, parse_count, parse_density
 
@@ -64,15 +64,13 @@ def main(arguments: argparse.Namespace) -> None:
     batches = _samples(tokenizer, text, arguments.samples, length)
     if hasattr(model, "lm_head"):
         batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]
-    report = prune_model(
+    nm = (2, 4) if arguments.nm else None
+    report = prune_(
         model,
+        BlockSparseConfig(arguments.density, arguments.block, nm, arguments.storage),
         batches,
-        density=arguments.density,
-        block_shape=arguments.block,
-        method=arguments.method,
         layers=arguments.layers,
-        nm=(2, 4) if arguments.nm else None,
-        storage=arguments.storage,
+        method=arguments.method,
         device=arguments.device,
         folder=arguments.resume,
     )

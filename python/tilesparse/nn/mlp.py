@@ -16,13 +16,13 @@ from .._arguments import check_types_after, checked
 from .._ops.autocast import autocast
 from .._ops.linear import combined
 from .._ops.quantization import constant
-from .._replay.batches import evaluating
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..storage.registry import storage_of
 from .linear import BlockSparseLinear
 from .mlp_activation import name_of_activation
 from .mlp_forms import Form, check_same, form_in_call, form_of_sequence, reason_not_fused
+from .state import evaluating
 
 _ROLES = ("up", "down", "gate", "gate_up", "activation", "dropout", "hidden_dropout")
 _FEW_TOKENS = 1024  # up to which there are kernels that read row-major activations alone

@@ -1,9 +1,9 @@
-"""Layers that are moved or loaded, or get another number of blocks."""
+"""Layers that are moved or loaded, or get another number of blocks; models in evaluation mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -245,3 +245,16 @@ def keep_blocks(layer: StoredWeight, slots: Tensor) -> None:
     for name in INDEX_NAMES:
         layer._buffers[name] = getattr(kept, name)
     layer.origin = layer.origin.updated(layer.index())
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode, and afterwards every module back into its own."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

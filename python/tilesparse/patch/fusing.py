@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._replay.batches import call_apart, evaluating
+from .._names import names_of_modules
+from ..calibrate.stream import call_apart
 from ..errors import UnsupportedError
 from ..nn.mlp import BlockSparseMLP
 from ..nn.mlp_forms import form_of_sequence, may_be_mlp, reason_not_fused
-from .modules import Target, names_of_modules, what_would_be_lost
+from ..nn.state import evaluating
+from .modules import Target, what_would_be_lost
 from .reports import SkippedLayer
 
 

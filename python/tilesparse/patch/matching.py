@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .._checks import check_block_shape
+from .._names import matching, parsed
 from ..errors import InvalidArgumentError
 from ..nn.convert import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.known_experts import projections_of, reason_not_known, stacked_parameters
@@ -29,6 +30,7 @@ from .rules import LayerOptions, Rule
 from .weight_reads import Read
 
 NOT_LINEAR = "not nn.Linear"
+STAYS_DENSE = "its config is None"
 
 Refusal: TypeAlias = Callable[[str, nn.Module], str | None]  # by name: why a module is not replaced, or None
 
@@ -67,37 +69,39 @@ def match_modules(
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
     held = references(names)
+    places = matching([rule.layers for rule in rules], names)
     matched: list[Match] = []
     skipped: list[SkippedLayer] = []
-    heard: list[Rule] = []  # rules that decide about a layer
+    heard: set[int] = set()  # ids of rules that decide about a layer
     overruled: list[tuple[Rule, Rule]] = []  # each with the one that decides in its place
     for module, aliases in names.items():
-        own = [rule for rule in rules if rule.layers.matches(aliases)]
+        own = [rules[place] for place in places[module]]
         naming = [rule for rule in own if rule.layers.spells(aliases)] if module in outputs else own
         if not own:
             continue
         rule = (naming or own)[0]
-        reason = _reason_to_skip(model, module, aliases, rule.options, refusal)
+        options = rule.options
+        reason = _reason_to_skip(model, module, aliases, options, refusal)
         if reason != NOT_LINEAR:
-            heard.append(rule)
+            heard.add(id(rule))
             overruled += [(other, rule) for other in own if other.options != rule.options]
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
-        if reason is None and not rule.options.untie:
+        if reason is None and options is not None and not options.untie:
             reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
         if reason is None:
             reason = _reason_from([module], held)
         read = reads.get(module)
         if read is not None and read.reader and not read.called and isinstance(module, nn.Linear):
             reason = f"{read.reader} reads its weight itself and never calls it"
-        if reason is None and read is not None:
-            reason = read.reason_not(storage_of(rule.options.config.storage))
-        if reason is None:
-            matched.append(Match(module, aliases, rule.options, rule.layers.spells(aliases)))
+        if reason is None and read is not None and options is not None:
+            reason = read.reason_not(storage_of(options.config.storage))
+        if reason is None and options is not None:
+            matched.append(Match(module, aliases, options, rule.layers.spells(aliases)))
         else:
-            skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason))
+            skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason or STAYS_DENSE))
     for rule, first in overruled:
-        if not any(rule is one for one in heard):
+        if id(rule) not in heard:
             raise InvalidArgumentError(
                 f"patterns must each decide about a layer, got {rule.layers.text!r} after "
                 f"{first.layers.text!r}, which matches its layers as well, and the first one counts; put "
@@ -126,19 +130,63 @@ def check_rules(
     """Raise InvalidArgumentError for rules by which no layer is block-sparse, and if there are none."""
     if not rules:
         raise InvalidArgumentError("patterns must be added before a model is patched, got none")
-    sparse = [
-        aliases for module, aliases in names.items() if module in converted or isinstance(module, Replacement)
-    ]
-    for rule in rules:
-        if any(map(rule.layers.matches, sparse)):
+    reasons = {layer.name: layer for layer in skipped}
+    useful: set[int] = set()  # places of rules
+    left: dict[int, list[SkippedLayer]] = {}
+    for module, places in matching([rule.layers for rule in rules], names).items():
+        layer = reasons.get(names[module][0])
+        if module in converted or isinstance(module, Replacement):
+            useful.update(places)
+        elif layer is not None:
+            useful.update(place for place in places if rules[place].options is None)
+            for place in places:
+                left.setdefault(place, []).append(layer)
+    for place, rule in enumerate(rules):
+        if place in useful:
             continue
-        own = [layer for layer in skipped if rule.layers.matches([layer.name])]
+        own = left.get(place, [])
         own = [layer for layer in own if layer.reason != NOT_LINEAR] or own
         why = "; ".join([*by_reason(own)][:3]) or "it matches no name"
         raise InvalidArgumentError(
             f"patterns must each make a layer block-sparse, got {rule.layers.text!r} ({why}); "
             "strict=False goes on without"
         )
+
+
+def refusal_of(
+    names: Mapping[nn.Module, list[str]],
+    reason_not: Callable[[nn.Module], str | None],
+    exclude: str | Sequence[str] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    strict: bool,
+) -> Refusal:
+    """Return why modules are not replaced: for a reason of their own, or for what the user leaves out.
+
+    Args:
+        names: `names_of_modules` of the model.
+        reason_not: why a module cannot be replaced, or None.
+        exclude: names or regular expressions of layers that stay as they are.
+        filter_fn: returns True for a layer, and its name, that is to be replaced.
+        strict: each of `exclude` has to match a module.
+    """
+    patterns = [] if exclude is None else parsed("exclude", exclude)
+    places = matching(patterns, names) if patterns else {}
+    used = {place for own in places.values() for place in own}
+    for place, pattern in enumerate(patterns):
+        if strict and place not in used:
+            raise InvalidArgumentError(
+                f"exclude must match modules of the model, got {pattern.text!r}; strict=False goes on without"
+            )
+
+    def refusal(name: str, module: nn.Module) -> str | None:
+        reason = reason_not(module)
+        if reason is None and places.get(module):
+            return f"exclude has {patterns[places[module][0]].text!r}"
+        if reason is None and filter_fn is not None and not filter_fn(module, name):
+            return "filter_fn refuses it"
+        return reason
+
+    return refusal
 
 
 def reason_not_patchable(module: nn.Module) -> str | None:
@@ -165,13 +213,15 @@ def reason_not_linear(module: nn.Module) -> str | None:
 
 
 def _reason_to_skip(
-    model: nn.Module, module: nn.Module, aliases: list[str], options: LayerOptions, refusal: Refusal
+    model: nn.Module, module: nn.Module, aliases: list[str], options: LayerOptions | None, refusal: Refusal
 ) -> str | None:
     if isinstance(module, Replacement):
         return "already block-sparse"
     reason = refusal(aliases[0], module)
     if reason is not None:
         return reason
+    if options is None:
+        return STAYS_DENSE
     if module is model:
         return "the model itself cannot be replaced in place"
     reason = reason_from_parents(model, aliases) or what_would_be_lost(module)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._replay.inputs import recording
+from .._names import names_of_modules
+from ..calibrate.stream import recording
 from ..nn.joined import reason_not_one
 from ..nn.linear import BlockSparseLinear
 from ..nn.merged import MergedProduct
-from .modules import names_of_modules, owners_of_parameters
+from .modules import owners_of_parameters
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,6 @@ class Target:
     chosen: bool = False
 
 
-def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Map each module of a model to all of its names."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
-
-
 def owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
     """Map each parameter to the modules that hold it directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -139,6 +131,14 @@ def own_attributes(linear: nn.Module) -> dict[str, object]:
     return {name: value for name, value in vars(linear).items() if name not in _OF_LINEAR}
 
 
+def hidden_attribute(module: nn.Module, replacement: nn.Module) -> str | None:
+    """Say which attribute that someone has given to a layer would hide one of its replacement, or None."""
+    if not is_linear(module):
+        return None
+    hidden = {*dir(replacement), *vars(replacement)} & own_attributes(module).keys()
+    return f"its attribute {min(hidden)} would hide that of a sparse layer; rename it" if hidden else None
+
+
 def hand_over(source: nn.Module, receiver: nn.Module) -> None:
     """Let the replacement of a module have its hooks, and attributes that someone has given to it."""
     share_hooks(source, receiver)
@@ -155,9 +155,3 @@ def share_hooks(source: nn.Module, receiver: nn.Module) -> None:
     """Let `receiver` have the very hooks of `source`."""
     for attribute in _HOOKS:
         setattr(receiver, attribute, getattr(source, attribute))
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one with this name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

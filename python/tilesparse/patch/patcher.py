@@ -11,7 +11,7 @@ from torch import nn
 from .._arguments import checked, shown
 from .._checks import check_text
 from .._listeners import layers_changed
-from .._names import NamePattern
+from .._names import NamePattern, set_submodule
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.known_experts import projections_of
@@ -19,13 +19,7 @@ from ..nn.mlp import BlockSparseMLP
 from .building import sparse_layer
 from .fusing import mlps_to_fuse
 from .matching import reason_not_patchable
-from .modules import (
-    Replacement,
-    Target,
-    is_linear,
-    set_submodule,
-    share_hooks,
-)
+from .modules import Replacement, Target, is_linear, share_hooks
 from .patching import patch, replace_modules
 from .references import follow
 from .reports import FuseReport, PatchReport, fused_mlp

@@ -7,19 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from .._listeners import check_can_change, layers_changed
+from .._names import matching, names_of_modules, set_submodule
 from .._progress import Progress
 from ..errors import InvalidArgumentError, TileSparseError
 from .building import CannotBeCutError
 from .matching import Match, Refusal, check_rules, match_modules
-from .modules import (
-    Replacement,
-    Target,
-    hand_over,
-    is_linear,
-    names_of_modules,
-    own_attributes,
-    set_submodule,
-)
+from .modules import Replacement, Target, hand_over, hidden_attribute
 from .references import follow
 from .reports import PatchReport, SkippedLayer, patch_report, warn_of_empty, warn_of_reads
 from .rules import LayerOptions, Rule
@@ -53,7 +46,8 @@ def patch(
     skipped += uncut
     if strict:
         check_rules(rules, names, {target.module for target in targets}, skipped)
-    unmatched = [rule.layers.text for rule in rules if not any(map(rule.layers.matches, names.values()))]
+    used = {place for own in matching([rule.layers for rule in rules], names).values() for place in own}
+    unmatched = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
     report = patch_report(names, targets, skipped, unmatched)
     if not dry_run:
         check_can_change(model)
@@ -90,9 +84,8 @@ def _made(
         name = names[0]
         try:
             made = make(name, module, options)
-            taken = {*dir(made), *vars(made)} & own_attributes(module).keys() if is_linear(module) else set()
-            if taken:
-                reason = f"its attribute {min(taken)} would hide that of a sparse layer; rename it"
+            reason = hidden_attribute(module, made)
+            if reason is not None:
                 skipped.append(SkippedLayer(name, type(module).__name__, reason))
                 continue
             targets.append(Target(names, module, made, options.pattern is None))

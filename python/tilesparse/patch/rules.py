@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .._names import NamePattern
+from .._arguments import shown
+from .._names import NamePattern, parsed
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
@@ -70,7 +71,30 @@ DEFAULT_OPTIONS: Mapping[str, Any] = LayerOptions().to_mapping()
 
 @dataclass(frozen=True)
 class Rule:
-    """The layers that a pattern of names matches, and what becomes of them."""
+    """The layers that a pattern of names matches, and what becomes of them; None leaves them as they are."""
 
     layers: NamePattern
-    options: LayerOptions
+    options: LayerOptions | None
+
+
+def rules_of(
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None], layers: str | Sequence[str] | None
+) -> list[Rule]:
+    """Return the rules that two arguments mean: a config and its layers, or a config by names of layers.
+
+    Raises:
+        InvalidArgumentError: both name layers, a mapping names none, or a text is no regular expression.
+    """
+    if isinstance(config, BlockSparseConfig):
+        patterns = parsed("layers", ".*" if layers is None else layers)
+        return [Rule(pattern, LayerOptions(config)) for pattern in patterns]
+    if layers is not None:
+        raise InvalidArgumentError(
+            f"layers must be None beside a mapping in config, which names the layers, got {shown(layers)}"
+        )
+    if not config:
+        raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
+    return [
+        Rule(NamePattern.parse(name, argument="config"), None if own is None else LayerOptions(own))
+        for name, own in config.items()
+    ]

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from .._arguments import checked
-from .._names import NamePattern
+from .._names import names_of_modules
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError
 from .building import sparse_layer
-from .matching import reason_not_patchable
+from .matching import reason_not_patchable, refusal_of
 from .modules import Replacement
 from .patching import patch
 from .reports import PatchReport
-from .rules import LayerOptions, Rule
+from .rules import LayerOptions, rules_of
 
 
 @checked
 def sparsify_(
     model: nn.Module,
-    config: BlockSparseConfig | Mapping[str, BlockSparseConfig],
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
     *,
+    layers: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     dry_run: bool = False,
     strict: bool = True,
@@ -35,15 +36,19 @@ def sparsify_(
 
     Args:
         model: changed in place.
-        config: how layers are stored; or a config for each name or regular expression, of which the first
-            that matches a layer counts, see `BlockSparseModelPatcher.add_pattern`: a name such as "q_proj"
-            matches modules whose last components equal it.
+        config: how layers are stored; or a config for each name or regular expression of layers, of which
+            the first that matches a layer counts, and None leaves it dense.
+        layers: names or regular expressions. A name such as "q_proj" matches modules whose last components
+            equal it, and the full name of a module that module alone, with everything inside: see
+            `BlockSparseModelPatcher.add_pattern`. None is all layers, or those that a mapping names.
+        exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer, or experts, and its qualified name, and returns True to make it
             block-sparse. None takes every `torch.nn.Linear`, Transformers' ``Conv1D`` and its experts, but
             not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
             which take a config of their name.
         dry_run: only report what would be done.
-        strict: raise if a config makes no layer block-sparse. False leaves that to the report.
+        strict: raise if a config makes no layer block-sparse, or `exclude` matches nothing. False leaves that
+            to the report.
 
     Returns:
         The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
@@ -58,18 +63,8 @@ def sparsify_(
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
         >>> print(report)
     """
-    if isinstance(config, Mapping) and not config:
-        raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
-    configs = config if isinstance(config, Mapping) else {".*": config}
-    rules = [
-        Rule(NamePattern.parse(name, argument="config"), LayerOptions(own)) for name, own in configs.items()
-    ]
-
-    def refusal(name: str, module: nn.Module) -> str | None:
-        reason = reason_not_patchable(module)
-        if reason is None and filter_fn is not None and not filter_fn(module, name):
-            return "filter_fn refuses it"
-        return reason
+    rules = rules_of(config, layers)
+    refusal = refusal_of(names_of_modules(model), reason_not_patchable, exclude, filter_fn, strict)
 
     def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
         return sparse_layer(module, options)

@@ -1,13 +1,11 @@
 """Pruning of trained models: the blocks to keep, and their weights."""
 
 from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
-from .compensation import refit
-from .configs import ErrorProfiles
-from .driver import prune_, prune_model
+from .driver import PrunedLayer, PruneReport, prune_
 from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
+from .obs import refit
 from .permutation import PermutationReport, PermutedGroup, permute_model
-from .profiles import measure_errors
-from .report import PrunedLayer, PruneReport
+from .profiles import ErrorProfiles, measure_errors
 
 __all__ = [
     "AllocatedLayer",
@@ -26,7 +24,6 @@ __all__ = [
     "permute_",
     "permute_model",
     "prune_",
-    "prune_model",
     "refit",
     "uniform",
 ]

@@ -12,20 +12,21 @@ from torch import nn
 from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
+from ..calibrate.experts import refuse_experts
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from ..storage.registry import forms_of
-from ._layers import (
+from ..patch.targets import (
+    block_shape_of,
     checked_configs,
     dense_layers,
     described,
     kept_blocks,
     shape_of,
 )
-from .configs import ErrorProfiles, block_shape_of
-from .experts import refuse_experts
+from ..storage.registry import forms_of
 from .knapsack import solve
+from .profiles import ErrorProfiles
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
 
@@ -123,7 +124,7 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
 def uniform(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
-    """Return the same config for all layers, as `prune_model` has by default.
+    """Return the same config for all layers, as `prune_` has by default.
 
     Args:
         model: only shapes are read, so that it may be on the meta device.

@@ -1,28 +1,138 @@
-"""Whole models pruned: which layers, in which order, by what data."""
+"""Whole models pruned: a pass of data through the model, with each layer's solution, and a report."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .. import _progress
 from .._arguments import checked, shown
-from .._checks import check_policy
-from ..config import BlockSparseConfig
+from .._checks import checked_number
+from .._listeners import check_can_change, layers_changed
+from .._names import names_of_modules
+from .._reports import aligned, empty_of, empty_texts, listed, warn_user
+from ..calibrate.calibration import (
+    Calibration,
+    Forward,
+    Loss,
+    Unit,
+    call_model,
+    check_model,
+    checked_moments,
+    collected,
+    naming_layer,
+    warn_of_few_tokens,
+)
+from ..calibrate.experts import check_configs_of, expanded, joined, place_in, tokens_of_projections
+from ..calibrate.moments import DAMPING
+from ..calibrate.stream import chosen_device, observing
+from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
-from ..patch.reports import SkippedLayer
+from ..nn.convert import dense_weight
+from ..patch.matching import STAYS_DENSE
+from ..patch.modules import Target, hidden_attribute
+from ..patch.patching import replace_modules
+from ..patch.reports import (
+    DenseParameter,
+    Size,
+    SkippedLayer,
+    by_reason,
+    dense_lines,
+    patch_report,
+    warn_of_empty,
+    warn_of_reads,
+)
+from ..patch.targets import (
+    Filter,
+    block_shape_of,
+    checked_config,
+    chosen_layers,
+    reasons,
+    reasons_against_experts,
+)
+from ..patch.weight_reads import weight_reads
 from ..pattern.block_pattern import BlockPattern
-from ._checks import check_model, checked_config
-from .calibration import Forward, Loss
-from .compensation import DAMPING
-from .pruning import PruneOptions, prune_targets
-from .report import PruneReport
-from .targets import check_shapes_of, config_of, targets_matching, targets_named
+from ..storage.registry import storage_of
+from .obs import METHODS, Pruner, Solution, built, dense_parameters
+from .resume import Progress
+from .scores import GRADIENT_METHODS, gradient_scores
+
+
+@dataclass(frozen=True)
+class PrunedLayer:
+    """One pruned layer.
+
+    Attributes:
+        name: in the model.
+        shape: (out_features, in_features).
+        config: how it is stored. Its density is what was asked for.
+        density: kept fraction of the blocks.
+        error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
+            inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
+            output in the dense model. For the first layer that is its own.
+        error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
+        damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
+            or more where that was too weak.
+        tokens: of the calibration data that the layer has met.
+        empty_rows: block rows without a block, whose outputs are the bias alone.
+        empty_columns: block columns without a block, whose inputs nothing reads.
+        projection: of an expert, the name of the projection of all of them; the table has one row for these.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    config: BlockSparseConfig
+    density: float
+    error_before_refit: float
+    error: float
+    damping: float
+    tokens: int
+    empty_rows: int
+    empty_columns: int
+    projection: str | None = None
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """Result of `prune_`; ``str()`` makes a table of it.
+
+    Attributes:
+        layers: those that were pruned, in the order in which they were.
+        skipped: linear layers that stay dense, and why.
+        stack: the name of the stack of blocks that was pruned block by block, or None.
+        method: how blocks were chosen.
+        before: size of the whole model.
+        after: likewise.
+        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
+    """
+
+    layers: list[PrunedLayer]
+    skipped: list[SkippedLayer]
+    stack: str | None
+    method: str
+    before: Size
+    after: Size
+    dense: list[DenseParameter]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("layer", "shape", "block", "density", "storage", "tokens", "damping", "before refit", "error")
+        ]
+        for _, group in groupby(self.layers, lambda layer: layer.projection or layer.name):
+            rows.append(_row(list(group)))
+        order = f"block by block of {self.stack!r}" if self.stack is not None else "all layers at once"
+        sizes = f"{self.before.parameters:,} → {self.after.parameters:,} parameters"
+        lines = [*aligned(rows), f"{order}, by {self.method}; {sizes}"]
+        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
+        return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
 
 
 @checked
@@ -31,71 +141,10 @@ def prune_(
     config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
     batches: Iterable[Any],
     *,
-    method: str = "obs",
     layers: str | Sequence[str] | None = None,
-    refit: bool = True,
-    damping: float = DAMPING,
-    forward: Forward | None = None,
-    loss: Loss | None = None,
-    device: torch.device | str | int | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    strict: bool = True,
-) -> PruneReport:
-    """Prune the linear layers of a trained model in place, so that their outputs change least.
-
-    This is `prune_model` with a config in place of ``density``, ``block_shape``, ``nm``, ``storage``,
-    ``policy`` and ``configs``.
-
-    Args:
-        model: as of `prune_model`.
-        config: how layers are stored; or a config for each layer, by names in the model, where None leaves a
-            layer dense, as `allocate` gives them.
-        batches: calibration data, as of `prune_model`.
-        method: as of `prune_model`.
-        layers: regular expressions of names, as of `prune_model`; None where a mapping names the layers.
-        refit: as of `prune_model`.
-        damping: as of `prune_model`.
-        forward: as of `prune_model`.
-        loss: as of `prune_model`.
-        device: as of `prune_model`.
-        folder: as of `prune_model`.
-        strict: as of `prune_model`.
-
-    Warns:
-        UserWarning: as `prune_model`.
-
-    Raises:
-        InvalidArgumentError: as `prune_model`.
-        CheckpointError: a file in ``folder`` is damaged.
-
-    Examples:
-        >>> config = tilesparse.config.BlockSparseConfig(density=0.5, block_shape=64)
-        >>> report = tilesparse.prune.prune_(model, config, batches)
-    """
-    options = PruneOptions(method, refit, damping, forward, loss, device, folder, strict)
-    options.check()
-    check_model(model)
-    if isinstance(config, BlockSparseConfig):
-        one = checked_config("config", config)
-        chosen = partial(targets_matching, model, layers, one, strict)
-        return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
-    _check_unnamed(layers, "config")
-    return prune_targets(model, batches, partial(targets_named, model, config, "config"), None, options)
-
-
-@checked
-def prune_model(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    density: float | None = None,
-    block_shape: int | Sequence[int] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    filter_fn: Filter | None = None,
     method: str = "obs",
-    layers: str | Sequence[str] | None = None,
-    nm: Sequence[int] | None = None,
-    storage: str | None = None,
-    policy: str | None = None,
-    configs: Mapping[str, BlockSparseConfig | None] | None = None,
     patterns: Mapping[str, BlockPattern] | None = None,
     refit: bool = True,
     damping: float = DAMPING,
@@ -107,39 +156,35 @@ def prune_model(
 ) -> PruneReport:
     """Prune the linear layers of a trained model in place, so that their outputs change least.
 
-    Layers are pruned by their inputs on calibration data, see `tilesparse.prune.compensation`. A model with a
-    stack of blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each
-    block come from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside
-    the stack come last. Within a block, layers are pruned in the order in which they run, those with the same
-    input together. Each is fitted to its output in the dense model, from its inputs in the pruned one.
+    Layers are pruned by their inputs on calibration data, see `tilesparse.prune.obs`. A model with a stack of
+    blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each block come
+    from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside the stack come
+    last. Within a block, layers are pruned in the order in which they run, those with the same input
+    together. Each is fitted to its output in the dense model, from its inputs in the pruned one.
 
     The model computes as in evaluation, without dropout, and is changed only at the very end: after an error
     or an interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
 
     Args:
         model: any module; Transformers' models are saved by ``save_pretrained`` afterwards.
+        config: how layers are stored; or a config for each name or regular expression of layers, of which
+            the first that matches a layer counts, and None leaves it dense, as `allocate` gives them. With
+            ``nm=(2, 4)`` the two of four are chosen after the blocks, by what each alone costs, and the refit
+            is exact for them as well.
         batches: calibration data: an iterable, read once and kept in memory. A mapping gives keyword
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
-        density: kept fraction of the blocks of every layer, above 0 and at most 1. None is 0.5.
-        block_shape: (bn, bk), or one number for both. None is (64, 64), as in `BlockSparseConfig`.
+        layers: names or regular expressions, as of `sparsify_`. None is every linear layer that `sparsify_`
+            takes and that can be cut into such blocks, and each expert of a mixture: output embeddings and
+            tied layers stay dense, and the report says so. A layer that cannot be cut is an error where one
+            writes out the last part of its name.
+        exclude: likewise, of layers that stay dense.
+        filter_fn: takes a linear layer and its name, and returns True to prune it.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda", "magnitude", "taylor" and "movement" by scores, see
             `tilesparse.prune.scores`, the last two by gradients of ``loss``.
-        layers: regular expressions, matched against the start of names of layers. None is every linear layer
-            that `BlockSparseModelPatcher` takes and that can be cut into such blocks: output embeddings and
-            tied layers stay dense, and the report says so. A layer that cannot be cut is an error where one
-            writes out the last part of its name.
-        nm: (2, 4) for 2:4 inside the blocks, or None. The two of four are chosen after the blocks, by what
-            each alone costs, and the refit is exact for them as well.
-        storage: "plain", "compressed" (of 2:4 alone), "int8", "float8_e4m3fn" or "int4". None is "plain".
-        policy: how the layers compute, see `BlockSparseLinear`, in place of their configs' policies. None
-            leaves these, or is "sparse".
-        configs: by names of layers, in place of ``density``, ``block_shape``, ``nm``, ``storage`` and
-            ``layers``; None stays dense, as do layers that it does not name. Where all are None nothing
-            changes.
-        patterns: blocks chosen elsewhere, by names of layers, in place of ``density``, ``block_shape``,
-            ``layers`` and ``method``: only the refit remains.
+        patterns: blocks chosen elsewhere, by full names of layers, in place of ``layers`` and ``method``, and
+            of density and block shape in ``config``: only the refit remains.
         refit: whether the kept weights make up for the others.
         damping: of the second moment of the inputs, over the mean of its diagonal.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
@@ -149,13 +194,13 @@ def prune_model(
             parameter. What is outside the stack runs where it is.
         folder: for progress: layers that are done are kept there, and a run with the same model, data and
             arguments goes on behind them. On one CPU the result is the same bit for bit. Delete it yourself.
-        strict: raise where an expression of ``layers`` prunes no layer, or all of them none. False leaves
-            that to the report.
+        strict: raise where a name or expression prunes no layer, or all of them none. False leaves that to
+            the report.
 
     Warns:
         UserWarning: layers have met fewer tokens than they have inputs (and one more with a bias), without
             which XᵀX cannot have full rank, so that weights fit these tokens alone and errors are too small;
-            or chosen blocks leave block rows or columns of layers empty; or with ``layers=None`` most
+            or chosen blocks leave block rows or columns of layers empty; or without ``layers`` most
             parameters are in no linear layer and stay dense.
 
     Raises:
@@ -165,57 +210,288 @@ def prune_model(
         CheckpointError: a file in ``folder`` is damaged.
 
     Examples:
-        >>> report = tilesparse.prune.prune_model(model, batches, density=0.5, block_shape=64)
+        >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
+        >>> report = tilesparse.prune_(model, config, batches)
         >>> print(report)
     """
-    options = PruneOptions(method, refit, damping, forward, loss, device, folder, strict)
-    options.check()
-    if policy is not None:
-        check_policy(policy)
-    if configs is not None and patterns is not None:
-        raise InvalidArgumentError("configs must be None beside patterns, got both")
-    by_name = "configs" if configs is not None else "patterns" if patterns is not None else None
-    if by_name is not None:
-        _check_unnamed(layers, by_name)
-        alone: dict[str, Any] = {"density": density, "block_shape": block_shape}
-        if configs is not None:
-            alone |= {"nm": nm, "storage": storage}
-        for name, value in alone.items():
-            if value is not None:
-                raise InvalidArgumentError(
-                    f"{name} must be None beside {by_name}, which say it for each layer, got {shown(value)}"
-                )
+    check_numbers(method, damping, refit)
     check_model(model)
-    stored = _given(nm=nm, storage=storage, policy=policy)
+    all_layers = isinstance(config, BlockSparseConfig) and layers is None and patterns is None
     if patterns is not None:
-        named = {name: config_of(name, pattern, **stored) for name, pattern in patterns.items()}
+        config = _configs_of(patterns, config, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    elif isinstance(config, BlockSparseConfig):
+        config = checked_config("config", config)
+    else:
+        config = {
+            name: None if own is None else checked_config(f"config[{name!r}]", own)
+            for name, own in config.items()
+        }
+    reads = weight_reads(model)
+    refused = reasons_against_experts(model, reads)
+    solutions: dict[str, Solution] = {}
+    made: dict[str, Any] = {}
+    stack = None
+    with expanded(model) as experts:
+        targets, skipped = chosen_layers(
+            model, config, layers, exclude, filter_fn, strict=strict, reads=reads, refused=refused
+        )
+        all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as planned
+        if not targets and not all_stay_dense and strict:
+            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
+        if patterns is not None:
+            _check_patterns(model, patterns, targets)
+        if targets:
+            check_configs_of(experts, targets)
+            data = collected(batches)
+            check_can_change(model)
+            device = chosen_device(model, device)
+            progress = None
+            if folder is not None:
+                arguments: dict[str, Any] = {
+                    "method": method,
+                    "refit": refit,
+                    "damping": float(damping),
+                    "configs": targets,
+                    "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
+                }
+                progress = Progress(_checked_path(folder), model, data, arguments)
+            with observing(model):
+                block_scores: Mapping[str, Tensor] = {}
+                if patterns is None and method in GRADIENT_METHODS:
+                    block_scores = gradient_scores(model, data, targets, method, forward, loss)
+                calibration = Calibration(
+                    model, data, forward or call_model, list(targets), device, compare=refit
+                )
+                run = Run(model, calibration, targets, damping, progress)
+                solutions = run.solutions(
+                    lambda name, pruner: pruner.prune(
+                        targets[name],
+                        method,
+                        refit=refit,
+                        pattern=None if patterns is None else patterns[name],
+                        block_scores=block_scores.get(name),
+                    )[0]
+                )
+            sparse = {
+                name: built(model.get_submodule(name), found, targets[name])
+                for name, found in solutions.items()
+            }
+            made, stack = joined(experts, sparse, targets), calibration.stack
+    names = names_of_modules(model)
+    replaced = [Target(names[module], module, made[name]) for name, module in _modules(model, made)]
+    sizes = patch_report(names, replaced, [], [])
+    if made:
+        replace_modules(model, replaced)
+        layers_changed(model)
+        warn_of_reads(replaced, reads)
+    pruned = [
+        _described(name, found, targets[name], place_in(experts, name) is not None)
+        for name, found in solutions.items()
+    ]
+    method = method if patterns is None or not made else "given patterns"
+    report = PruneReport(pruned, skipped, stack, method, sizes.before, sizes.after, sizes.dense)
+    if made and (refit or method == "obs"):
+        tokens = {layer.name: layer.tokens for layer in pruned}
+        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+    if made and patterns is None:
+        warn_of_empty(layer for layer in pruned if layer.projection is None)
+    if made and all_layers:
+        _warn_of_dense(model, report.dense)
+    return report
 
-        def with_patterns() -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-            chosen = targets_named(model, named, "patterns")
-            check_shapes_of(model, patterns)
-            return chosen
 
-        return prune_targets(model, batches, with_patterns, patterns, options)
-    if configs is not None:
+class Run:
+    """Pass of the calibration data through a model, on which its layers are pruned."""
 
-        def with_configs() -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-            targets, skipped = targets_named(model, configs, "configs")
-            if policy is not None:
-                targets = {name: replace(config, policy=policy) for name, config in targets.items()}
-            return targets, skipped
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: Calibration,
+        targets: Mapping[str, Any],
+        damping: float,
+        progress: Progress | None = None,
+    ) -> None:
+        self._model, self._calibration, self._targets = model, calibration, targets
+        self._damping, self._progress = damping, progress
+        self._said = _progress.Progress(len(targets))
+        self._done = 0
 
-        return prune_targets(model, batches, with_configs, None, options)
-    config = BlockSparseConfig(**_given(density=density, block_shape=block_shape), **stored)
-    chosen = partial(targets_matching, model, layers, checked_config("config", config), strict)
-    return prune_targets(model, batches, chosen, None, options, all_layers=layers is None)
+    def pruners(self) -> Iterator[tuple[str, Pruner]]:
+        """Yield all layers with a pruner each, by their inputs in the dense model."""
+        for unit in self._calibration.units():
+            for group in self._calibration.groups(unit):
+                yield from self._of(unit, group, {})
+            self._calibration.advance(unit, {})
+
+    def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
+        """Return the solutions of all layers, by their inputs behind pruned blocks."""
+        solutions: dict[str, Solution] = {}
+        for unit in self._calibration.units():
+            solutions |= self._saved(unit)
+            # Layers outside the stack come last, and run with everything before them pruned.
+            own = set(unit.layers)
+            before = [] if unit.number is not None else [name for name in solutions if name not in own]
+            parameters = self._parameters(before, solutions)
+            for group in self._calibration.groups(unit):
+                missing = [name for name in group if name not in solutions]
+                for name, pruner in self._of(unit, missing, parameters):
+                    with naming_layer(name):
+                        solutions[name] = solve(name, pruner)
+                    if self._progress is not None:
+                        self._progress.save(name, solutions[name])
+                parameters |= self._parameters(group, solutions)
+            self._calibration.advance(unit, parameters)
+        return solutions
+
+    def _saved(self, unit: Unit) -> dict[str, Solution]:
+        if self._progress is None:
+            return {}
+        found = {}
+        for name in unit.layers:
+            shape = dense_weight(self._layer(name)).shape
+            solution = self._progress.load(name, self._targets[name].block_shape, (shape[0], shape[1]))
+            if solution is not None:
+                found[name] = solution
+        self._done += len(found)
+        self._said.skip(len(found))
+        return found
+
+    def _of(
+        self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Pruner]]:
+        """Yield layers that have the same input, with a pruner each."""
+        if not names:
+            return
+        of_experts = self._calibration.moments_of_experts(unit, names[0], parameters)
+        moments = None if of_experts else self._calibration.moments(unit, names[0], parameters)
+        for name in names:
+            own = checked_moments(name, of_experts.of(name) if of_experts else moments)
+            with naming_layer(name):
+                pruner = Pruner(self._layer(name), own, self._damping)
+            yield name, pruner
+            self._done += 1
+            self._said.show(self._done, f"layers pruned, {name} the last")
+
+    def _parameters(self, names: Iterable[str], solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in names:
+            layer = built(self._layer(name), solutions[name], self._targets[name])
+            found |= dense_parameters(name, self._layer(name), layer)
+        return found
+
+    def _layer(self, name: str) -> Any:
+        return self._model.get_submodule(name)
 
 
-def _given(**arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
+def check_numbers(method: str, damping: float, refit: bool) -> None:
+    """Raise InvalidArgumentError for a method, damping or refit that is not allowed."""
+    if method not in METHODS:
+        raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
+    checked_number("damping", damping)
+    check_flag("refit", refit)
 
 
-def _check_unnamed(layers: object, argument: str) -> None:
-    if layers is not None:
+def _checked_path(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder's path; it need not exist."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InvalidArgumentError(f"folder must be a folder, got the file {str(path)!r}")
+    return path
+
+
+def _configs_of(
+    patterns: Mapping[str, BlockPattern],
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
+    **others: object,
+) -> dict[str, BlockSparseConfig | None]:
+    """Return how layers with given patterns are stored."""
+    if not isinstance(config, BlockSparseConfig):
         raise InvalidArgumentError(
-            f"layers must be None beside {argument}, which names the layers, got {shown(layers)}"
+            f"config must be a BlockSparseConfig beside patterns, which name the layers, got {shown(config)}"
+        )
+    for argument, value in others.items():
+        if value is not None:
+            raise InvalidArgumentError(
+                f"{argument} must be None beside patterns, which name the layers, got {shown(value)}"
+            )
+    if not patterns:
+        raise InvalidArgumentError("patterns must have a pattern for the name of a layer, got {}")
+    found: dict[str, BlockSparseConfig | None] = {}
+    for name, pattern in patterns.items():
+        if pattern.nnz == 0:
+            raise InvalidArgumentError(f"patterns[{name!r}] must have at least one block, got {pattern!r}")
+        own = replace(config, density=pattern.density, block_shape=pattern.block_shape)
+        found[name] = checked_config(f"patterns[{name!r}]", own)
+    return found
+
+
+def _check_patterns(
+    model: nn.Module, patterns: Mapping[str, BlockPattern], targets: Mapping[str, BlockSparseConfig]
+) -> None:
+    """Raise InvalidArgumentError unless each pattern has the name and the shape of a layer."""
+    for name in dict.fromkeys((*patterns, *targets)):
+        if name not in targets or name not in patterns:
+            raise InvalidArgumentError(f"patterns must have the full names of layers, not so of {name!r}")
+        shape = tuple(dense_weight(model.get_submodule(name)).shape)
+        if patterns[name].shape != shape:
+            raise InvalidArgumentError(
+                f"patterns[{name!r}] must have shape {shape}, got {patterns[name].shape}"
+            )
+
+
+def _modules(model: nn.Module, made: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the dense modules that others replace, which have all that those have."""
+    for name, layer in made.items():
+        module = model.get_submodule(name)
+        hidden = hidden_attribute(module, layer)
+        if hidden is not None:
+            raise InvalidArgumentError(f"layer {name!r}: {hidden}")
+        yield name, module
+
+
+def _indices(pattern: BlockPattern) -> list[list[int]]:
+    return [pattern.crow_indices.tolist(), pattern.col_indices.tolist(), pattern.slot.tolist()]
+
+
+def _described(name: str, found: Solution, config: BlockSparseConfig, of_experts: bool) -> PrunedLayer:
+    return PrunedLayer(
+        name,
+        found.pattern.shape,
+        config,
+        found.pattern.density,
+        found.error_before_refit,
+        found.error,
+        found.damping,
+        found.tokens,
+        *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
+        name.rpartition(".")[0] if of_experts else None,
+    )
+
+
+def _row(layers: Sequence[PrunedLayer]) -> tuple[str, ...]:
+    """Describe a layer, or all experts of a projection: means, and the largest damping."""
+    first, several = layers[0], len(layers) > 1
+    least, most = (function(layer.tokens for layer in layers) for function in (min, max))
+    return (
+        f"{first.projection}.* ({len(layers)})" if several else first.name,
+        "{}x{}".format(*first.shape),
+        "{}x{}".format(*block_shape_of(first.config)),
+        f"{fmean(layer.density for layer in layers):.3f}",
+        storage_of(first.config.storage).describe(first.config.nm, first.config.activations),
+        f"{least:,} to {most:,}" if several else f"{least:,}",
+        f"{max(layer.damping for layer in layers):.2g}",
+        f"{fmean(layer.error_before_refit for layer in layers):.4f}",
+        f"{fmean(layer.error for layer in layers):.4f}",
+    )
+
+
+def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
+    """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
+    usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
+    share = sum(one.share for one in others)
+    if share > 0.5:
+        warn_user(
+            f"{share:.0%} of the parameters are in no linear layer and stay dense: "
+            f"{listed(one.name for one in others)}"
         )

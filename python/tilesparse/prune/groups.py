@@ -7,7 +7,7 @@ places together, and blocks then hold other weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
+from .._names import names_of_modules
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
+from ..patch.modules import owners_of_parameters
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
@@ -97,11 +99,12 @@ def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
     heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
     code of a model does with features is not seen; `permute_model` compares outputs.
     """
-    groups = []
+    groups, names = [], names_of_modules(model)
+    owners = owners_of_parameters(names)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for group in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
-            if reason_against(model, group) is None:
+            if _reason_against(model, group, names, owners) is None:
                 groups.append(group)
     return groups
 
@@ -180,15 +183,23 @@ def parts_of(model: nn.Module, group: PermutationGroup) -> list[Part]:
 
 def reason_against(model: nn.Module, group: PermutationGroup) -> str | None:
     """Say why a model does not have a permutation group, as far as shapes and owners of weights tell."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    owners = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
+    names = names_of_modules(model)
+    return _reason_against(model, group, names, owners_of_parameters(names))
+
+
+def _reason_against(
+    model: nn.Module,
+    group: PermutationGroup,
+    names: Mapping[nn.Module, Sequence[str]],
+    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
+) -> str | None:
     for name in group.layers():
-        layer: Any = modules.get(name)
+        layer = _below(model, name)
         if not _is_dense(layer):
             return f"{name!r} must be a dense linear layer with its own weight, got {type(layer).__name__}"
-        if sum(module is layer for module in modules.values()) > 1:
+        if len(names[layer]) > 1:
             return f"layer {name!r} has another name as well"
-        if any(sum(owner is parameter for owner in owners) > 1 for parameter in layer.parameters()):
+        if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
             return f"layer {name!r} shares a parameter with another layer"
     if group.consumer in group.layers()[:-1]:
         return f"layer {group.consumer!r} is producer and consumer"
@@ -231,9 +242,16 @@ def _is_dense(layer: Any) -> bool:
 
 def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:
     """Return the dense linear layers of these names, or None if one is missing."""
-    modules = dict(module.named_modules())
-    layers = [modules.get(name) for name in names]
+    layers = [_below(module, name) for name in names]
     return layers if all(map(_is_dense, layers)) else None
+
+
+def _below(module: nn.Module, name: str) -> Any:
+    """Return the module of a name in another, or None."""
+    found: nn.Module | None = module
+    for part in name.split("."):
+        found = None if found is None else found._modules.get(part)
+    return found
 
 
 def _shapes_beside(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:

@@ -11,20 +11,24 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._progress import Progress
-from .._replay.batches import chosen_device, observing, swapped, tensors_in
-from .._replay.calls import differences
 from .._reports import aligned
+from ..calibrate.calibration import (
+    Calibration,
+    Forward,
+    call_model,
+    check_model,
+    checked_moments,
+    collected,
+)
+from ..calibrate.moments import DAMPING, Moments
+from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.convert import dense_weight
-from ._checks import check_model, check_numbers, checked_config, checked_moments, collected
-from ._layers import checked_configs, shape_of
-from .calibration import Calibration, Forward, call_model
-from .compensation import DAMPING
-from .configs import block_shape_of
+from ..patch.targets import block_shape_of, checked_config, checked_configs, shape_of
+from .driver import check_numbers
 from .groups import Part, PermutationGroup, find_permutation_groups, parts_of, permute_, reason_against
-from .layer import Pruner
-from .moments import Moments
+from .obs import Pruner
 
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
@@ -81,10 +85,10 @@ def permute_model(
 
     Args:
         model: dense, on its device.
-        batches: calibration data, as of `prune_model`.
+        batches: calibration data, as of `prune_`.
         config: what the layers are to become.
         groups: None is all that `find_permutation_groups` finds.
-        damping: as of `prune_model`.
+        damping: as of `prune_`.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
 

@@ -15,7 +15,7 @@ from .._runtime.tensor_files import checksum, read_header, read_json, read_tenso
 from ..errors import CheckpointError, InvalidArgumentError
 from ..nn.tensors import INDEX_NAMES
 from ..pattern.block_pattern import BlockPattern
-from .layer import Solution
+from .obs import Solution
 
 VERSION = 1
 _FILE = "pruning.json"

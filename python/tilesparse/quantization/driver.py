@@ -11,19 +11,18 @@ from torch import nn
 from .._arguments import checked
 from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
-from .._names import NamePattern
-from .._replay.batches import chosen_device, observing
+from .._names import matching, names_of_modules, parsed
+from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
+from ..calibrate.stream import chosen_device, observing
 from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..nn.checks import check_whole
 from ..nn.known_experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
-from ..patch.modules import names_of_modules, owners_of_parameters
+from ..patch.matching import refusal_of
+from ..patch.modules import owners_of_parameters
 from ..patch.reports import SkippedLayer, by_reason
 from ..patch.weight_reads import weight_reads
-from ..prune._checks import check_model, collected
-from ..prune.calibration import call_model
-from ..prune.report import warn_of_few_tokens
 from ..storage.quantized import QuantizedStorage
 from ..storage.registry import storage_of
 from .parameters import is_linear
@@ -40,6 +39,8 @@ def quantize_(
     storage: str = "int8",
     activations: str | None = "auto",
     layers: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     smooth: bool = True,
     clip: bool = True,
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -79,18 +80,19 @@ def quantize_(
 
     Args:
         model: with `BlockSparseLinear` in the storage "plain", not 2:4.
-        batches: calibration data, as of `prune_model`. With 8-bit activations a few thousand tokens do;
+        batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do;
             weights alone want several tokens for each of a layer's in_features.
         storage: "int8", "float8_e4m3fn" or "int4".
         activations: the same where it has 8 bits, or None for weights alone. "auto" is None for int4 and the
             same for others.
-        layers: regular expressions, matched against the start of names of layers, or names, by the rules of
-            `BlockSparseModelPatcher.add_pattern`. None is all block-sparse layers.
+        layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
+        exclude: likewise, of layers that stay as they are.
+        filter_fn: takes a layer and its name, and returns True to quantize it.
         smooth: False scales nothing. Without 8-bit activations nothing is scaled.
         clip: False takes the scales that `to_storage` finds, by weights alone.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of its first parameter.
-        strict: raise where no layer is left to quantize, or an expression of ``layers`` matches none.
+        strict: raise where no layer is left to quantize, or a name or expression finds none.
 
     Returns:
         The layers with their errors before and after, and what was left alone.
@@ -112,7 +114,7 @@ def quantize_(
         check_flag(name, flag)
     check_model(model)
     data = collected(batches)
-    targets, skipped = _targets(model, layers, storage, activations, strict)
+    targets, skipped = _targets(model, layers, exclude, filter_fn, storage, activations, strict)
     if not targets:
         return QuantizeReport([], skipped, None, storage, activations)
     check_can_change(model)
@@ -146,31 +148,43 @@ def _storage(name: str) -> QuantizedStorage:
 def _targets(
     model: nn.Module,
     layers: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
     storage: str,
     activations: str | None,
     strict: bool,
 ) -> tuple[list[str], list[SkippedLayer]]:
     """Return the layers to quantize, and the linear ones that stay as they are."""
-    regexes = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    patterns = [NamePattern.parse(regex, argument="layers") for regex in regexes]
+    patterns, names = parsed("layers", ".*" if layers is None else layers), names_of_modules(model)
     targets: list[str] = []
     skipped: list[SkippedLayer] = []
-    used: set[NamePattern] = set()
-    owners, reads = owners_of_parameters(model.modules()), weight_reads(model)
-    for module, names in names_of_modules(model).items():
-        matching = {pattern for pattern in patterns if pattern.matches(names)}
+    used: set[int] = set()  # places of patterns
+    owners, reads = owners_of_parameters(names), weight_reads(model)
+    refusal = refusal_of(
+        names,
+        lambda module: _reason_to_skip(module, owners, storage, activations),
+        exclude,
+        filter_fn,
+        strict,
+    )
+    for module, places in matching(patterns, names).items():
         stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
-        if not matching or not (is_linear(module) or stacked):
+        if not places or not (is_linear(module) or stacked):
             continue
-        reason = _reason_to_skip(module, owners, storage, activations)
+        name = names[module][0]
+        reason = refusal(name, module)
         if reason is None and module in reads:
             reason = reads[module].reason_not(storage_of(storage))
         if reason is None:
-            targets.append(names[0])
-            used |= matching
+            targets.append(name)
+            used.update(places)
         else:
-            skipped.append(SkippedLayer(names[0], type(module).__name__, reason))
-    unused = [] if layers is None else [pattern.text for pattern in patterns if pattern not in used]
+            skipped.append(SkippedLayer(name, type(module).__name__, reason))
+    unused = (
+        []
+        if layers is None
+        else [pattern.text for place, pattern in enumerate(patterns) if place not in used]
+    )
     if strict and (unused or not targets):
         which = (
             f"layers must each name a layer to quantize, got {unused[0]!r}"

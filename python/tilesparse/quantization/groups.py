@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._replay.calls import differences
-from .._replay.inputs import Input
-from ..prune.calibration import Calibration, Unit
+from ..calibrate.calibration import Calibration, Unit
+from ..calibrate.stream import Input, differences
 from .parameters import is_linear, is_norm, scaled_parameters, sizes_of
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers

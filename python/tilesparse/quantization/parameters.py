@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._names import names_of_modules
 from ..matrix import BlockSparseMatrix
 from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
 from ..nn.linear import BlockSparseLinear
 from ..nn.tensors import is_sharded
-from ..patch.modules import names_of_modules, owners_of_parameters
+from ..patch.modules import owners_of_parameters
 from ..storage.registry import storage_of
 
 

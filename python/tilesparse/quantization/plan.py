@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .._progress import Progress
-from .._replay.calls import differences
+from ..calibrate.calibration import Calibration, Forward, Unit, check_inputs, naming_layer
+from ..calibrate.stream import differences
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..prune._checks import check_inputs
-from ..prune.calibration import Calibration, Forward, Unit
-from ..prune.targets import naming_layer
 from ..storage.quantized import QuantizedStorage
 from .groups import GroupFinder, ScaleGroup, scalable
 from .parameters import dense_of, reasons_against_scaling, scaled_parameters, sizes_of

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..calibrate.moments import Damped, exact_products, supports
 from ..matrix import BlockSparseMatrix
 from ..pattern.block_pattern import BlockPattern
-from ..prune.compensation import Damped, exact_products, supports
 from ..storage.clipping import CLIP_RATIOS
 from ..storage.quantized import QuantizedStorage
 

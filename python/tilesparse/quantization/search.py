@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..prune.compensation import exact_products
+from ..calibrate.moments import exact_products
 from ..storage.clipping import CLIP_RATIOS, clip_limits
 from ..storage.quantized import QuantizedStorage
 from .samples import Samples, inverse_norms

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._progress import Progress
+from ..calibrate.calibration import Calibration, Forward, Unit, checked_moments, naming_layer
+from ..calibrate.moments import Moments, damped, exact_products
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..prune._checks import checked_moments
-from ..prune.calibration import Calibration, Forward, Unit
-from ..prune.compensation import damped, exact_products
-from ..prune.moments import Moments
-from ..prune.targets import naming_layer
 from ..storage.quantized import QuantizedStorage
 from .parameters import dense_of
 from .report import QuantizedLayer

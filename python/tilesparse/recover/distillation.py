@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from .._arguments import checked, shown
 from .._checks import checked_count, checked_number
-from .._replay.batches import (
+from ..calibrate.stream import (
     call,
     check_batches,
     check_distinct,
     checked_batch,
     device_of,
-    evaluating,
     mask_of_outputs,
     moved,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
+from ..nn.state import evaluating
 from .graphs import GraphedStep, check_graph
 from .losses import DistillationLoss
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._replay.batches import swapped
-from .._replay.calls import Call, tensor_of
+from ..calibrate.stream import Call, swapped, tensor_of
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from .report import FittedSubmodule

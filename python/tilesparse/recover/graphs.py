@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import shown
-from .._replay.batches import device_of, mapped, moved, tensors_in
 from .._runtime.private import has_step_hooks
+from ..calibrate.stream import device_of, mapped, moved, tensors_in
 from ..errors import InvalidArgumentError, UnsupportedError
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile

@@ -13,7 +13,8 @@ from torch import nn
 from .._arguments import checked
 from .._checks import checked_count, checked_number, checked_seed
 from .._progress import Progress
-from .._replay.batches import (
+from ..calibrate.stream import (
+    Stream,
     call,
     check_batches,
     check_distinct,
@@ -23,9 +24,8 @@ from .._replay.batches import (
     mask_of,
     moved,
     observing,
+    placed,
 )
-from .._replay.devices import placed
-from .._replay.replay import Stream
 from ..errors import InvalidArgumentError
 from .distillation import Forward, autocasting, check_autocast
 from .fitting import Settings, fit, trained_parameters
@@ -69,7 +69,7 @@ def reconstruct(
     are written in place, so optimizers may go on; patterns and masks of 2:4 stay.
 
     Blocks are the items of a `torch.nn.ModuleList` or `torch.nn.Sequential`, such as decoder layers, found as
-    by `prune_model`; where there are several such stacks, as an encoder and a decoder, they are gone through
+    by `prune_`; where there are several such stacks, as an encoder and a decoder, they are gone through
     in the order in which they run. Where blocks do not take as their first argument what the one before them
     gave, or take something else that a block gave, or where stacks hold no more than half of the block-sparse
     layers, the whole model is one block. One block of each model is on ``device`` at a time, so that models

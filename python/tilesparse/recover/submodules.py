@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._replay.batches import stacks
-from .._replay.replay import Stream
+from ..calibrate.stream import Stream, stacks
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear

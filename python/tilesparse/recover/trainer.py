@@ -19,7 +19,7 @@ except ImportError as error:
 
 from .._arguments import checked
 from .._files import replacing
-from .._replay.batches import check_distinct, device_of, mask_of_outputs, moved
+from ..calibrate.stream import check_distinct, device_of, mask_of_outputs, moved
 from ..errors import CheckpointError, InvalidArgumentError
 from .distillation import outputs_of
 from .losses import DistillationLoss

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from .._arguments import checked, shown
 from .._checks import check_block_shape, checked_fraction
-from .._names import NamePattern
+from .._names import matching, names_of_modules, parsed
 from .._progress import Progress
-from .._replay.batches import call as call_model
-from .._replay.batches import device_of, evaluating, tensors_in, uncompiled
 from .._reports import aligned, listed, without_numbers
 from .._runtime.choice import DECODE_TOKENS
+from ..calibrate.calibration import check_model
+from ..calibrate.stream import call as call_model
+from ..calibrate.stream import device_of, tensors_in, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
 from ..nn.convert import dense_weight
 from ..nn.experts import BlockSparseExperts
 from ..nn.known_experts import projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear
-from ..prune._checks import check_model
-from ..prune._layers import kept_blocks
-from ..prune.targets import reasons, targets_matching
+from ..nn.state import evaluating
+from ..patch.targets import chosen_layers, kept_blocks, reasons
 from .choose import is_converted_in_calls
 from .measure import device_to_measure, layer_call
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded
@@ -90,7 +90,7 @@ def advise(
         block_shapes: sizes of blocks, each (bn, bk) or one number for both; None is 64 on CUDA devices and
             32 on the CPU.
         layers: regular expressions of names, or None for all that can become block-sparse, as of
-            `prune_model`; all others count as the rest of the model.
+            `prune_`; all others count as the rest of the model.
 
     Returns:
         Times by layer and contender, estimates of the whole model, and a recommendation; ``print`` it.
@@ -384,15 +384,14 @@ def _candidates(
     names: set[str] = set()
     skipped = []
     for config in configs:
-        targets, others = targets_matching(model, layers, config, strict=False, cut=False)
+        targets, others = chosen_layers(model, config, layers, strict=False, cut=False)
         names.update(targets)
         skipped += others
-    texts = [".*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    patterns = [NamePattern.parse(text, argument="layers") for text in texts]
+    places = matching(parsed("layers", ".*" if layers is None else layers), names_of_modules(model))
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_experts = projections_of(module) is not None and reason_not_known(module) is None
-        if name in names or (is_experts and any(pattern.matches([name]) for pattern in patterns)):
+        if name in names or (is_experts and places[module]):
             found[name] = module
     if not found:
         raise InvalidArgumentError(

@@ -20,8 +20,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.convert import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from ..prune._checks import checked_config
-from ..prune._layers import check_names, checked_configs, dense_layers, described, shape_of
+from ..patch.targets import check_names, checked_config, checked_configs, dense_layers, described, shape_of
 from .measure import device_to_measure, layer_call
 from .product import Device, dtype_name, name_of_cpu, recorded
 from .store import MeasuredLayers, load_layers, save_layers, versions_of

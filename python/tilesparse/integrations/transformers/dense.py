@@ -10,12 +10,13 @@ from torch import nn
 
 from ..._arguments import checked
 from ..._listeners import check_can_change, layers_changed
+from ..._names import set_submodule
 from ...errors import UnsupportedError
 from ...nn.convert import is_conv1d
 from ...nn.experts import BlockSparseExperts
 from ...nn.known_experts import projections_of
 from ...nn.linear import BlockSparseLinear
-from ...patch.modules import set_submodule, share_hooks
+from ...patch.modules import share_hooks
 from ...patch.references import follow
 from ...storage.registry import storage_of
 from .layers import sparse_layers

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_block_shape
+from .._names import names_of_modules, set_submodule
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import experts_like
@@ -33,9 +35,7 @@ from ..nn.known_experts import (
     reason_not_known,
 )
 from ..nn.linear import BlockSparseLinear
-from ..patch.modules import names_of_modules, set_submodule
 from ..pattern.block_pattern import BlockPattern
-from .configs import block_shape_of
 from .moments import Moments
 
 _SAME = ("block_shape", "nm", "storage", "transposable", "scales", "policy", "activations")
@@ -195,8 +195,13 @@ def joined(
     An expert that is to stay dense keeps all of its blocks, stored as those of the others.
     """
     found: dict[str, Any] = {name: layer for name, layer in made.items() if place_in(experts, name) is None}
+    of_experts: dict[str, dict[str, BlockSparseConfig]] = {}
+    for key, config in targets.items():
+        place = place_in(experts, key)
+        if place is not None:
+            of_experts.setdefault(place.experts, {})[key] = config
     for name, layers in experts.items():
-        configs = {key: config for key, config in targets.items() if key.startswith(f"{name}.")}
+        configs = of_experts.get(name)
         if configs:
             projections = [
                 _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
@@ -223,7 +228,7 @@ def _joined(
 def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
     """Return a layer with every block of a dense one."""
     shape = linear.out_features, linear.in_features
-    pattern = BlockPattern.full(shape, block_shape=block_shape_of(config))
+    pattern = BlockPattern.full(shape, block_shape=check_block_shape(config.block_shape))
     stored: Any = {"nm": config.nm, "transposable": config.transposable, "storage": config.storage}
     return BlockSparseLinear.from_linear(linear, pattern=pattern, **stored)
 

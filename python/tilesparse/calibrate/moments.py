@@ -1,14 +1,23 @@
-"""Second moments of the inputs that layers meet."""
+"""Second moments of the inputs that layers meet, and their inverses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compensation import exact_products
+from .._checks import checked_number
+from .._runtime.private import exact_float32
+from ..errors import InvalidArgumentError
+from ..pattern.block_pattern import BlockPattern
+
+DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens
+_STRONGER = 10.0  # what damping is multiplied by where it was too weak
+_MOST_DAMPING = 1e6
 
 
 class Moments:
@@ -147,3 +156,71 @@ class Moments:
         other._dense_sums = self._dense_sums[order]
         other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
         return other
+
+
+class Damped(NamedTuple):
+    """H = XᵀX / tokens + λ I, which is positive definite."""
+
+    matrix: Tensor  # [in_features, in_features] float64
+    inverse: Tensor  # likewise
+    added: float  # λ
+    damping: float  # λ over the mean of the diagonal
+
+
+def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
+    """XᵀX / tokens with its diagonal raised, and the inverse.
+
+    Where damping is too weak for a Cholesky factor in float64, as for inputs that depend on each other and no
+    damping at all, ten times as much is tried, and so on.
+
+    Args:
+        second_moment: [in_features, in_features], of any floating dtype.
+        damping: what is added to the diagonal, over the mean of the diagonal. If that is zero the matrix
+            becomes the identity: then nothing is known of the inputs.
+
+    Raises:
+        InvalidArgumentError: the matrix is not square, not finite, or no second moment; or ``damping`` is no
+            finite number of at least 0.
+    """
+    checked_number("damping", damping)
+    if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
+        raise InvalidArgumentError(
+            f"second_moment must be a square matrix, got shape {tuple(second_moment.shape)}"
+        )
+    moment = second_moment.double()
+    mean = float(moment.diagonal().mean())
+    if not 0 <= mean < float("inf"):
+        raise InvalidArgumentError(
+            f"second_moment must be finite with a positive diagonal, got a mean of {mean}"
+        )
+    if mean == 0:
+        mean, damping = 1.0, 1.0
+    identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+    while True:
+        matrix = torch.add(moment, identity, alpha=damping * mean)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) == 0:
+            inverse = torch.cholesky_inverse(factor).contiguous()
+            if bool(inverse.isfinite().all()):
+                return Damped(matrix, inverse, damping * mean, damping)
+        damping = max(damping * _STRONGER, 1e-9)
+        if damping > _MOST_DAMPING:
+            raise InvalidArgumentError("second_moment must be positive semidefinite")
+
+
+def supports(pattern: BlockPattern, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows [r, 1] of a weight and the columns [s] that they keep, rows that keep the same together."""
+    bn, bk = pattern.block_shape
+    masks, own = torch.unique(pattern.to_block_mask().cpu(), dim=0, return_inverse=True)
+    for number, kept in enumerate(masks):
+        rows = ((own == number).nonzero() * bn + torch.arange(bn, device="cpu")).view(-1, 1)
+        columns = (kept.nonzero() * bk + torch.arange(bk, device="cpu")).flatten()
+        if len(columns):
+            yield rows.to(device), columns.to(device)
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Compute float32 products in full precision, whatever settings and autocast say."""
+    with exact_float32(), torch.autocast(device.type, enabled=False):
+        yield

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .._replay.batches import call_apart, device_of, mask_of, moved, stacks, swapped
-from .._replay.devices import visiting
-from .._replay.inputs import Input
-from .._replay.replay import Stream, listening
-from ..errors import InvalidArgumentError
+from .._reports import MOST, listed, warn_user
+from ..errors import InvalidArgumentError, TileSparseError
+from ..nn.convert import dense_weight
 from .experts import ExpertMoments, LinearExperts, Place
 from .moments import Moments
+from .stream import (
+    Input,
+    Stream,
+    call_apart,
+    check_batches,
+    checked_batch,
+    device_of,
+    listening,
+    mask_of,
+    moved,
+    stacks,
+    swapped,
+    visiting,
+)
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -71,11 +83,13 @@ class Calibration:
         """Return the units to prune, in order; each is passed before the next is looked at."""
         inside = [Unit(number, []) for number in range(len(self._blocks))]
         outside = Unit(None, [])
-        members = [set(self._model.get_submodule(block).modules()) for block in self._blocks]
+        homes: dict[nn.Module, list[Unit]] = {}
+        for unit, block in zip(inside, self._blocks, strict=True):
+            for module in self._model.get_submodule(block).modules():
+                homes.setdefault(module, []).append(unit)
         for name in self._layers:
-            layer = self._model.get_submodule(name)
-            homes = [unit for unit, modules in zip(inside, members, strict=True) if layer in modules]
-            (homes[0] if len(homes) == 1 else outside).layers.append(name)
+            own = homes.get(self._model.get_submodule(name), [])
+            (own[0] if len(own) == 1 else outside).layers.append(name)
         return [*inside, outside] if outside.layers else inside
 
     def groups(self, unit: Unit) -> list[list[str]]:
@@ -274,3 +288,65 @@ def _kept_tokens(batch: Any) -> Tensor | None:
     """Return which tokens of a batch are not padding: bools [sequences, tokens]."""
     mask = mask_of(batch)
     return None if mask is None else mask != 0
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise InvalidArgumentError where parameters have no data."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidArgumentError("model must not have parameters on the meta device: they have no weights")
+
+
+def collected(batches: Iterable[Any]) -> list[Any]:
+    """Return the batches as a list, which is not empty."""
+    check_batches(batches)
+    data = [checked_batch(batch) for batch in batches]
+    if not data:
+        raise InvalidArgumentError("batches must have at least one batch, got none")
+    return data
+
+
+def checked_moments(name: str, moments: Moments | None) -> Moments:
+    """Return the moments of a layer's inputs, which are finite and not of no token."""
+    if moments is None:
+        raise InvalidArgumentError(f"batches must run layer {name!r}, or layers must leave it out")
+    check_inputs(name, moments.weight(), moments.not_finite())
+    return moments
+
+
+def check_inputs(name: str, tokens: float, not_finite: int | None) -> None:
+    """Raise InvalidArgumentError unless a layer meets tokens that count, all of them finite."""
+    if not tokens:
+        raise InvalidArgumentError(
+            f"batches must have tokens at every layer, got none for layer {name!r} that attention_mask keeps"
+        )
+    if not_finite is not None:
+        raise InvalidArgumentError(
+            f"batches must be finite at every layer: batch {not_finite} (counted from 0) gives layer "
+            f"{name!r} inputs with NaN or infinities"
+        )
+
+
+@contextlib.contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Add the name of a layer to errors."""
+    try:
+        yield
+    except TileSparseError as error:
+        raise type(error)(f"layer {name!r}: {error}") from error
+
+
+def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
+    """Warn of layers whose XᵀX cannot have full rank, with the tokens that they have met and need."""
+    short: dict[tuple[int, int], list[str]] = {}
+    for name, met in tokens.items():
+        layer: Any = model.get_submodule(name)
+        in_features = layer.in_features if hasattr(layer, "in_features") else dense_weight(layer).shape[1]
+        needed = in_features + (layer.bias is not None)  # the mean takes one
+        if met < needed:
+            short.setdefault((met, needed), []).append(name)
+    if short:
+        texts = [f"{met} of {needed} at {listed(names)}" for (met, needed), names in short.items()]
+        warn_user(
+            "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
+            f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}"
+        )

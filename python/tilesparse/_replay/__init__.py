@@ -1,1 +1,0 @@
-"""Runs a model block by block on batches, as pruning and recovery do."""

@@ -1,0 +1,1 @@
+"""Calibration of models on data, as pruning and quantization share it."""
