@@ -144,7 +144,9 @@ def test_releases_have_native_code_for_every_gpu_that_has_a_name() -> None:
     listed = (ROOT / "cmake" / "Architectures.cmake").read_text()
     own = re.findall(r"^    (\d+)(a?)$", listed, re.MULTILINE)
     native = re.findall(r"set\(known_native ([\d ]+)\)", listed)[0].split()
-    assert 'CMAKE_ARGS = "-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        'CMAKE_ARGS = "-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
+    )
     checked = ",".join(sorted({*native, *(number for number, _ in own)}, key=int))
     for path in ("tools/release.sh", ".github/workflows/release.yml"):
         assert re.search(rf"gpus[= ]{checked}\b", (ROOT / path).read_text()), path
