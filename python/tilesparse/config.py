@@ -23,9 +23,7 @@ from ._checks import (
     checked_count,
 )
 from .errors import InvalidArgumentError
-from .storage.registry import STORAGES as STORAGES
-from .storage.registry import storage_of
-from .storage.values import PER_FEATURE, SCALES
+from .storage.traits import PER_FEATURE, SCALES, STORAGES, traits_of
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -143,7 +141,7 @@ class LayerSpec:
         check_storage(self.storage, self.nm)
         check_quantized_activations(self.activations, self.storage, shape[1])
         check_inside(self.activations, self.scales, self.nm)
-        allowed = storage_of(self.storage).scales or (None,)
+        allowed = traits_of(self.storage).scales or (None,)
         if self.activations is not None:
             inside = _may_be_inside(self.activations, block_shape)
             allowed = (PER_FEATURE, "block") if inside else (PER_FEATURE,)
@@ -183,13 +181,13 @@ class LayerSpec:
     @property
     def value_dtype(self) -> torch.dtype:
         """The dtype in which values are stored."""
-        return storage_of(self.storage).dtype or self.dtype
+        return traits_of(self.storage).dtype or self.dtype
 
     def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
         """Return the spec of the same layer in another storage; `scales` counts where it has any."""
         check_storage(storage, self.nm)
         check_quantized_activations(activations, storage, self.shape[1])
-        has_scales = storage_of(storage).scales
+        has_scales = traits_of(storage).scales
         own = checked_scales("scales", scales, activations, self.block_shape) if has_scales else None
         return replace(self, storage=storage, scales=own, activations=activations)
 
@@ -248,13 +246,13 @@ def check_quantized_activations(activations: object, storage: str, in_features: 
     """Raise InvalidArgumentError unless x can be multiplied in 8 bits by weights that are stored so."""
     if activations is None:
         return
-    if storage_of(storage).dtype not in QUANTIZED or activations != storage:
+    if traits_of(storage).dtype not in QUANTIZED or activations != storage:
         raise InvalidArgumentError(
             f"activations must be None, or the dtype of the storage where that has 8 bits, got "
             f"{shown(activations)} with storage {storage!r}"
         )
     if in_features is not None:
-        check_exact_sums("in_features", in_features, storage_of(storage).dtype)
+        check_exact_sums("in_features", in_features, traits_of(storage).dtype)
 
 
 def checked_scales(
@@ -319,9 +317,9 @@ def check_storage(storage: Any, nm: object) -> None:
     """Raise InvalidArgumentError unless the storage exists and can store weights with this nm."""
     if storage not in STORAGES:
         raise InvalidArgumentError(f"storage must be one of {list(STORAGES)}, got {shown(storage)}")
-    if storage_of(storage).needs_nm and nm is None:
+    if traits_of(storage).needs_nm and nm is None:
         raise InvalidArgumentError(f"storage must not be {storage!r} without nm=(2, 4)")
-    if not storage_of(storage).allows_nm and nm is not None:
+    if not traits_of(storage).allows_nm and nm is not None:
         raise InvalidArgumentError(
             f"nm must be None with storage {storage!r}, whose blocks are dense, got {shown(nm)}"
         )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .._checks import check_writable
-from ..config import STORAGES, BlockSparseConfig
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..prune.driver import prune_
 from ..prune.obs import METHODS
+from ..storage.traits import STORAGES
 from .models import load_model, load_tokenizer
 from .options import add_device, parse_block, parse_count, parse_density
 

@@ -16,7 +16,7 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES, Form
 from ..storage.registry import forms_of, storage_of
-from ..storage.values import PER_FEATURE
+from ..storage.traits import PER_FEATURE
 from .checks import check_whole
 from .convert import from_spec
 from .origin import PatternOrigin, checked_pattern

@@ -18,7 +18,8 @@ from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
 from ..pattern.indices import index_of
 from ..storage.base import STORED_NAMES
-from ..storage.registry import STORED_DTYPES, forms_of, storage_of
+from ..storage.registry import forms_of, storage_of
+from ..storage.traits import STORED_DTYPES
 from .origin import PatternOrigin, Source, checked_pattern
 from .tensors import INDEX_NAMES, align, is_sharded, resize, with_contents, zeros_like
 

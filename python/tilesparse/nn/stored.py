@@ -21,7 +21,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern.block_pattern import BlockPattern
 from ..storage.base import STORED_NAMES
 from ..storage.registry import forms_of, storage_of
-from ..storage.values import PER_FEATURE
+from ..storage.traits import PER_FEATURE
 from . import convert, state
 from .checks import check_size, check_trainable, check_whole
 from .masks import chosen_mask

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import SCALED
 from .._runtime.native import SCALES_PER_BLOCK, SCALES_PER_FEATURE, SCALES_PER_ROW
+from .traits import Traits
 from .values import expand
 
 if TYPE_CHECKING:
@@ -31,26 +32,14 @@ def smaller_blocks(blocks: Tensor, block_shape: tuple[int, int]) -> Tensor:
 class Storage(ABC):
     """One way to store the kept blocks [nnz, bn, bk] of a weight: its tensors, packing and conversions.
 
-    Instances have no state. Tensors are passed by the names that a layer and its state_dict have for them:
-    "weight" and some of `STORED_NAMES`.
-
-    Attributes:
-        name: as in `LayerSpec.storage`.
-        dtype: of the stored values; None is the layer's.
-        trainable: True where the weight is its dense blocks, the only form that has a gradient.
-        needs_nm: True where only 2:4 can be stored.
-        allows_nm: False where 2:4 cannot be stored.
-        needs_finite: True where inf and nan cannot be represented.
-        scales: what may have a scale of its own, as `LayerSpec.scales` names it; empty without scales.
+    Tensors are passed by the names that a layer and its state_dict have for them: "weight" and some of
+    `STORED_NAMES`. Attributes are those of `Traits`.
     """
 
-    name: str
-    dtype: torch.dtype | None = None
-    trainable = False
-    needs_nm = False
-    allows_nm = True
-    needs_finite = False
-    scales: tuple[str, ...] = ()
+    def __init__(self, traits: Traits) -> None:
+        self.name, self.dtype, self.scales = traits.name, traits.dtype, traits.scales
+        self.trainable, self.needs_finite = traits.trainable, traits.needs_finite
+        self.needs_nm, self.allows_nm = traits.needs_nm, traits.allows_nm
 
     @abstractmethod
     def forms(self, spec: LayerSpec) -> dict[str, Form]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._checks import COMPRESSIBLE, DTYPES
 from .base import Form, Storage, smaller_blocks
+from .traits import traits_of
 from .values import compress, expand
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 class CompressedStorage(Storage):
     """Weight [nnz, bn, bk / 2] in the layer's dtype and int32 metadata [nnz, bk / 32, bn]."""
-
-    name = "compressed"
-    needs_nm = True
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""
@@ -66,4 +64,4 @@ class CompressedStorage(Storage):
         return weight.shape[1], 2 * weight.shape[2]
 
 
-COMPRESSED = CompressedStorage()
+COMPRESSED = CompressedStorage(traits_of("compressed"))

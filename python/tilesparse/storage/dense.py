@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 class DenseStorage(Storage):
     """Weight [nnz, bn, bk] in the layer's dtype, and with 2:4 a mask of bools of the same shape."""
 
-    name = "plain"
-    trainable = True
-
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""
         forms: dict[str, Form] = {"weight": (spec.values_shape, spec.dtype)}

@@ -6,7 +6,8 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import PACKED
 from ..errors import InvalidArgumentError
-from .values import SCALES, checked_finite, checked_limits, clamped_scales
+from .traits import SCALES
+from .values import checked_finite, checked_limits, clamped_scales
 
 LARGEST = 7.0  # what the largest magnitude becomes by the largest scale
 _FRACTIONS = tuple(1 - 0.04 * step for step in range(1, 11))  # of that scale, which are tried as well

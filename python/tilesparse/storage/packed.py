@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 class PackedStorage(QuantizedStorage):
     """Weight uint8 [nnz, bn, bk / 2], two values of int4 to a byte, and float32 scales [nnz, bn] or [nnz]."""
 
-    allows_nm = False
-
-    def __init__(self) -> None:
-        super().__init__(PACKED)
-        self.name = "int4"
-
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""
         nnz, bn, bk = spec.values_shape

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .base import Form, Storage, smaller_blocks
 from .compressed import COMPRESSED
-from .values import PER_FEATURE, SCALES, quantize, rounded, row_scales, scales_of
+from .traits import PER_FEATURE
+from .values import quantize, rounded, row_scales, scales_of
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
@@ -25,11 +26,6 @@ class QuantizedStorage(Storage):
     """
 
     dtype: torch.dtype
-    needs_finite = True
-    scales = SCALES
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.name, self.dtype = str(dtype).removeprefix("torch."), dtype
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from .base import Form, Storage
 from .compressed import COMPRESSED
 from .dense import DenseStorage
 from .packed import PackedStorage
 from .quantized import QuantizedStorage
+from .traits import traits_of
 
 if TYPE_CHECKING:
     from ..config import LayerSpec
 
 _BY_NAME: dict[str, Storage] = {
-    storage.name: storage
-    for storage in (
-        DenseStorage(),
-        COMPRESSED,
-        QuantizedStorage(torch.int8),
-        QuantizedStorage(torch.float8_e4m3fn),
-        PackedStorage(),
-    )
+    "plain": DenseStorage(traits_of("plain")),
+    "compressed": COMPRESSED,
+    "int8": QuantizedStorage(traits_of("int8")),
+    "float8_e4m3fn": QuantizedStorage(traits_of("float8_e4m3fn")),
+    "int4": PackedStorage(traits_of("int4")),
 }
-STORAGES = tuple(_BY_NAME)
-STORED_DTYPES = frozenset(storage.dtype for storage in _BY_NAME.values()) - {None}  # not those of layers
 
 
 def storage_of(name: str) -> Storage:

@@ -26,9 +26,8 @@ from .._ops.scaled import row_scales_on
 from .._ops.values import COMPRESS, expand_values
 from ..errors import InvalidArgumentError
 from ..pattern.block_pattern import BlockPattern
+from .traits import PER_FEATURE, SCALES
 
-SCALES = ("row", "block")  # what may have a scale of its own in 8 and 4 bits
-PER_FEATURE = "feature"  # what has one where x has 8 bits as well
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 

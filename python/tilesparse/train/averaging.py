@@ -14,7 +14,7 @@ from .._runtime.lookup import content_of
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..nn.state import make_room
-from ..storage.registry import STORED_DTYPES
+from ..storage.traits import STORED_DTYPES
 from ._layers import check_plain_storage, sparse_layers
 
 
