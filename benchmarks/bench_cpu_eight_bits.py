@@ -32,7 +32,7 @@ from tilesparse._runtime.native import DDS_NT
 
 SHAPES = ((768, 3072), (3072, 768), (4096, 4096))  # in_features, out_features
 OWN = (torch.bfloat16, torch.float32)  # in which the same patterns are multiplied
-CPU, INT8, SCALES_PER_FEATURE = 0, 4, 2
+CPU, INT8, SCALES_PER_FEATURE = 0, 5, 3
 
 
 def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -101,7 +101,7 @@ class Sparse:
             len(x),
             ldx=shape[1],
             ldy=shape[0],
-            row_scales=SCALES_PER_FEATURE,
+            granularity=SCALES_PER_FEATURE,
             result_dtype=DTYPES[torch.float32],
         )
         self.kernel = _C.kernels()[self._product.resolve()[0]].name

@@ -141,7 +141,7 @@ def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, pac
     """What the library says of a kernel for a case."""
     product = product_of(case)
     if packed:
-        product.use_packed(256, 1 << 40, 0)  # an address that nothing reads
+        product.use_prepacked(256, 1 << 40, 0)  # an address that nothing reads
     microseconds = product.estimate(device, kernel)
     assert microseconds > 0, f"no estimate of {describe(case)}"
     return microseconds

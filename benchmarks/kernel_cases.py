@@ -155,14 +155,14 @@ def draw(
 def product_of(case: Mapping[str, Any], nnz: int | None = None) -> _C.Product:
     """Describe a case of any benchmark to the library; by default with the blocks that its density says."""
     op, layout = OPS.index(case["op"]), LAYOUTS.index(case["x_layout"])
-    dtype = DTYPES[PRECISIONS[case["dtype"]].dtype] if case["dtype"] in PRECISIONS else 0
+    dtype = DTYPES[PRECISIONS[case["dtype"]].dtype] if case["dtype"] in PRECISIONS else DTYPES[torch.float64]
     precision, groups = int(case["dtype"] == "tf32"), case.get("groups", 1)
     shape = case["out_features"], case["in_features"]
     options: dict[str, Any] = {}
     activations = case.get("activations")
     if activations is not None:
         eight = QUANTIZED[torch.int8 if activations == "int8" else torch.float8_e4m3fn]
-        options = {"values_dtype": eight, "row_scales": 2, "result_dtype": dtype}
+        options = {"values_dtype": eight, "granularity": 3, "result_dtype": dtype}
         dtype, precision = eight, int(activations == "float8")
     elif case.get("storage", "plain") != "plain":
         options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)

@@ -6,10 +6,10 @@
 #include "abi.h"
 #include "checks.h"
 #include "cpu/vectors.h"
+#include "descriptors.h"
 #include "device.h"
 #include "error.h"
 #include "operands.h"
-#include "problem.h"
 #include "threads.h"
 
 namespace ts {
@@ -18,7 +18,7 @@ Combination check_combination(int32_t device, int32_t dtype, int64_t tokens, int
                               int64_t features, const ts_matrix* result, const char* result_name) {
     Combination of{};
     of.device = check_device_type(device);
-    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    of.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
     check_extent(tokens, "tokens", of.device);
     check_extent(choices, "choices", of.device);
     check_extent(tokens * choices, "tokens * choices", of.device);
@@ -81,7 +81,7 @@ void check_gradients(const Combination& of) {
 
 namespace {
 
-// What there is to do for one token.
+// The work of one token.
 template <DType kDType>
 class HostRows {
     using Codec = cpu::Codec<kDType, 16>;

@@ -11,14 +11,14 @@
 #include <string_view>
 
 #include "common/estimate.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 #include "registry.h"
 
 namespace ts {
 namespace {
 
-// What the environment says, read before the first choice and never again.
+// Environment variables, read before the first choice and never again.
 struct Settings {
     std::string kernel;
     bool log;
@@ -63,7 +63,7 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
 }
 
 std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, const Device& device) {
-    if (!kernel.estimated) return std::nullopt;
+    if (!kernel.estimated()) return std::nullopt;
     if (!dequantizes(kernel, problem)) return ts::estimate(kernel, problem, device);
     return ts::estimate(kernel, with_dense_blocks(problem, nullptr), device) +
            estimate_dequantize(problem, device);
@@ -92,15 +92,15 @@ Choice best(const Problem& problem, const Device& device, std::string_view prefi
         const std::optional<double> time = estimate_of(kernel, problem, device);
         const bool better = time ? *time < least : choice.dequantizes && !dequantizes(kernel, problem);
         if (choice.kernel != nullptr && !better) continue;
-        choice = {static_cast<int32_t>(i), &kernel, reason_for(kernel), dequantizes(kernel, problem)};
+        choice = {static_cast<int32_t>(i) + 1, &kernel, reason_for(kernel), dequantizes(kernel, problem)};
         least = time.value_or(least);
     }
     return choice;
 }
 
-// A kernel by its place in the registry, which must compute the problem.
-const Kernel& checked_kernel(const Problem& problem, const Device& device, int32_t index) {
-    const Kernel& kernel = *registry()[index];
+// A kernel by its number, which must compute the problem.
+const Kernel& checked_kernel(const Problem& problem, const Device& device, int32_t number) {
+    const Kernel& kernel = kernel_at(number);
     if (const char* reason = why_not(kernel, problem, device))
         fail(TS_UNSUPPORTED, "kernel ", kernel.name, " cannot compute this: ", reason);
     return kernel;
@@ -110,11 +110,11 @@ Choice force(const Problem& problem, const Device& device, int32_t forced) {
     const size_t count = registry().size();
     require(forced <= static_cast<int32_t>(count) && forced > 0, "kernel must be 0 to ", count, ", got ",
             forced);
-    const Kernel& kernel = checked_kernel(problem, device, forced - 1);
-    return {forced - 1, &kernel, "the caller names it", dequantizes(kernel, problem)};
+    const Kernel& kernel = checked_kernel(problem, device, forced);
+    return {forced, &kernel, "the caller names it", dequantizes(kernel, problem)};
 }
 
-// Of a GPU that is older than all kernels, which is no matter of the product.
+// Throws for a GPU that is older than all kernels, whatever the product is.
 void check_capability(const Device& device) {
     if (device.type == DeviceType::cpu) return;
     int32_t oldest = std::numeric_limits<int32_t>::max();
@@ -167,11 +167,11 @@ void check_preference(const Preference& preference) {
          preference.prefix, "; kernels are ", names);
 }
 
-// What was measured, as far as the kernel computes this problem, too.
+// The measured choice, if its kernel computes this problem, too.
 Choice best_measured(const Problem& problem, const NamedDevice& device) {
     const std::optional<Measurement> found = find_measurement(problem, device);
     if (!found) return {TS_RUN_DENSE, nullptr, nullptr};
-    const Kernel& kernel = *registry()[found->kernel];
+    const Kernel& kernel = kernel_at(found->kernel);
     if (why_not(kernel, problem, device.properties)) return {TS_RUN_DENSE, nullptr, nullptr};
     return {found->kernel, &kernel, "the fastest when measured on this device", dequantizes(kernel, problem),
             found};
@@ -234,7 +234,7 @@ Problem with_dense_blocks(const Problem& problem, void* dense) {
     Problem result = problem;
     const Values scaled = is_quantized(problem.input_dtype) ? problem.values : Values{};
     result.values = {dense, nullptr, scaled.scales, scaled.scales_per, problem.input_dtype, Storage::dense};
-    result.packed = nullptr;
+    result.prepacked = nullptr;
     return result;
 }
 
@@ -254,11 +254,12 @@ std::optional<double> estimate(const Problem& problem, const Device& device, int
     return estimate_of(checked_kernel(problem, device, kernel), problem, device);
 }
 
-std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t index) {
+std::vector<FeatureList> features(const Problem& problem, const Device& device, int32_t number) {
     require(device.type == DeviceType::cuda, "device.device must be 1, which has estimates, got 0");
     const Problem dense = with_dense_blocks(problem, nullptr);
-    if (index == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
-    const Kernel& kernel = checked_kernel(problem, device, index);
+    if (number == TS_RUN_DENSE) return {{dense_family(dense), dense_features(dense, device)}};
+    const Kernel& kernel = checked_kernel(problem, device, number);
+    if (!kernel.estimated()) fail(TS_UNSUPPORTED, "kernel ", kernel.name, " has no estimate");
     if (!dequantizes(kernel, problem))
         return {{family_of(kernel, problem), features_of(kernel, problem, device)}};
     return {{family_of(kernel, dense), features_of(kernel, dense, device)},
@@ -269,7 +270,7 @@ std::string explain(const Problem& problem, const NamedDevice& device, const Cho
     std::string text = choice.reason;
     if (choice.dequantizes) text += "; it is given dense blocks";
     std::string by;
-    if (choice.index < 0 && choice.kernel != nullptr) by = std::string(" by ") + choice.kernel->name;
+    if (choice.number < 0 && choice.kernel != nullptr) by = std::string(" by ") + choice.kernel->name;
     if (choice.measured) {
         text += microseconds("; measured", choice.measured->time) + by;
         return choice.measured->dense > 0 ? text + microseconds(", dense", choice.measured->dense) : text;
@@ -290,7 +291,7 @@ void log_choice(const Problem& problem, const NamedDevice& device, const Choice&
     line << " tokens=" << problem.tokens << " out=" << pattern.out_features << " in=" << pattern.in_features
          << " block=" << pattern.block_rows << 'x' << pattern.block_cols
          << (problem.grouped() ? " groups=" + std::to_string(pattern.groups) : "") << ": "
-         << (choice.index < 0 ? "dense" : choice.kernel->name);
+         << (choice.number < 0 ? "dense" : choice.kernel->name);
     static std::mutex mutex;
     static std::set<std::string> seen;  // without the reason: who names a kernel may have been told it before
     const std::lock_guard lock(mutex);

@@ -13,10 +13,10 @@
 
 namespace ts {
 
-// What may be chosen: see TS_POLICY_SPARSE and those after it.
+// The answers that may be chosen: see TS_POLICY_SPARSE and the constants after it.
 enum class Policy : int32_t { sparse = 0, automatic = 1, dense = 2 };
 
-// What a caller asks for besides the product.
+// The caller's requests besides the product.
 struct Wish {
     int32_t kernel = 0;            // ts_matmul_desc.kernel
     std::string_view prefer = {};  // ts_matmul_desc.prefer
@@ -24,7 +24,7 @@ struct Wish {
 };
 
 struct Choice {
-    int32_t index;         // in the registry, or TS_RUN_DENSE
+    int32_t number;        // of the kernel, or TS_RUN_DENSE
     const Kernel* kernel;  // the best one, also where dense is chosen; nullptr if none computes the problem
     const char* reason;
     bool dequantizes = false;                  // the kernel is given dense blocks
@@ -44,11 +44,11 @@ Choice choose(const Problem& problem, const NamedDevice& device, const Wish& wis
 // The reason and, where there are any, the times.
 std::string explain(const Problem& problem, const NamedDevice& device, const Choice& choice);
 
-// Microseconds that are estimated for a kernel in the registry, or TS_RUN_DENSE. Throws
+// Microseconds that are estimated for a kernel by its number, or TS_RUN_DENSE. Throws
 // TS_UNSUPPORTED where the kernel does not compute the problem.
 std::optional<double> estimate(const Problem& problem, const Device& device, int32_t kernel);
 
-// What an estimate is the sum of, see common/estimate.h, and the name of its coefficients; a second one where
+// The features of an estimate, see common/estimate.h, and the name of its coefficients; a second list where
 // values are dequantized first.
 struct FeatureList {
     std::string family;

@@ -1,15 +1,15 @@
 // From the arguments of element-wise functions to checked problems.
 #include "abi.h"
 #include "checks.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 
 namespace ts {
 
 ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, int64_t tokens,
                                              int64_t features) {
     ActivationGradient gradient{};
-    gradient.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    gradient.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
     if (gradient.dtype == DType::float64)
         fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
     require(activation >= TS_RELU && activation <= TS_SILU, "activation must be 1 to 3, got ", activation);
@@ -24,6 +24,7 @@ ActivationGradient check_activation_gradient(int32_t dtype, int32_t activation, 
 
 Matrix check_rows(const ts_matrix* source, int64_t tokens, int64_t features, const char* name) {
     check_pointer(source, name);
+    require(source->reserved == 0, name, ".reserved must be 0, got ", source->reserved);
     const Matrix matrix = check_matrix(*source, tokens, features, name);
     require(matrix.layout == Layout::row_major, name, ".layout must be ", TS_ROW_MAJOR, ", got ",
             source->layout);
@@ -37,7 +38,7 @@ Matrix check_gate_matrix(const Gate& gate, const ts_matrix* source, const char* 
 Gate check_gate(int32_t dtype, int32_t activation, int64_t tokens, int64_t features, const ts_matrix* source,
                 const ts_matrix* factor) {
     Gate gate{};
-    gate.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
+    gate.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
     if (gate.dtype == DType::float64)
         fail(TS_UNSUPPORTED, "dtype must not be 0: no kernel computes this in float64");
     gate.activation = check_enum<Activation>(activation, TS_SILU + 1, "activation");
@@ -54,11 +55,12 @@ Quantization check_quantization(int32_t device, int32_t dtype, int32_t quantized
                                 int64_t features, const ts_matrix* x, const ts_matrix* quantized) {
     Quantization of{};
     of.device = check_device_type(device);
-    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    if (of.dtype == DType::float64) fail(TS_UNSUPPORTED, "dtype must not be 0: float64 is not quantized");
+    of.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
+    if (of.dtype == DType::float64)
+        fail(TS_UNSUPPORTED, "dtype must not be ", TS_FLOAT64, ": float64 is not quantized");
     require(quantized_dtype == TS_INT8 || quantized_dtype == TS_FLOAT8_E4M3FN, "quantized_dtype must be ",
             TS_INT8, " or ", TS_FLOAT8_E4M3FN, ", got ", quantized_dtype);
-    of.quantized_dtype = static_cast<DType>(quantized_dtype);
+    of.quantized_dtype = static_cast<DType>(quantized_dtype - 1);
     check_extent(tokens, "tokens", of.device);
     check_features(features, 16, "features", "16", of.device);
     of.tokens = tokens;
@@ -84,11 +86,11 @@ GroupSums check_group_sums(int32_t device, int32_t dtype, int32_t result_dtype, 
                            int64_t features, int64_t groups, const ts_matrix* y) {
     GroupSums of{};
     of.device = check_device_type(device);
-    of.dtype = check_enum<DType>(dtype, kActivationDTypes, "dtype");
-    of.result_dtype = check_enum<DType>(result_dtype, kActivationDTypes, "result_dtype");
+    of.dtype = check_dtype(dtype, kActivationDTypes, "dtype");
+    of.result_dtype = check_dtype(result_dtype, kActivationDTypes, "result_dtype");
     const bool has_16_bits = element_size(of.dtype) == 2;
     require(of.result_dtype == of.dtype || (has_16_bits && of.result_dtype == DType::float32),
-            "result_dtype must be dtype, ", dtype, has_16_bits ? ", or 1, float32" : "", ", got ",
+            "result_dtype must be dtype, ", dtype, has_16_bits ? ", or 2, float32" : "", ", got ",
             result_dtype);
     check_extent(tokens, "tokens", of.device);
     check_features(features, 16, "features", "16", of.device);

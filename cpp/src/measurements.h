@@ -9,7 +9,7 @@
 namespace ts {
 
 struct Measurement {
-    int32_t kernel;  // in the registry, the fastest
+    int32_t kernel;  // the number of the fastest
     double time;     // microseconds
     double dense;    // likewise; 0: not measured
 };

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 
 namespace ts {
 namespace {
@@ -69,7 +69,7 @@ Span scale_span(const float* scales, int64_t lines, int64_t ld, int64_t tokens, 
 Span x_scale_span(const Problem& problem) {
     if (!is_quantized(problem.input_dtype)) return {};
     const int64_t lines = problem.scales_inside() ? problem.k_size() / kScaleGroup : 1;
-    return scale_span(problem.x_scales, lines, problem.x_scales_ld, problem.tokens, "x_scales",
+    return scale_span(problem.x_scales, lines, problem.x_scales_ld, problem.tokens, "x.scales",
                       problem.device);
 }
 
@@ -86,13 +86,15 @@ ValueSpans value_spans(const Problem& problem) {
     const Pattern& pattern = problem.pattern;
     const int64_t scale_bytes = values.scale_bytes(pattern);
     if (scale_bytes > 0)
-        require(values.scales != nullptr, "scales must not be null for values of ", to_string(values.dtype));
-    return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype), "values",
-                                   problem.device)},
-             {"metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),
-                                     "metadata", problem.device)},
-             {"scales", vector_span(scale_bytes > 0 ? values.scales : nullptr,
-                                    scale_bytes / int64_t{sizeof(float)}, DType::float32, "scales")}}};
+        require(values.scales != nullptr, "values.scales must not be null for values of ",
+                to_string(values.dtype));
+    return {{{"values", array_span(values.data, values.bytes(pattern), element_size(values.dtype),
+                                   "values.data", problem.device)},
+             {"values.metadata", array_span(values.metadata, values.metadata_bytes(pattern), sizeof(uint32_t),
+                                            "values.metadata", problem.device)},
+             {"values.scales",
+              vector_span(scale_bytes > 0 ? values.scales : nullptr, scale_bytes / int64_t{sizeof(float)},
+                          DType::float32, "values.scales")}}};
 }
 
 // Memory written from the values must not overlap them.
@@ -176,21 +178,21 @@ Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
     operands_ = {{{"x", check_operand(problem.x, pattern.in_features, problem.x_dtype(), "x", problem)},
                   {"y", check_operand(problem.y, of_y, problem.y_dtype(), "y", problem)},
                   values,
-                  {"bias", vector_span(problem.bias, pattern.out_features, result, "bias")},
+                  {"bias", vector_span(problem.bias, pattern.out_features, result, "bias.data")},
                   {other, problem.residual.data != nullptr
                               ? check_operand(problem.residual, of_y, result, other, problem)
                               : Span{}},
-                  area("plan", desc.plan, desc.plan_bytes),
-                  area("packed", desc.packed, desc.packed_bytes),
+                  area("plan", desc.plan.data, desc.plan.bytes),
+                  area("prepacked", desc.prepacked.data, desc.prepacked.bytes),
                   metadata,
                   scales,
-                  {"x_scales", x_scale_span(problem)},
+                  {"x.scales", x_scale_span(problem)},
                   {"group_offsets", offset_span(problem.offsets, pattern.groups)},
-                  {"bias_gradient", vector_span(problem.bias_gradient.data, pattern.out_features,
-                                                problem.bias_gradient.dtype, "bias_gradient")}}};
+                  {"bias", vector_span(problem.bias_gradient.data, pattern.out_features,
+                                       problem.bias_gradient.dtype, "bias.data")}}};
     if (problem.device == DeviceType::cuda) {
-        check_aligned(desc.plan, kDeviceAlignment, "plan");
-        check_aligned(desc.packed, kDeviceAreaAlignment, "packed");
+        check_aligned(desc.plan.data, kDeviceAlignment, "plan.data");
+        check_aligned(desc.prepacked.data, kDeviceAreaAlignment, "prepacked.data");
     }
     // The gradient of the bias is nothing where it is not written, and overlaps nothing then.
     const Operand &of_result = operands_[writes_x ? 0 : writes_y ? 1 : 2], &of_bias = operands_.back();
@@ -211,9 +213,9 @@ void Operands::check_read(const Operand& read) const {
     for (const Operand& written : written_) check_apart(read, written);
 }
 
-void check_prepacking(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes) {
-    if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan");
-    const Operand written = area("packed", packed, bytes);
+void check_prepacking(const Problem& problem, size_t plan_bytes, const void* prepacked, size_t bytes) {
+    if (problem.device == DeviceType::cuda) check_aligned(problem.plan, kDeviceAlignment, "plan.data");
+    const Operand written = area("prepacked", prepacked, bytes);
     check_apart_from_values(problem, written);
     check_apart(area("plan", problem.plan, plan_bytes), written);
 }

@@ -59,10 +59,10 @@ class Operands {
     std::array<Operand, 3> written_{};  // the result, the gradient of the bias and the workspace
 };
 
-// Checks values, plan and target of ts_values_pack.
-void check_prepacking(const Problem& problem, size_t plan_bytes, const void* packed, size_t bytes);
+// Checks values, plan and target of ts_values_prepack.
+void check_prepacking(const Problem& problem, size_t plan_bytes, const void* prepacked, size_t bytes);
 
-// Checks the values of ts_values_expand and the memory for its dense blocks.
+// Checks the values of ts_values_dequantize and the memory for its dense blocks.
 void check_dequantization(const Problem& problem, const void* dense, size_t bytes);
 
 // The arguments of ts_values_compress.

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "error.h"
-#include "problem.h"
 
 namespace ts {
 namespace {

@@ -5,11 +5,11 @@
 #include <cstddef>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "error.h"
 #include "operands.h"
 #include "pattern.h"
-#include "plan/plan.h"
-#include "problem.h"
+#include "plan/host_plan.h"
 #include "sums.h"
 #include "values.h"
 
@@ -30,38 +30,40 @@ void check_arrays(const Problem& problem, const Kernel& kernel) {
 // The plan, or what a kernel without one reads in its place.
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
     if (kernel.plan.tile == 0) return check_arrays(problem, kernel);
-    require(desc.plan != nullptr, "plan must not be null: kernel ", kernel.name,
+    require(desc.plan.data != nullptr, "plan.data must not be null: kernel ", kernel.name,
             " needs one from ts_plan_build or ts_plan_device_build");
-    if (desc.plan_bytes < sizeof(PlanHeader))
-        fail(TS_WORKSPACE_TOO_SMALL, "plan_bytes must be at least ", sizeof(PlanHeader),
-             ", a plan's header, got ", desc.plan_bytes);
-    if (desc.plan_key == 0) return;
+    if (desc.plan.bytes < sizeof(PlanHeader))
+        fail(TS_WORKSPACE_TOO_SMALL, "plan.bytes must be at least ", sizeof(PlanHeader),
+             ", a plan's header, got ", desc.plan.bytes);
+    if (desc.plan.key == 0) return;
     const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
-    require(desc.plan_key == key, "plan_key must be ", key, ", the key of plans for kernel ", kernel.name,
-            ", which computes this, got ", desc.plan_key,
+    require(desc.plan.key == key, "plan.key must be ", key, ", the key of plans for kernel ", kernel.name,
+            ", which computes this, got ", desc.plan.key,
             "; set kernel to the one that the plan was made for");
 }
 
 // The caller's memory, of which a kernel needs `needed` bytes.
-void check_area(const void* area, size_t bytes, size_t needed, const char* name, const Kernel& kernel) {
+void check_area(const void* area, size_t bytes, size_t needed, const char* name, const char* separator,
+                const Kernel& kernel) {
     if (needed == 0) return;
     if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, name, "_bytes must be at least ", needed, " for kernel ", kernel.name,
-             ", got ", bytes);
+        fail(TS_WORKSPACE_TOO_SMALL, name, separator, "bytes must be at least ", needed, " for kernel ",
+             kernel.name, ", got ", bytes);
     require(area != nullptr, name, " must not be null");
     check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
 }
 
 // The caller's prepacked values, if the kernel reads any. They lie in the order of the plan and have its key.
-void check_packed(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
-    const size_t needed = packed_size(problem, choice);
-    if (desc.packed == nullptr || needed == 0) return;
+void check_prepacked(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
+    const size_t needed = prepacked_size(problem, choice);
+    const ts_prepared& prepacked = desc.prepacked;
+    if (prepacked.data == nullptr || needed == 0) return;
     const Kernel& kernel = *choice.kernel;
     const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
-    require(desc.packed_key == 0 || desc.packed_key == key, "packed_key must be ", key,
-            ", the key of kernel ", kernel.name, ", which computes this, got ", desc.packed_key,
+    require(prepacked.key == 0 || prepacked.key == key, "prepacked.key must be ", key, ", the key of kernel ",
+            kernel.name, ", which computes this, got ", prepacked.key,
             "; set kernel to the one that the values were prepacked for, or prepack them for this one");
-    check_area(desc.packed, desc.packed_bytes, needed, "packed", kernel);
+    check_area(prepacked.data, prepacked.bytes, needed, "prepacked", ".", kernel);
 }
 
 // Dense blocks, if the kernel needs them, lie before its own workspace.
@@ -108,9 +110,10 @@ const NamedDevice& device_of(const Problem& problem) {
 
 Wish wish_of(const ts_matmul_desc& desc) { return {desc.kernel, desc.prefer, Policy::sparse}; }
 
-size_t packed_size(const Problem& problem, const Choice& choice) {
-    const bool packs = choice.kernel->packed_size != nullptr && !choice.dequantizes && !problem.grouped();
-    return packs ? choice.kernel->packed_size(problem) : 0;
+size_t prepacked_size(const Problem& problem, const Choice& choice) {
+    const bool prepacks =
+        choice.kernel->prepacked_size != nullptr && !choice.dequantizes && !problem.grouped();
+    return prepacks ? choice.kernel->prepacked_size(problem) : 0;
 }
 
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice) {
@@ -129,8 +132,8 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Kernel& kernel = *choice.kernel;
     const size_t needed = workspace_size(problem, device.properties, choice);
     check_plan(desc, problem, kernel);
-    check_packed(desc, problem, choice);
-    check_area(workspace, bytes, needed, "workspace", kernel);
+    check_prepacked(desc, problem, choice);
+    check_area(workspace, bytes, needed, "workspace", "_", kernel);
     operands.add_workspace(workspace, needed);
     if (kernel.plan.tile == 0)
         for (const Operand& array : arrays_of(problem.pattern, problem.op)) operands.check_read(array);
@@ -138,16 +141,16 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     launch(problem, device.properties, choice, workspace, stream);
 }
 
-void prepack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream) {
+void prepack_values(const ts_matmul_desc& desc, void* prepacked, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc);
     const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
-    const size_t needed = packed_size(problem, choice);
+    const size_t needed = prepacked_size(problem, choice);
     if (needed == 0) return;
     check_plan(desc, problem, kernel);
-    check_area(packed, bytes, needed, "packed", kernel);
-    check_prepacking(problem, desc.plan_bytes, packed, needed);
-    launch_checked(kernel.name, [&] { return kernel.pack(problem, packed, stream); });
+    check_area(prepacked, bytes, needed, "prepacked", "_", kernel);
+    check_prepacking(problem, desc.plan.bytes, prepacked, needed);
+    launch_checked(kernel.name, [&] { return kernel.prepack(problem, prepacked, stream); });
 }
 
 }  // namespace ts

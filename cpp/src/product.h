@@ -15,13 +15,13 @@ const NamedDevice& device_of(const Problem& problem);
 // The wish refers to the descriptor.
 Wish wish_of(const ts_matmul_desc& desc);
 
-size_t packed_size(const Problem& problem, const Choice& choice);
+size_t prepacked_size(const Problem& problem, const Choice& choice);
 
 // The kernel and the sums beside it share the workspace: one ends before the other begins.
 size_t workspace_size(const Problem& problem, const Device& device, const Choice& choice);
 
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream);
 
-void prepack_values(const ts_matmul_desc& desc, void* packed, size_t bytes, void* stream);
+void prepack_values(const ts_matmul_desc& desc, void* prepacked, size_t bytes, void* stream);
 
 }  // namespace ts

@@ -48,11 +48,11 @@ const std::string& architectures() {
     return list;
 }
 
-const Kernel& kernel_at(int32_t index) {
+const Kernel& kernel_at(int32_t number) {
     const auto& kernels = registry();
-    require(index >= 0 && index < static_cast<int32_t>(kernels.size()), "kernel must be 0 to ",
-            kernels.size() - 1, ", got ", index);
-    return *kernels[index];
+    require(number >= 1 && number <= static_cast<int32_t>(kernels.size()), "kernel must be 1 to ",
+            kernels.size(), ", got ", number);
+    return *kernels[number - 1];
 }
 
 }  // namespace ts

@@ -14,7 +14,7 @@ const std::vector<const Kernel*>& registry();
 // The architectures that the library holds code for, e.g. "cpu,sm_80".
 const std::string& architectures();
 
-// The kernel with an index of ts_kernel_get, which is checked.
-const Kernel& kernel_at(int32_t index);
+// A kernel by its number, as ts_kernel_get counts: from 1. Throws for other numbers.
+const Kernel& kernel_at(int32_t number);
 
 }  // namespace ts

@@ -69,8 +69,8 @@ void enter(void* data) {
     region.function(region.body, member);
 }
 
-// Where the process has no runtime, there is no pool to share: threads that live as long as the region, fewer
-// where the system starts no more.
+// Without an OpenMP runtime in the process there is no pool to share: threads that live as long as the
+// region, fewer where the system starts no more.
 void run_own_threads(int threads, Region& region) {
     std::latch begin(1);
     std::vector<std::jthread> others;

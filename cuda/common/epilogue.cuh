@@ -1,4 +1,4 @@
-// What happens to a sum before it is stored.
+// The epilogue: operations on a sum before it is stored.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -21,7 +21,7 @@ constexpr Coefficients kCoefficients[] = {
 };
 constexpr const char* kMeasured[] = {"H100", "H200"};  // those that speak for others first
 
-// Of kept products, at the peak of tensor cores.
+// Microseconds of kept products at the peak of tensor cores.
 double product_time(const Problem& problem, double density, double rate, const Machine& machine) {
     const double products = 2.0 * static_cast<double>(problem.tokens) *
                             static_cast<double>(problem.pattern.group_out_features()) *
@@ -43,7 +43,7 @@ const Coefficients* find(std::string_view gpu, std::string_view family, int32_t 
     return is ? found : nullptr;
 }
 
-// Of a family that no measurement is near: twice what the limits of the machine allow.
+// Coefficients of a family that no measurement is near: twice the limits of the machine.
 constexpr Features limits() {
     Features result{};
     at(result, Feature::launch) = 8;
@@ -83,8 +83,8 @@ const Coefficients* find_measured(const Device& device, std::string_view family,
     return found;
 }
 
-// What was fitted on this GPU, or else on another one, whose features were those of its own limits; for the
-// family, or else for kernels like it; for the block, or else for square ones or any.
+// Coefficients fitted on this GPU, or else on another one, whose features were those of its own limits; for
+// the family, or else for kernels like it; for the block, or else for square ones or any.
 const Features& coefficients_of(const Device& device, std::string family, const Problem& problem) {
     static constexpr Features kLimits = limits();
     const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);
@@ -93,6 +93,23 @@ const Features& coefficients_of(const Device& device, std::string family, const 
             if (const Coefficients* const found = find_measured(device, family, block.first, block.second))
                 return found->of;
     return kLimits;
+}
+
+// The number format of a family's name: nothing for 16 bits.
+std::string number_format(const Kernel& kernel) {
+    if (kernel.covers(DType::float32)) return kernel.precision == Precision::tf32 ? "_tf32" : "_tf32x3";
+    if (kernel.covers(DType::int8)) return "_int8";
+    if (!kernel.covers(DType::float8_e4m3fn)) return "";
+    return kernel.accumulation == Accumulation::promoted ? "_float8_promoted"
+           : kernel.accumulation == Accumulation::scaled ? "_float8_scaled"
+                                                         : "_float8";
+}
+
+std::string tile_name(int32_t rows, int32_t columns) {
+    std::string name = "_";
+    name += std::to_string(rows);
+    name += 'x';
+    return name += std::to_string(columns);
 }
 
 // Not less than the machine needs. Kernels that it limits keep their order.
@@ -111,23 +128,17 @@ double sum(const Features& coefficients, const Features& features) {
 }  // namespace
 
 std::string family_of(const Kernel& kernel, const Problem& problem) {
-    constexpr std::string_view kNumbers[] = {"int8",     "float8", "i8",   "f8",
-                                             "promoted", "scaled", "tf32", "tf32x3"};
-    std::string name, numbers, tile;
-    std::string_view rest = kernel.name;
-    bool has_op = problem.op == Op::sdd_tn;
-    while (!rest.empty()) {
-        const std::string_view word = rest.substr(0, rest.find('_'));
-        rest.remove_prefix(std::min(rest.size(), word.size() + 1));
-        if (word == "bf16" || word == "f16" || word == "f32") continue;
-        has_op |= word == "nt" || word == "nn";
-        const bool is_number = std::count(std::begin(kNumbers), std::end(kNumbers), word) > 0;
-        std::string& part = rest.empty() && is_tile(word) ? tile : is_number ? numbers : name;
-        part.append(name.empty() ? "" : "_").append(word);
-    }
-    if (!has_op) name += problem.forward() ? "_nt" : "_nn";
-    name += numbers + tile;
-    if (problem.grouped() && name.find(kGrouped) == name.npos) name += kGrouped;
+    const bool sdd = problem.op == Op::sdd_tn;
+    std::string name = kernel.family;
+    name += sdd ? "_tn" : problem.forward() ? "_nt" : "_nn";
+    name += number_format(kernel);
+    const PlanShape& plan = kernel.plan;
+    if (sdd && plan.tile > 0)
+        name += tile_name(plan.tile * plan.ranks, plan.step);
+    else if (kernel.tile_tokens > 0)
+        name += tile_name(kernel.tile_tokens, kernel.tile_features);
+    const bool computes_others = kernel.grouped != bits_of(1);
+    if (problem.grouped() && computes_others) name += kGrouped;
     return name;
 }
 

@@ -43,16 +43,18 @@ using Features = std::array<double, kFeatureCount>;
 
 constexpr double& at(Features& features, Feature feature) { return features[static_cast<size_t>(feature)]; }
 
-// Of a kernel that computes the problem.
+// Features and microseconds of a kernel that computes the problem.
 Features features_of(const Kernel& kernel, const Problem& problem, const Device& device);
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device);
 
-// Of writing W out and multiplying by it with cuBLAS, or computing all of W and copying its blocks.
+// Features and microseconds of writing W out and multiplying by it with cuBLAS, or computing all of W and
+// copying its blocks.
 Features dense_features(const Problem& problem, const Device& device);
 double estimate_dense(const Problem& problem, const Device& device);
 std::string dense_family(const Problem& problem);
 
-// Of writing values with metadata or scales as dense blocks; nothing where they are dense.
+// Features and microseconds of writing values with metadata or scales as dense blocks; 0 where they are
+// dense.
 Features dequantize_features(const Problem& problem, const Device& device);
 std::string dequantize_family(const Problem& problem);
 double estimate_dequantize(const Problem& problem, const Device& device);
@@ -62,17 +64,14 @@ constexpr bool is_narrow(const Kernel& kernel) {
     return kernel.plan.kind == PlanKind::aligned || kernel.plan.kind == PlanKind::lists;
 }
 
-// Multiprocessors that compute a tile of a dds kernel together.
-constexpr int cluster_of(const Kernel& kernel) { return kernel.min_compute_capability == 90 ? 2 : 1; }
-
 double tiles_of(const Kernel& kernel, const Problem& problem);
 
 // Into how many parts the sums of a dds kernel's tiles are cut, see Decision::parts.
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
-// The name under which coefficients of a kernel stand: without dtypes of 16 bits and of results, and with the
-// product; "_grouped" where others are computed, too. Where a name has none, those of one weight count, or
-// else those of the name with one word less before the tile.
+// The name of a kernel's coefficients: its family, the product, the number format unless it has 16 bits, and
+// the tile; "_grouped" for grouped products of a kernel that computes others, too. Where a name has no
+// coefficients, those of one weight count, or else those of the name with one word less before the tile.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 
 // Operations of a multiprocessor in a microsecond, of a kernel and of cuBLAS.

@@ -56,7 +56,7 @@ struct Rounds {
 
 Features tile_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
-    const int cluster = cluster_of(kernel);
+    const int cluster = kernel.cluster;
     const double tokens = static_cast<double>(problem.tokens), k = static_cast<double>(problem.k_size());
     const double features = static_cast<double>(problem.features()), density = problem.pattern.density();
     const double rows = problem.row_block(), columns = std::max(k / problem.k_block(), 1.0);
@@ -65,16 +65,16 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     const auto parts = static_cast<double>(parts_of(kernel, problem, device));
     const Rounds rounds(tiles * parts, std::max(1.0, std::floor(machine.multiprocessors / cluster)));
 
-    constexpr double kCtaFeatures = 128;  // whose block rows are walked together
-    const double share = present(density, kCtaFeatures / rows);
-    const double halves = present(density, kCtaFeatures / 2 / rows);
+    const double united = kernel.united_features;
+    const double share = present(density, united / rows);
+    const double halves = present(density, united / 2 / rows);
     const double steps = is_narrow(kernel) ? 1 : share;  // of all k
     // Microseconds of all products of a part of a tile.
     const double tile = 2.0 * kernel.tile_tokens * kernel.tile_features * k /
                         (cluster * rate_of(kernel, problem, machine) * parts);
     // Block columns with a block are distributed about normally over tiles.
     const double deviation = std::sqrt(share * (1 - share) / columns);
-    const double strips = std::max(1.0, divide_up(features, kCtaFeatures));
+    const double strips = std::max(1.0, divide_up(features, united));
 
     Features result{};
     at(result, Feature::launch) = 1;
@@ -102,7 +102,7 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::input_misses) = misses(input, share * across, machine.l2) / machine.memory;
     at(result, Feature::value_loads) = values * along / machine.l2_rate;
     at(result, Feature::value_misses) = misses(values, along, machine.l2) / machine.memory;
-    if (is_narrow(kernel) && problem.packed == nullptr)
+    if (is_narrow(kernel) && problem.prepacked == nullptr)
         at(result, Feature::packing) = std::max(1.3 * machine.slower, 2 * values / machine.memory);
     return result;
 }
@@ -138,14 +138,12 @@ Features decode_features(const Kernel& kernel, const Problem& problem, const Dev
 // Strips of features of y meet units of x; rows of tiles unite the block rows of 64 features, or of 128.
 Features sdd_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
-    const bool sm90 = kernel.min_compute_capability == 90;
     const Pattern& pattern = problem.pattern;
     const double density = pattern.density(), tokens = static_cast<double>(problem.tokens);
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
-    const double strip = sm90 ? 64 : kernel.tile_features;
+    const double strip = kernel.united_features, tile_values = kernel.tile_values;
     const double united = kernel.plan.kind == PlanKind::lists ? std::sqrt(density)
                                                               : present(density, strip / pattern.block_rows);
-    const double tile_values = sm90 ? 128.0 * 256 : strip * kernel.plan.step;
     const Rounds rounds(area * united / tile_values, machine.multiprocessors);
     const double all = 2 * tokens / rate_of(kernel, problem, machine), tile = tile_values * all;
     const double evenly = area * all / machine.multiprocessors;
@@ -166,13 +164,13 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
 
 }  // namespace
 
-// Operations of a multiprocessor in a microsecond. Before 9.0 there are no instructions that multiply float8.
+// Operations of a multiprocessor in a microsecond. mma.sync multiplies float8 as halves.
 double rate_of(const Kernel& kernel, const Problem& problem, const Machine& machine) {
-    const bool sm90 = kernel.min_compute_capability >= 90;
-    double rate = sm90 ? machine.tensor : machine.mma_sync;
+    const bool wgmma = kernel.instructions == Instructions::wgmma;
+    double rate = wgmma ? machine.tensor : machine.mma_sync;
     if (problem.input_dtype == DType::float32) rate /= problem.precision == Precision::tf32 ? 2 : 6;
     if (problem.input_dtype == DType::int8) rate *= 2;
-    if (problem.input_dtype == DType::float8_e4m3fn && sm90) rate *= 2;
+    if (problem.input_dtype == DType::float8_e4m3fn && wgmma) rate *= 2;
     if (problem.values.is_compressed() && !is_decode(kernel)) rate *= 2;
     return rate;
 }

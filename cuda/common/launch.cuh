@@ -1,4 +1,4 @@
-// What host code needs to launch kernels of any architecture.
+// Host code that launches kernels of any architecture.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -32,7 +32,7 @@ constexpr int32_t kListBlocks = 8;  // of a warp
 constexpr int32_t kListTileBlocks = kListWarps * kListBlocks;
 constexpr PlanShape kListPlan = {kListUnit, kListUnits * kListUnit, 1, PlanKind::lists};
 
-// Whether blocks are those that such plans are for.
+// True for blocks that such plans are for.
 inline bool are_listed_blocks(const Pattern& pattern) {
     return pattern.block_rows == 16 && pattern.block_cols == 16;
 }

@@ -72,7 +72,7 @@ constexpr int32_t find_gpu(std::string_view name, int32_t compute_capability) {
     return found < 0 ? other : found;
 }
 
-// What a device can do: as much of its GPU as it has of the multiprocessors.
+// Limits of a device: as much of its GPU's as it has of the multiprocessors.
 struct Machine {
     const Gpu& gpu;
     double multiprocessors;
@@ -96,13 +96,6 @@ inline Machine machine_of(const Device& device) {
             1e6 * gpu.l2 * share,
             32e3 * gpu.gigahertz * count,
             1.83 / gpu.gigahertz};
-}
-
-// As much of the device's L2 as so many bytes are of the 50 MB of an H100 and an H200, on which the orders in
-// which kernels walk tiles were measured.
-inline int64_t share_of_l2(const Device& device, int64_t of_hopper) {
-    constexpr double kHopper = 50e6;
-    return static_cast<int64_t>(static_cast<double>(of_hopper) * (machine_of(device).l2 / kHopper));
 }
 
 }  // namespace ts

@@ -14,8 +14,8 @@ double dds_steps(const Problem& problem) {
            (1 - std::pow(1 - problem.pattern.density(), rows));
 }
 
-// Of the time of a dds product of few tiles, what is left where the sums are cut into parts over k and added
-// by a second kernel, which takes as long as some steps.
+// Share of the time of a dds product of few tiles that is left where the sums are cut into parts over k and
+// added by a second kernel, which takes as long as some steps.
 double split_time(double steps, int64_t parts) {
     constexpr int kReductionSteps = 8;
     return 1.0 / static_cast<double>(parts) + kReductionSteps / steps;
@@ -46,7 +46,7 @@ int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& dev
         counted.pattern.block_cols /= 2;
     }
     const double tiles = tiles_of(kernel, problem);
-    const int64_t workers = device.multiprocessors / cluster_of(kernel);
+    const int64_t workers = device.multiprocessors / kernel.cluster;
     int64_t parts = part_count(counted, static_cast<int64_t>(tiles), workers);
     if (!is_narrow(kernel)) return parts;
     constexpr int64_t kMost = 4;      // eight thread blocks

@@ -91,7 +91,7 @@ struct StepFill {
     constexpr int32_t percent(int places) const {
         return squares == 0 ? 0 : static_cast<int32_t>(neighbours * 100 / (squares * places));
     }
-    // Whether steps half as wide are better, of which shared memory has room for more, whatever is in them:
+    // True if steps half as wide are better, of which shared memory has room for more, whatever is in them:
     // most are full; or full ones are among empty ones and much emptier ones, of which narrow ones leave out
     // more. Measured on an H200. Two ranks, which walk the steps of both, leave out less.
     constexpr bool crowds(int places, int ranks) const {

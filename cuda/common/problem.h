@@ -1,4 +1,4 @@
-// What the host layers and every kernel family agree on: a checked product and the table of kernels.
+// The agreement of the host layers and every kernel family: a checked product and the table of kernels.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 enum class Layout : int32_t { row_major = 0, column_major = 1 };
 enum class Activation : int32_t { none = 0, relu = 1, gelu = 2, silu = 3 };
 enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
-// What of values of 8 and 4 bits has a scale of its own.
+// The granularity of scales of values of 8 and 4 bits.
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
@@ -37,7 +37,7 @@ constexpr bool is_quantized(DType dtype) {
     return dtype == DType::int8 || dtype == DType::float8_e4m3fn || dtype == DType::int4;
 }
 
-// Of scales inside of the sums: so many k of a token have one of x, and blocks, which have as many features
+// Scales inside of the sums: this many k of a token share one of x, and blocks, which have as many features
 // and k, one of W.
 constexpr int kScaleGroup = 128;
 
@@ -124,7 +124,7 @@ struct Values {
     }
 };
 
-// What receives the gradient of a bias, the sums over tokens of y: [out_features]. data is null for none.
+// Receives the gradient of a bias, the sums over tokens of y: [out_features]. data is null for none.
 struct BiasGradient {
     void* data;
     DType dtype;
@@ -150,15 +150,15 @@ struct Problem {
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
-    const void* packed;  // values as Kernel::pack left them, or null
-    // What is added to the results, or if `gated` what they are multiplied by, activated and rounded: then
-    // they have no activation of their own. data is null for neither; otherwise its layout is that of y.
+    const void* prepacked;  // values as Kernel::prepack left them, or null
+    // Added to the results, or if `gated` multiplied by them after activation and rounding: then they have no
+    // activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;
     bool gated;
     Activation gate_activation;
     BiasGradient bias_gradient;  // of sdd
 
-    // Of dds, in whichever direction: what is computed from what.
+    // Operands of dds in either direction.
     bool forward() const { return op == Op::dds_nt; }
     const Matrix& input() const { return forward() ? x : y; }
     const Matrix& output() const { return forward() ? y : x; }
@@ -170,7 +170,7 @@ struct Problem {
     int32_t k_block() const { return forward() ? pattern.block_cols : pattern.block_rows; }
     const Adjacency& block_rows() const { return forward() ? pattern.rows : pattern.cols; }  // of results
 
-    // Whether scales are inside of the sums.
+    // True if scales are inside of the sums.
     bool scales_inside() const { return x_scales_ld > 0; }
 
     DType x_dtype() const { return op == Op::dds_nn ? result_dtype : input_dtype; }
@@ -207,8 +207,10 @@ struct PlanShape {
     PlanKind kind = PlanKind::tiles;
 };
 
-// What the choice of kernels decides for one product beside the kernel. The workspace and the launch follow
-// it.
+// The instructions that a kernel multiplies with, whose rates differ (common/machine.h).
+enum class Instructions : int32_t { mma_sync = 0, wgmma = 1 };
+
+// Decisions for one product beside the kernel, which the workspace and the launch follow.
 struct Decision {
     int64_t parts = 1;          // at most, into which the sums of a tile over k are cut (split-K)
     bool reads_blocks = false;  // from where they lie in values, one by one, instead of packing them first
@@ -235,26 +237,34 @@ struct Kernel {
     bool splits = false;                  // the sums of few tiles into parts, see part_count
     uint32_t grouped = bits_of(0);        // bit 0: products with one weight, bit 1: grouped ones
     uint32_t scales_inside = bits_of(0);  // bit 0: scales of x outside of the sums or none, bit 1: inside
-    // What of values and results it computes with; the dtypes are bits, 0 for the input's.
+    // Storages and dtypes of values and results it computes with; dtypes are bits, 0 for the input's.
     uint32_t storages = bits_of(Storage::dense);
     uint32_t values_dtypes = 0;
     uint32_t result_dtypes = 0;
     // nullptr where there is nothing to decide.
     Decision (*decide)(const Kernel&, const Problem&, const Device&) = nullptr;
-    // Whether its time is estimated (common/estimate.h); otherwise kernels go by their place in the registry.
-    bool estimated = false;
+    // Properties that estimates of its time are made of (common/estimate.h). The family is that of kernels
+    // that share coefficients, but for product, number format and tile; nullptr where there is no estimate:
+    // then kernels go by their place in the registry.
+    const char* family = nullptr;
+    Instructions instructions = Instructions::mma_sync;
+    Accumulation accumulation = Accumulation::kept;
+    int32_t cluster = 1;          // dds: multiprocessors that compute a tile together
+    int32_t united_features = 0;  // whose block rows are united, in steps of dds or rows of tiles of sdd
+    int32_t tile_values = 0;      // sdd: values of a tile
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
-    size_t (*packed_size)(const Problem&) = nullptr;
-    int32_t (*pack)(const Problem&, void* packed, void* stream) = nullptr;
+    size_t (*prepacked_size)(const Problem&) = nullptr;
+    int32_t (*prepack)(const Problem&, void* prepacked, void* stream) = nullptr;
     // How many of its clusters of two thread blocks the current device holds at a time, or the CUDA error of
     // asking. nullptr for kernels that need none, and for those that others of their architecture speak for.
     int32_t (*clusters)(int32_t& count) = nullptr;
 
+    bool estimated() const { return family != nullptr; }
     bool covers(Op op) const { return ops >> static_cast<int>(op) & 1; }
     bool covers(DType input) const { return input_dtypes >> static_cast<int>(input) & 1; }
     bool covers(Storage storage) const { return storages >> static_cast<int>(storage) & 1; }
-    // Whether it multiplies such values as they are.
+    // True if it multiplies such values as they are.
     bool covers(const Values& values, DType input) const {
         return is_among(values_dtypes, values.dtype, input) && covers(values.storage);
     }

@@ -14,7 +14,7 @@
 //     - k [tiles][units]: first feature of x (or y) of each unit, -1 where there is none
 //     - slots [tiles][2][units / 2][unit_blocks]: block in values, row by row, for the units of the first
 //       half's window and of the second's, -1 where there is none
-// Of several weights tiles go by weight, and only then by size; features of y are numbered over all of them,
+// Tiles of several weights go by weight, and only then by size; features of y are numbered over all of them,
 // those of x in each:
 //     - starts [groups + 1]: the first tile of each weight
 #pragma once

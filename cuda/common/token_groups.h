@@ -1,4 +1,4 @@
-// Where the groups of tokens of a grouped product lie, for kernels, which alone read the offsets. These may
+// Ranges of the groups of tokens of a grouped product, for kernels, which alone read the offsets. These may
 // be anything: no group reaches out of 0 to `tokens`, and no tile out of its group.
 #pragma once
 
@@ -29,13 +29,13 @@ struct TokenGroups {
     constexpr int inside(int offset) const { return std::min(std::max(offset, 0), tokens); }
 };
 
-// What the tiles of all groups are at most, as far as is known without the offsets: each group with tokens
+// Upper bound of the tiles of all groups, as far as is known without the offsets: each group with tokens
 // has one that it does not fill.
 constexpr int64_t most_token_tiles(int64_t tokens, int64_t groups, int tile_tokens) {
     return tokens / tile_tokens + std::min(tokens, groups);
 }
 
-// What the host knows of groups: how many have tokens, at most, and how many tokens these have in the mean.
+// The host's knowledge of groups: at most how many have tokens, and how many tokens these have in the mean.
 constexpr int64_t busy_groups(const Problem& problem) {
     return std::clamp<int64_t>(problem.tokens, 1, problem.pattern.groups);
 }
@@ -61,7 +61,7 @@ struct TileCount {
     }
 };
 
-// Of groups whose tiles begin at tiles_before[group], in order: the one that has a tile.
+// The group that has a tile, of groups whose tiles begin at tiles_before[group], in order.
 constexpr int group_of_tile(const int* tiles_before, int groups, int tile) {
     int group = 0;
     for (int end = groups; end - group > 1;) {

@@ -4,14 +4,14 @@
 //   - the bytes of the weight in a stage of shared memory
 //   - how they are loaded: the tensor map and its boxes, or chunks of 16 bytes
 //   - how they are multiplied: an operand in shared memory, or what products take from registers
-// What a storage has beside values, metadata or scales, belongs to the stage: the format alone knows of it.
+// Metadata or scales of a storage belong to the stage beside its values: only the format knows of them.
 #pragma once
 
 #include "common/problem.h"
 
 namespace ts {
 
-// Of all formats for blocks as they are, in the dtype of the activations.
+// Base of all formats for dense blocks in the dtype of the activations.
 struct DenseStorage {
     static constexpr uint32_t kStorages = bits_of(Storage::dense);
     static constexpr uint32_t kDTypes = 0;

@@ -20,7 +20,7 @@ using SumOf = std::conditional_t<sizeof(Element) == 8, double, float>;
 template <class Element>
 constexpr int kWidth = 16 / sizeof(Element);
 
-// What a thread reads and writes of a row at once.
+// Elements of a row that a thread reads and writes at once.
 template <class Element>
 union Elements {
     uint4 vector;

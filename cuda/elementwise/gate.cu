@@ -19,7 +19,7 @@ constexpr int kLines = 2;  // tokens of a thread, so that it waits for all of th
 template <class Element>
 constexpr int kWidth = 16 / sizeof(Element);
 
-// What a thread reads and writes of a token at once.
+// Elements of a token that a thread reads and writes at once.
 template <class Element>
 union Elements {
     uint4 vector;

@@ -21,7 +21,7 @@ struct Groups {
     int32_t* taken;         // 0: how much of the work has been taken
 
 #ifdef __CUDACC__
-    // Where a group begins, inside of x and y whatever the offsets are.
+    // First token of a group, inside of x and y whatever the offsets are.
     __device__ int begin(int group) const { return min(max(__ldg(offsets + group), 0), tokens); }
     __device__ int size(int group) const { return max(begin(group + 1) - begin(group), 0); }
 #endif

@@ -54,7 +54,7 @@ __device__ inline uint32_t largest_of_all(uint32_t value) {
     return __reduce_max_sync(~0u, lane < blockDim.x / kWarp ? of_warps[lane] : 0);
 }
 
-// Of |x| <= 127 the integer nearest to it, ties to even, in the low byte: 1.5 * 2^23 leaves no fraction.
+// The integer nearest to x, |x| <= 127, ties to even, in the low byte: 1.5 * 2^23 leaves no fraction.
 __device__ inline uint32_t as_int8(float x) { return __float_as_uint(x + 12582912.0f); }
 
 template <class Quantized>
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const __grid_cons
     for (int i = beyond; i < vectors; i += threads) store<Quantized>(read(i), scale.inverse, place(i));
 }
 
-// Of groups: a warp takes so many features of a token, a CTA those of some tokens, whose scales lie side by
-// side. Lanes that share a group find its largest magnitude.
+// Quantizes in groups: a warp takes this many features of a token, a CTA those of some tokens, whose scales
+// lie side by side. Lanes that share a group find its largest magnitude.
 constexpr int kGroupWarps = 8;
 template <class Element>
 constexpr int kWarpFeatures = kKept * kWarp * kWidth<Element>;

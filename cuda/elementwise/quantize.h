@@ -20,7 +20,8 @@ struct Quantization {
     bool in_groups() const { return scales_ld > 0; }
 };
 
-// Of a scale. Below it x may be subnormal, which some processors take for zero: all of those become zero.
+// The least scale. Below it x may be subnormal, which some processors take for zero: all of those become
+// zero.
 constexpr float kLeastScale = 0x1p-116f;
 
 constexpr float largest_of(DType quantized) { return quantized == DType::int8 ? 127.0f : 448.0f; }

@@ -8,7 +8,7 @@
 
 namespace ts::sums {
 
-// What 16-bit and float32 elements are summed in, and float64.
+// Type of sums of 16-bit and float32 elements, and of float64.
 template <class Element>
 using SumOf = std::conditional_t<sizeof(Element) == 8, double, float>;
 
@@ -28,7 +28,7 @@ class Piece {
     __device__ __forceinline__ Piece(const Sums& sums, int piece, int lane)
         : all_(sums), piece_(piece), lane_(lane) {}
 
-    // Of row-major y.
+    // Adds tokens of row-major y.
     __device__ __forceinline__ void add_tokens(int64_t first, int64_t last) {
         const auto* const y = static_cast<const Element*>(all_.y);
         const int64_t rest = (all_.features - int64_t{piece_} * kLine) * sizeof(Element);
@@ -43,7 +43,7 @@ class Piece {
         for (int i = 0; i < kWidth; ++i) to[lane_ * kWidth + i] = sums_[i];
     }
 
-    // Of column-major y: the sum of some tokens, which lane 0 has.
+    // Sum of some tokens of column-major y, which lane 0 has.
     __device__ __forceinline__ Sum sum_of_feature(int64_t first, int64_t last) {
         const Element* const line = static_cast<const Element*>(all_.y) + piece_ * all_.ld;
         const int64_t count = max(last - first, int64_t{0}) / kLine;
@@ -109,7 +109,7 @@ class Piece {
     Sum sums_[kWidth] = {};
 };
 
-// What one of so many warps does: items of a piece of the features and a part of the tokens.
+// Work of one of that many warps: items of a piece of the features and a part of the tokens.
 template <class Element, int kAhead, bool kPrefetches>
 __device__ __forceinline__ void sum_items(const Sums& sums, int warp, int warps, int lane) {
     using Piece = sums::Piece<Element, kAhead, kPrefetches>;

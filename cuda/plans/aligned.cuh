@@ -217,7 +217,7 @@ class AlignedBuilder {
         fill(shapes_.fill, 0, sizeof(StepFill), stream);
         if (tiles() > 0)
             launch(measure_fill, int64_t{1024} * tiles(), 1024, stream, view_, shapes_, groups.rows);
-        // Of steps that there could be but are not, zeros are summed up.
+        // Steps that the plan has room for but does not have count as zeros.
         fill(starts, 0, most_starts * sizeof(int), stream);
         launch(count_aligned_steps, tiles(), 128, stream, view_, groups.sets, groups.rows, shapes_, costs_);
         launch(write_aligned_tiles, int64_t{1024} * tiles(), 1024, stream, view_, shapes_, groups.sets,

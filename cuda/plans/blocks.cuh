@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-// Of each line's tiles: how many pairs lines before it have, and how many tiles beside these. One block.
+// Counts for each line the pairs of the lines before it, and the tiles beside these. One thread block.
 static __global__ void __launch_bounds__(1024) number_tiles(const int* counts, int lists, int2* starts) {
     int2 before = make_int2(0, 0);
     for (int first = 0; first < lists; first += blockDim.x) {

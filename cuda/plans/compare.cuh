@@ -1,4 +1,4 @@
-// Whether arrays hold what their copies do.
+// Comparison of arrays with their copies.
 #pragma once
 
 #include "plans/sets.cuh"

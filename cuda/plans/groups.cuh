@@ -40,7 +40,7 @@ __device__ inline uint64_t offer(const Sets& sets, const int* counts, const Fit&
     return value | ~static_cast<uint32_t>(own ^ other);
 }
 
-// Of the offers of a warp's lanes, 0 where there is none: the set that made the best, or -1.
+// The set that made the best of the offers of a warp's lanes (0: no offer), or -1.
 __device__ inline int best_of(uint64_t best, int own) {
     for (int distance = 16; distance > 0; distance /= 2)
         best = max(best, __shfl_xor_sync(~0u, best, distance));
@@ -79,8 +79,8 @@ static __global__ void __launch_bounds__(32 * kMatchWarps)
     if (searches && lane == 0) after[own] = partner;
 }
 
-// Whether one block compares sets of a weight sooner than the rounds can be launched: it reads all words of
-// each pair.
+// True if one thread block compares sets of a weight sooner than the rounds can be launched: it reads all
+// words of each pair.
 constexpr int kFewSets = 256;
 inline bool are_few(int size, const Sets& sets) {
     constexpr int64_t kFewWords = 1 << 18;
@@ -195,7 +195,7 @@ class Grouping {
         size_ = size;
     }
 
-    // Of all weights, which have equally many.
+    // Groups of all weights, which have equally many.
     static int group_count(const View& view, int size) {
         return (view.weight_rows() + size - 1) / size * view.weights;
     }
@@ -218,7 +218,7 @@ class Grouping {
     void pair_up(float density, Stream& stream) {
         const int64_t weights = view_.weights;
         const int count = groups_.sets.count, size = count / view_.weights;
-        // Of an odd number of groups one stays alone, best that with the fewest block rows.
+        // With an odd number of groups one stays alone, best the one with the fewest block rows.
         const bool even = (halves_ && 2 * groups_.size == size_) || (!halves_ && size % 2 == 1);
         const Fit fit{density, even ? 0.5f : 0.0f};
         int rounds = 4;

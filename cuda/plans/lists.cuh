@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(32)
     if (lane == 0) tile_counts[blockIdx.x] = count;
 }
 
-// What a thread knows of its block row.
+// A thread's view of its block row.
 struct ListRow {
     int begin;  // entries of the pattern that the tile has
     int end;

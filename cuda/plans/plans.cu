@@ -44,7 +44,7 @@ void with_builder(Arena& arena, const Pattern& pattern, Op op, PlanShape shape, 
     }
 }
 
-// Of memory that CUDA does not know those of the host's own.
+// The attributes of an address; those of host memory where CUDA does not know it.
 cudaPointerAttributes attributes_of(const void* address) {
     cudaPointerAttributes attributes{};
     if (const cudaError_t error = cudaPointerGetAttributes(&attributes, address)) {

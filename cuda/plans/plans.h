@@ -37,10 +37,10 @@ struct ArrayPair {
 // Marks the pairs that differ and have no mark.
 int32_t compare(ArrayPair* pairs, int32_t count, int64_t mark, void* stream);
 
-// Whether an address is in memory of a GPU.
+// True if an address is in memory of a GPU.
 bool is_on_device(const void* address);
 
-// Whether a GPU and the host reach memory by the same address.
+// True if a GPU and the host reach memory by the same address.
 bool is_shared_with_host(const void* address);
 
 }  // namespace ts::plans

@@ -1,4 +1,4 @@
-// What the builders of plans share: one direction of a pattern, its block rows as sets of columns, and sums
+// Shared by the builders of plans: one direction of a pattern, its block rows as sets of columns, and sums
 // over a thread block.
 #pragma once
 
@@ -26,7 +26,7 @@ struct View {
 
     __host__ __device__ int weight_rows() const { return rows / weights; }
     __host__ __device__ int weight_cols() const { return diagonal ? cols / weights : cols; }
-    // What is added to the columns of a row's entries.
+    // Offset of the columns of a row's entries.
     __device__ int first_col(int row) const { return diagonal ? row / weight_rows() * weight_cols() : 0; }
 
     View as_diagonal() const {
@@ -51,7 +51,7 @@ __device__ inline int find_entry(const View& view, int row, int col) {
     return begin;
 }
 
-// Where the values of a block are, -1 if it is not kept.
+// Slot of a block's values, -1 if it is not kept.
 __device__ inline int find_slot(const View& view, int row, int col) {
     const int entry = find_entry(view, row, col);
     const bool found = entry < __ldg(view.blocks.ptr + row + 1) &&
@@ -69,7 +69,7 @@ struct Sets {
     __device__ uint32_t& word(int set, int w) const { return words[static_cast<size_t>(w) * count + set]; }
 };
 
-// What the elements of a set stand for: a set is `rows` block rows, an element `cols` columns, or one of
+// Meaning of a set and its elements: a set is `rows` block rows, an element `cols` columns, or one of
 // `per_column` in a column.
 struct Elements {
     int rows = 1;
@@ -174,7 +174,7 @@ static __global__ void __launch_bounds__(1024) scan_counts(int* counts, int size
     if (threadIdx.x == 0) counts[size] = before;
 }
 
-// Where the sections of a plan lie, by their largest sizes in int32.
+// Header of a plan whose sections have these largest sizes in int32.
 inline PlanHeader lay_out(int32_t key, const std::array<int64_t, 6>& sizes) {
     PlanHeader header{};
     header.key = key;
@@ -189,7 +189,7 @@ inline PlanHeader lay_out(int32_t key, const std::array<int64_t, 6>& sizes) {
     return header;
 }
 
-// Where a plan's arrays are, as its header says.
+// Addresses of a plan's arrays, as its header says.
 struct Sections {
     PlanHeader header;
     int* words;  // of the plan
@@ -220,7 +220,7 @@ class Arena {
     size_t used_ = 0;
 };
 
-// What is enqueued one after another, up to the first error.
+// Enqueues work in order, up to the first error.
 struct Stream {
     cudaStream_t handle;
     cudaError_t error = cudaSuccess;

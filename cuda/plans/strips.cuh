@@ -27,7 +27,7 @@ struct StripShape {
     // In a strip by a unit.
     __host__ __device__ int unit_blocks() const { return rows_per_strip * cols_per_unit; }
     __host__ __device__ int neighbourhoods() const { return (rows + neighbours - 1) / neighbours; }
-    // Of two strips, in units.
+    // Room beside two strips, in units.
     __device__ int room() const { return (kStripTileFeatures - 2 * kStripFeatures) / unit; }
 };
 
@@ -329,7 +329,7 @@ class StripBuilder {
         shape.row_strips = std::max(1, view.row_block / kStripFeatures);
         const int64_t features = int64_t{view.rows} * view.row_block;
         shape.rows = static_cast<int>((features - 1) / (shape.row_strips * kStripFeatures) + 1);
-        // Of several weights each begins with a strip (see refuses_groups).
+        // Each of several weights begins with a strip (see refuses_groups).
         shape.weight_rows = std::max(shape.rows / view.weights, 1);
         shape.neighbours = shape.row_strips > 1 ? 1 : neighbours_of(shape.weight_rows, view.weights);
         shape.rows_per_strip = std::max(1, kStripFeatures / view.row_block);

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
             const uint32_t present = mask >> warp_feature / 4 & kAllPresent<Traits::kFeatureTiles>;
             if constexpr (Traits::kOnlyLoad) {
-                // Whether the next step has been loaded is asked among the products of this one, since the
+                // The barrier of the next step is tested among the products of this one, since the
                 // answer takes as long as some products.
                 const Barrier empty = ring.empty(position.stage);
                 position.advance(arguments.stages);
@@ -186,7 +186,8 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Dds>(name);
+        constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
+        Kernel row = make_row<Dds>(name, kIsDense ? "sm80_dds" : "sm80_dds_2_4");
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
@@ -198,7 +199,8 @@ struct Dds {
         row.tile_features = kTileFeatures;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
-        row.estimated = true;
+        row.accumulation = Math::kAccumulation;
+        row.united_features = kTileFeatures;
         return row;
     }
 
@@ -220,24 +222,24 @@ struct Dds {
         }
         return start_for<typename Math::Result>;
     }
-    // Of row-major input, with results of a type.
+    // Launches for row-major input, with results of a type.
     template <class Result>
     static constexpr Start start_for = ts::sm80::launch<
         dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>, true,
                    Schedule>,
         DdsArguments>;
 
-    // Of the numbers of a grouped product in shared memory.
+    // Bytes of the numbers of a grouped product in shared memory.
     static int number_bytes(const Problem& problem) {
         return problem.grouped() ? (problem.pattern.groups + 1) * static_cast<int>(sizeof(int)) : 0;
     }
 
-    // Of each group.
+    // Tiles along the block rows of each group.
     static int64_t row_tiles(const Problem& problem) {
         const int group_rows = kTileFeatures / problem.row_block();
         return (problem.features() / problem.row_block() + group_rows - 1) / group_rows;
     }
-    // Of all groups, at most.
+    // Tiles along the tokens of all groups, at most.
     static int64_t token_tiles(const Problem& problem) {
         if (problem.grouped()) return most_token_tiles(problem.tokens, problem.pattern.groups, kTileTokens);
         return (problem.tokens + kTileTokens - 1) / kTileTokens;

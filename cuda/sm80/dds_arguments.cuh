@@ -1,4 +1,4 @@
-// What every dds kernel is told.
+// Arguments of every dds kernel.
 #pragma once
 
 #include "common/plan.h"
@@ -31,7 +31,7 @@ struct DdsArguments {
     const float* scales;    // of each feature, and
     const float* x_scales;  // of each token, of factors in 8 bits; or inside of the sums of each block, and
     int64_t x_scales_ld;    // of each kScaleGroup of k of a token, [k / kScaleGroup][x_scales_ld]
-    // Of grouped products:
+    // Grouped products:
     const int32_t* offsets;
     int groups;
     int group_features;    // of results

@@ -47,7 +47,7 @@ class DdsEpilogue {
     static constexpr int kLines = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
     static constexpr int kColumns = (Traits::kWarpFeatures + 31) / 32;
 
-    // Of the features of which a lane has sums.
+    // Scales of the features of which a lane has sums.
     struct FeatureScales {
         float2 of[2 * Traits::kFeatureTiles];
     };
@@ -66,7 +66,7 @@ class DdsEpilogue {
         return scales;
     }
 
-    // That of the token of which a lane has sums, of 8 from one on.
+    // Scale of the token of which a lane has sums, of 8 from one on.
     __device__ float token_scale(int first_token) const {
         if constexpr (!kScales) return 1;
         return __ldg(arguments_.x_scales + min(first_token + lane_ / 4, arguments_.tokens - 1));
@@ -120,14 +120,14 @@ class DdsEpilogue {
         }
     }
 
-    // Of 8 tokens and 8 features a lane has the sums of two features of token lane / 4, or of two tokens of
-    // feature lane / 4.
+    // In a tile of 8 tokens and 8 features a lane has the sums of two features of token lane / 4, or of two
+    // tokens of feature lane / 4.
     __device__ static const Accumulator* sums_of(const Sums& sums, int batch, int n) {
         return kByToken ? sums[batch / 2][n / 2][n % 2] + batch % 2 * 2
                         : sums[n / 2][batch / 2][batch % 2] + n % 2 * 2;
     }
 
-    // What is added to those two, of 8 features from one in the tile on.
+    // Bias of these two sums, of 8 features from one in the tile on.
     __device__ float2 bias_of(int first_feature) const {
         const int64_t at = output_feature(first_feature + (kByToken ? lane_ % 4 * 2 : lane_ / 4));
         const float bias = bias_at(at);

@@ -20,7 +20,7 @@ class DdsLoader {
     static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
     static constexpr int kTileLines = InputTile::kLines / kLinesAtOnce;
 
-    // Of two blocks of 16 that share a quarter of a step and its products, one may be missing. Its weights
+    // One of two blocks of 16 that share a quarter of a step and its products may be missing. Its weights
     // are zeros, and the input must be, which otherwise could be NaN.
     static constexpr bool kFillsInput = Traits::Weight::kMayShareQuarters;
 
@@ -63,7 +63,7 @@ class DdsLoader {
         if (!cursor_.done()) fetch();
     }
 
-    // Of all steps, for a thread that does nothing else.
+    // Loads all steps, for a thread that does nothing else.
     __device__ void load_all() {
         while (!cursor_.done()) load();
         wait_for_copies();
@@ -84,7 +84,7 @@ class DdsLoader {
         weight_.fetch(cursor_.step());
     }
 
-    // Where this thread's chunk or line lies in its piece.
+    // Position of this thread's chunk or line in its piece.
     __device__ int chunk_in_piece() const { return chunk_ * kChunk & ((1 << piece_shift_) - 1); }
     __device__ int line_in_piece(int i) const { return line_ + i * kLinesAtOnce & ((1 << piece_shift_) - 1); }
 
@@ -156,7 +156,7 @@ class DdsLoader {
     DdsCursor<Schedule> cursor_;
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
-    // Of the next step, -1 where there is none:
+    // The next step, -1 where there is none:
     int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
     int line_k_[kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
     typename Traits::Weight::template Loader<Traits::kLoaders> weight_;

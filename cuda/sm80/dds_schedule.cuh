@@ -32,7 +32,7 @@ class DdsTiles {
     int width_;  // of a band, in tiles
 };
 
-// Of a product with one weight. `kTokens`: of a tile.
+// Schedule of a product with one weight. `kTokens`: of a tile.
 template <int kTokens>
 class DdsSchedule {
   public:
@@ -62,8 +62,8 @@ class DdsSchedule {
     DdsTiles tiles_;
 };
 
-// Of a grouped product: no tile has tokens of two groups. Tiles of the same features and one group's tokens
-// follow one another, as they do with one weight; those of different groups share nothing.
+// Schedule of a grouped product: no tile has tokens of two groups. Tiles of the same features and one group's
+// tokens follow one another, as they do with one weight; those of different groups share nothing.
 template <int kTokens>
 class GroupedDdsSchedule {
   public:

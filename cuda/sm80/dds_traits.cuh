@@ -1,4 +1,4 @@
-// What follows from the tile of a dds kernel.
+// Constants that follow from the tile of a dds kernel.
 #pragma once
 
 #include <type_traits>

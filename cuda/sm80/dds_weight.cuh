@@ -20,7 +20,7 @@ struct DenseWeight : DenseStorage {
     static constexpr int kBytes = Tile::kBytes;
     static constexpr bool kMayShareQuarters = Tile::kStep / kQuarters > 16;  // smaller blocks than a quarter
 
-    // What warps multiply: tokens are the rows of products and features their columns.
+    // Order of products: tokens are their rows and features their columns.
     static constexpr bool kSumsByToken = true;
     static constexpr int kLoaderWarps = 0;
     template <int kTokenTiles, int kFeatureTiles>
@@ -115,7 +115,7 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
   private:
     static constexpr int kKs = kTransposed ? kOwnLines : 1;  // of k in a thread's share, each of one piece
 
-    // Of the step, where lines run along k that of a line, otherwise that of the thread's chunk.
+    // k in the step: of a line where lines run along k, otherwise of the thread's chunk.
     __device__ int own_k(int i) const { return kTransposed ? line_ + i * kLinesAtOnce : chunk_ * kChunk; }
 
     const DdsArguments& arguments_;
@@ -124,7 +124,7 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     int slot_index_[kOwnLines][kPanels];
     int feature_offset_[kOwnLines][kPanels];
-    // Of the next step, -1 where there is none:
+    // The next step, -1 where there is none:
     int k_[kKs];  // of the pieces in which the thread's chunk or lines lie
     int slots_[kOwnLines][kPanels];
 };

@@ -31,7 +31,7 @@ struct CompressedWeight {
     static constexpr int kChunks = kChunksPerLine / 2;  // of a feature's values
     static constexpr int kBytes = Lines::kBytes + kFeatures / 16 * kRowsBytes;
 
-    // Where a feature's chunk lies, which has the kept ones of 16 of k.
+    // Offset of a feature's chunk, which has the kept ones of 16 of k.
     __device__ static uint32_t offset(int feature, int chunk) {
         return Lines::offset(feature / 2, feature % 2 * kChunks + chunk);
     }
@@ -216,7 +216,7 @@ class CompressedWeight<kOp, Math, kFeatures_>::Loader {
                       reinterpret_cast<const char*>(arguments_.metadata) + uint64_t{at} * kChunkBytes);
     }
 
-    // Of the thread's share.
+    // Feature of the thread's i-th copy.
     __device__ static int feature(int i) { return threadIdx.x / kChunks + i * kFeaturesAtOnce; }
     __device__ static int chunk() { return threadIdx.x % kChunks; }
     __device__ static int own_k() { return chunk() * 16; }  // in the step
@@ -234,7 +234,7 @@ class CompressedWeight<kOp, Math, kFeatures_>::Loader {
     const DdsArguments& arguments_;
     const PlanView& plan_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
-    // Of the next step, slots -1 where there is nothing to copy:
+    // The next step, slots -1 where there is nothing to copy:
     int k_, metadata_piece_k_ = 0;  // of the pieces in which the thread's chunks lie
     int slots_[kOwnFeatures], metadata_slot_ = -1;
 };

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     });
 }
 
-// Of a grouped product: features of one group, for all of its tokens.
+// Work of a grouped product: features of one group, for all of its tokens.
 template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     grouped_decode_kernel(const __grid_constant__ DecodeArguments arguments) {
@@ -189,7 +189,7 @@ struct Decode {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Decode>(name);
+        Kernel row = make_row<Decode>(name, Formats::kFamily);
         row.ops = Formats::kOps;
         row.input_dtypes = bits_of(Math::kInput);
         row.grouped = bits_of(0, 1);
@@ -197,7 +197,6 @@ struct Decode {
         row.max_tokens = kMaxTokens;
         row.storages = Formats::kStorages;
         row.values_dtypes = Formats::kDTypes;
-        row.estimated = true;
         return row;
     }
 
@@ -225,7 +224,7 @@ struct Decode {
         const int chunks =
             kGrouped ? 1 : static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
         const int ctas = blocks * (kGrouped ? problem.pattern.groups : chunks);
-        // Those that have something to do.
+        // Thread blocks that have something to do.
         const auto busy = kGrouped ? static_cast<int>(blocks * busy_groups(problem)) : ctas;
         DecodeArguments arguments{};
         arguments.input = input.data;
@@ -287,7 +286,7 @@ struct Decode {
         return round < ctas && 2 * ctas < 3 * round ? teams / 2 : teams;
     }
 
-    // That its registers suffice for, each of which takes them in multiples of 256.
+    // Warps that its registers suffice for, each of which takes them in multiples of 256.
     template <auto kKernel>
     static cudaError_t warps_of_multiprocessor(int& warps) {
         constexpr int kRegisters = 65536, kMultiple = 256;

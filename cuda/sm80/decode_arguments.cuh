@@ -1,4 +1,4 @@
-// What the decode kernel is told.
+// Arguments of the decode kernel.
 #pragma once
 
 #include "common/problem.h"
@@ -25,7 +25,7 @@ struct DecodeArguments {
     const float* scales;
     bool row_scales;
     int chunks;  // of tokens; the CTAs of one block row follow one another, which read the same values
-    // Of grouped products:
+    // Grouped products:
     const int32_t* offsets;
     int groups;
     int group_features;  // of results

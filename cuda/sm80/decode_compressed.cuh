@@ -1,5 +1,5 @@
 // Weight formats of the decode kernel for values in fewer bytes: 2:4, of 8 bits, or both; dds_nt alone.
-// Values of 8 bits become weights in registers, rounded as ts_values_expand rounds them. Of dense blocks
+// Values of 8 bits become weights in registers, rounded as ts_values_dequantize rounds them. Of dense blocks
 // ldmatrix gives a thread 4 that are neighbours in memory, where products want pairs that lie apart: so k is
 // permuted, and that of activations likewise.
 #pragma once
@@ -44,7 +44,7 @@ struct CompressedDecodeWeight {
     static constexpr int kScaleBytes = kQuantized ? kBlocks * kRows * static_cast<int>(sizeof(float)) : 0;
     static constexpr int kBytes = (kScales + kScaleBytes + 127) / 128 * 128;
 
-    // Of k: metadata of a thread is that of 64; ldmatrix loads 32 bytes of 16 lines.
+    // In k: metadata of a thread is that of 64; ldmatrix loads 32 bytes of 16 lines.
     static constexpr int kStep = kSparse ? 64 : 32, kParts = kStep / 32, kTiles = 1;
     static constexpr bool kFewBytes = true;
     static_assert(kShift <= 0);
@@ -97,7 +97,7 @@ struct CompressedDecodeWeight {
         }
 
       private:
-        // Of a block that is not there that of another one: two indices of a group must differ.
+        // A missing block takes the metadata of another one: two indices of a group must differ.
         __device__ void copy_metadata(uint32_t stage, int j, int slot) const {
             constexpr int kAll = kBlockK / 32 * kMetadataChunks;
             static_assert(kAll <= kThreads);
@@ -131,7 +131,7 @@ struct CompressedDecodeWeight {
               metadata_(kMetadata + first_row * 4 + lane % 4 / 2 * kRows * 4 + lane / 4 * 8 + odd_ * 4),
               scales_(kScales + (first_row + lane / 4) * scale_bytes_) {}
 
-        // Of the rows 16 * i to 16 * i + 15 and a step of the slice.
+        // Loads rows 16 * i to 16 * i + 15 of a step of the slice.
         __device__ Operand load(uint32_t stage, int step, int i) const {
             Operand operand;
             if constexpr (!kQuantized) {
@@ -176,7 +176,7 @@ struct CompressedDecodeWeight {
                 return OwnLines::offset(lane % 16, lane / 16);
         }
 
-        // What the lane loads of a chunk of the slice, or of it and the next.
+        // Address of the lane's load of a chunk of the slice, or of it and the next.
         __device__ uint32_t address_of(uint32_t stage, int chunk, int i) const {
             return stage + (values_ ^ chunk % kChunks * 16) + chunk / kChunks * kBlockBytes +
                    i * 16 * kLineBytes;
@@ -186,7 +186,7 @@ struct CompressedDecodeWeight {
             return load_matrices<false>(address_of(stage, 2 * pair, i));
         }
 
-        // Of two rows.
+        // Loads the scales of two rows.
         __device__ float2 load_scales(uint32_t stage, int chunk, int i) const {
             const uint32_t scale = stage + scales_ + chunk / kChunks * kRows * 4 + i * 16 * scale_bytes_;
             return {__uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 8 * scale_bytes_))};
@@ -268,7 +268,7 @@ struct CompressedDecodeFormat {
         return with_tokens<32>(problem, start);
     }
 
-    // Of grouped products.
+    // Starts a grouped product.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
         if constexpr (!kSparse)
@@ -302,6 +302,7 @@ struct CompressedDecodeFormat {
 };
 
 struct two_of_four {
+    static constexpr const char* kFamily = "sm80_decode_2_4";
     static constexpr uint32_t kOps = 1u << static_cast<int>(Op::dds_nt);
     static constexpr uint32_t kStorages = 1u << static_cast<int>(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
@@ -317,6 +318,7 @@ struct two_of_four {
 };
 
 struct quantized {
+    static constexpr const char* kFamily = "sm80_decode_8_bits";
     static constexpr uint32_t kOps = two_of_four::kOps;
     static constexpr uint32_t kStorages = two_of_four::kStorages | DenseStorage::kStorages;
     static constexpr uint32_t kDTypes =

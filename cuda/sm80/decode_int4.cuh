@@ -18,8 +18,8 @@ __device__ inline uint32_t subtract(uint32_t pair, float number, __nv_bfloat16) 
     return *reinterpret_cast<const uint32_t*>(&result);
 }
 
-// Of the 8 values of a word two neighbours; `later`: the word four bits lower, which has the second of each
-// two where the word has the first.
+// Decodes two neighbours of the 8 values of a word; `later`: the word four bits lower, which has the second
+// of each two where the word has the first.
 template <class Value>
 __device__ inline uint32_t decode_int4(uint32_t word, uint32_t later, int pair) {
     // Four bits with their sign turned, which are 8 more, in the lowest ones of the first number from which
@@ -40,7 +40,7 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
     using Base = CompressedDecodeWeight<Math, Storage::dense, DType::int4, kRows, kBlockK, 128>;
     static constexpr int kStep = 64, kParts = 2;  // of k: ldmatrix loads 32 bytes of 16 lines
 
-    // Of 16 rows: of each 32 of k the operands of two products, and the scales of two rows.
+    // 16 rows: for each 32 of k the operands of two products, and the scales of two rows.
     struct Operand {
         Fragment<4> values[kParts][2];
         float2 scales[kParts];
@@ -53,7 +53,7 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
       public:
         using Base::Reader::Reader;
 
-        // Of the rows 16 * i to 16 * i + 15 and a step of the slice.
+        // Loads rows 16 * i to 16 * i + 15 of a step of the slice.
         __device__ Operand load(uint32_t stage, int step, int i) const {
             Operand operand;
             const Fragment<4> raw = this->load_pair(stage, step, i);
@@ -125,7 +125,7 @@ struct Int4DecodeFormat {
         return with_block<32, 4>(problem, start);
     }
 
-    // Of grouped products.
+    // Starts a grouped product.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
         return with_block<32, 2>(problem, start);
@@ -146,6 +146,7 @@ struct Int4DecodeFormat {
 };
 
 struct four_bits {
+    static constexpr const char* kFamily = "sm80_decode_4_bits";
     static constexpr uint32_t kOps = two_of_four::kOps;
     static constexpr uint32_t kStorages = DenseStorage::kStorages;
     static constexpr uint32_t kDTypes = 1u << static_cast<int>(DType::int4);

@@ -1,4 +1,4 @@
-// What follows from the tile of a decode kernel.
+// Constants that follow from the tile of a decode kernel.
 #pragma once
 
 #include "sm80/decode_weight.cuh"

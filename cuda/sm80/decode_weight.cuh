@@ -29,7 +29,7 @@ struct DecodeLines {
     __device__ static uint32_t offset(int line, int chunk) {
         return (line * kChunks + (chunk ^ permutation(line))) * 16;
     }
-    // What is to be added by exclusive or to the offset of a line of the i-th copy after the first.
+    // Exclusive or of the offset of a line of the i-th copy after the first.
     __device__ static constexpr uint32_t swap(int i) { return permutation(i * kCopyLines) * 16; }
 
   private:
@@ -39,7 +39,7 @@ struct DecodeLines {
     }
 };
 
-// What the compiler would otherwise compute anew in every round of a loop, since it could.
+// Keeps the compiler from computing a value anew in every round of a loop.
 template <class T>
 __device__ inline T kept(T value) {
     if constexpr (sizeof(T) == 8)
@@ -121,7 +121,7 @@ struct DenseDecodeWeight {
                           ? lines_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ first_row * kValueBytes
                           : lines_offset(lane % 16, lane / 16) + first_row * kLineBytes) {}
 
-        // Of the rows 16 * i to 16 * i + 15 and a step of the slice, a quarter.
+        // Loads rows 16 * i to 16 * i + 15 of a quarter of a step of the slice.
         __device__ Fragment<4> load(uint32_t stage, int quarter, int i) const {
             if constexpr (kTransposed) {
                 return load_matrices<true>(stage + quarter * 16 * kLineBytes +
@@ -148,7 +148,7 @@ struct DenseDecodeWeight {
             : offset_(Lines<32>::offset((kTokens > 8 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2) +
                       first_token * Lines<32>::kBytes + kBytes) {}
 
-        // Of the tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
+        // Loads tokens 16 * i to 16 * i + 7 in the first half, and 8 more in the second.
         __device__ Fragment<4> load(uint32_t stage, int quarter, int i) const {
             constexpr int kQuarters = kBlockChunks / 2;  // of a block
             return load_matrices<false>(stage + (offset_ ^ quarter % kQuarters * 32) +
@@ -205,7 +205,7 @@ struct DenseDecodeFormat {
         return with_block<16, 1>(problem, start);
     }
 
-    // Of grouped products.
+    // Starts a grouped product.
     template <class Start>
     static int32_t with_group_shape(const Problem& problem, Start start) {
         return problem.row_block() < 32 ? with_block<16, 2>(problem, start)
@@ -221,8 +221,9 @@ struct DenseDecodeFormat {
     }
 };
 
-// What rows of the registry take: a format for each problem.
+// Argument of rows of the registry: a format for each problem.
 struct dense : DenseStorage {
+    static constexpr const char* kFamily = "sm80_decode";
     static constexpr uint32_t kOps = bits_of(Op::dds_nt, Op::dds_nn);
 
     static const char* refuses(const Problem&) { return nullptr; }

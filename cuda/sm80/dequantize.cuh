@@ -1,5 +1,5 @@
-// Values of 8 bits as weights of 16: value times scale in float32, rounded once, exactly as ts_values_expand
-// does it. There is no instruction for that before compute capability 8.9.
+// Values of 8 bits as weights of 16: value times scale in float32, rounded once, exactly as
+// ts_values_dequantize does it. There is no instruction for that before compute capability 8.9.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ __device__ inline __half2 decode_float8(uint32_t word, int pair) {
     // byte has copies of the lower value's sign, one of which is shifted into its place.
     const auto apart = static_cast<int32_t>(permute_bytes(word, pair == 0 ? 0x1804 : 0x3a24));
     const __half2 small = as_half2(apart >> 1 & 0xbf80bf80);
-    // What would be 480 is NaN. It alone becomes infinite here, and NaN when multiplied by 0.
+    // The code of 480 is NaN. It alone becomes infinite here, and NaN when multiplied by 0.
     const __half2 infinite = __hmul2(small, __float2half2_rn(36000));
     const __half2 scaled = kScale == 1 ? small : __hmul2(small, __float2half2_rn(kScale));
     return __hfma2(infinite, __float2half2_rn(0), scaled);

@@ -19,9 +19,10 @@ int stages_within(int bytes) {
 
 // A row of the registry with what is the same for all kernels of this folder.
 template <class Launcher>
-constexpr Kernel make_row(const char* name) {
+constexpr Kernel make_row(const char* name, const char* family) {
     Kernel row{};
     row.name = name;
+    row.family = family;
     row.device = DeviceType::cuda;
     row.min_compute_capability = 80;
     row.refuses = Launcher::refuses;

@@ -174,7 +174,7 @@ struct Plain {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Plain>(name);
+        Kernel row = make_row<Plain>(name, nullptr);
         row.ops = 0b111;
         row.input_dtypes = bits_of(DType::float64);
         row.grouped = bits_of(0, 1);

@@ -194,7 +194,7 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Sdd>(name);
+        Kernel row = make_row<Sdd>(name, "sm80_sdd");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
@@ -202,7 +202,8 @@ struct Sdd {
         row.precision = Math::kPrecision;
         row.plan = kPlan;
         row.tile_features = kTileRows;
-        row.estimated = true;
+        row.united_features = kTileRows;
+        row.tile_values = kTileRows * kTileColumns;
         return row;
     }
 

@@ -26,7 +26,7 @@ struct SddArguments {
     int lookahead;  // steps whose copies are under way while one is multiplied
     bool accumulate;
     int plan_key;  // that the plan must have
-    // Of grouped products:
+    // Grouped products:
     const int32_t* offsets;
     int groups;
     int group_rows;  // block rows

@@ -3,7 +3,7 @@
 
 #include "sm80/math.cuh"
 
-// What fixes that the indices in metadata ascend came with CUDA 12.5; later compilers advise against the
+// The name that fixes that indices in metadata ascend came with CUDA 12.5; later compilers advise against the
 // older name, which means the same on these architectures.
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 5)
 #define TS_MMA_SP "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32."

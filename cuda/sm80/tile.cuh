@@ -97,7 +97,7 @@ class Reader {
     uint32_t offsets_[kContiguousK ? 1 : kTiles];
 };
 
-// What one warp adds up: kMTiles x kNTiles tiles of 16 x 16.
+// Sums of one warp: kMTiles x kNTiles tiles of 16 x 16.
 template <class Sum, int kMTiles, int kNTiles>
 using Accumulators = Sum[kMTiles][kNTiles][2][4];
 

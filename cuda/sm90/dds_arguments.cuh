@@ -1,4 +1,4 @@
-// What every dds kernel is told, and how it sees the plan.
+// Arguments of every dds kernel, and its view of the plan.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -57,7 +57,7 @@ struct DdsRanks {
     static constexpr int kRanks = kTokenRanks * kRowRanks;
     static constexpr uint16_t kAllRanks = (1 << kRanks) - 1;
 
-    // Of a CTA of the cluster: its places along the block rows and along the tokens.
+    // A CTA's places in the cluster along the block rows and along the tokens.
     __device__ static int row_rank(int rank) { return kRowRanks > 1 ? rank : 0; }
     __device__ static int token_rank(int rank) { return kTokenRanks > 1 ? rank : 0; }
     // The place in the plan of what a CTA has of a tile or step.
@@ -70,7 +70,7 @@ struct DdsRanks {
     }
 };
 
-// Where a warpgroup's sums of a part of k lie among the partial sums.
+// Place of a warpgroup's sums of a part of k among the partial sums.
 template <class Traits>
 __device__ int64_t partial_place(const DdsArguments& arguments, const Work& work, int rank, int warpgroup) {
     const int64_t first_part =

@@ -66,7 +66,7 @@ class DdsConsumer {
         return work;
     }
 
-    // What the plan says of the lane's step, of 32 from the tile's step `first`.
+    // The plan's masks of the lane's step, of 32 from the tile's step `first`.
     __device__ uint32_t mask_from(const Work& work, int first) const {
         const int step = first + lane_;
         return step < work.steps ? __ldg(plan_.masks + Traits::plan_index(work.step + step, rank_)) : 0;
@@ -78,7 +78,7 @@ class DdsConsumer {
     __device__ bool multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
         bool any = false;
         for (int first = 0; first < work.steps; first += kWarpSize) {
-            // Those in which the warpgroup has blocks.
+            // Steps in which the warpgroup has blocks.
             const uint32_t steps_present = __ballot_sync(~0u, (mask_ >> 16 * warpgroup_ & 0xffff) != 0);
             mask_ = mask_from(work, first + kWarpSize);
             const int count = min(kWarpSize, work.steps - first);

@@ -39,7 +39,7 @@ class DdsEpilogue {
           staging_(arguments, threadIdx.x % 128),
           first_row_(row_of(0)) {}
 
-    // What is read of a tile is read early and used late: a warp stops where it uses what has not arrived.
+    // Operands of a tile's end are read early and used late: a warp stops where it uses what has not arrived.
     //
     // Called before the results of the tile before are stored. `rows`: the block rows of the CTA's tile.
     __device__ void prepare(const int* rows) {
@@ -195,7 +195,7 @@ class DdsEpilogue {
         sync();
     }
 
-    // What warps have written is there for TMA.
+    // Makes the writes of warps visible to TMA.
     __device__ void before_stores() const {
         cutlass::arch::fence_view_async_shared();
         sync();

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "common/machine.h"
 #include "common/token_groups.h"
 #include "sm90/dds_kernel.cuh"
 #include "sm90/dds_reduce.cuh"
@@ -49,7 +48,10 @@ struct Dds {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Dds>(name);
+        constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
+        Kernel row = make_row<Dds>(name, kGrouped   ? "sm90_grouped_dds"
+                                         : kIsDense ? "sm90_dds"
+                                                    : "sm90_dds_2_4");
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
@@ -60,7 +62,9 @@ struct Dds {
         row.splits = Traits::kSplits;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
-        row.estimated = true;
+        row.accumulation = Math::kAccumulation;
+        row.cluster = kTokenRanks * kRowRanks;
+        row.united_features = Traits::kTileFeatures;
         if (kGrouped) {
             row.grouped = bits_of(1);
             row.splits = false;
@@ -76,7 +80,7 @@ struct Dds {
         if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
         if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
             return "it reads and writes row-major activations of groups only";
-        // Of all groups, whatever their offsets are.
+        // Spans of all groups, whatever their offsets are.
         const int64_t spans = problem.pattern.groups * (span_count(problem) + 1);
         return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
     }

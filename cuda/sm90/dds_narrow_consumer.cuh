@@ -39,7 +39,7 @@ class NarrowConsumer {
         epilogue.finish_stores();
     }
 
-    // Of the one part of a tile that the CTA has.
+    // Multiplies the one part of a tile that the CTA has.
     __device__ void run_part() {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         Sum sums[Traits::kSums];
@@ -75,7 +75,7 @@ class NarrowConsumer {
     static constexpr int kProducts = Traits::kLine / kProduct;
     static constexpr int kBlockProducts = Traits::kBlock / kProduct;
     static constexpr int kMaskBits = kProduct / 16 * 4;  // of a product
-    // Of activations as an operand, but for their address; see operand().
+    // Descriptor of activations as an operand, but for their address; see operand().
     static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
 
     __device__ static void add(Sum (&sums)[Traits::kSums], const float4* from) {
@@ -91,7 +91,7 @@ class NarrowConsumer {
         return work;
     }
 
-    // What the plan says of the lane's step, of 32 from the tile's step `first`.
+    // The plan's masks of the lane's step, of 32 from the tile's step `first`.
     __device__ int2 masks_from(const Work& work, int first) const {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "common/machine.h"
 #include "sm90/dds_narrow_kernel.cuh"
 #include "sm90/dds_narrow_pack.cuh"
 #include "sm90/launch.cuh"
@@ -63,7 +62,7 @@ struct DdsNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<DdsNarrow>(name);
+        Kernel row = make_row<DdsNarrow>(name, "sm90_narrow");
         row.ops = kBytes ? bits_of(Op::dds_nt) : bits_of(Op::dds_nt, Op::dds_nn);
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
@@ -73,9 +72,10 @@ struct DdsNarrow {
         row.splits = true;
         row.storages = Weight<Math, 32>::kStorages;
         row.values_dtypes = Weight<Math, 32>::kDTypes;
-        row.packed_size = packed_size;
-        row.pack = pack;
-        row.estimated = true;
+        row.prepacked_size = packed_size;
+        row.prepack = pack;
+        row.cluster = kTokenRanks * kRowRanks;
+        row.united_features = 128;  // as the coefficients were fitted; the steps of a CTA are whole ones of k
         row.decide = decide_narrow;
         return row;
     }
@@ -91,7 +91,7 @@ struct DdsNarrow {
         if (span_count(problem) <= most) return start(problem, device, decision, workspace, stream);
         Problem packed = problem;  // once for all chunks
         if (packs_itself(problem, decision)) {
-            packed.packed = workspace;
+            packed.prepacked = workspace;
             if (const int32_t error = pack(problem, workspace, stream)) return error;
         }
         return in_chunks(packed, kClusterTokens, most, [&](const Problem& chunk) {
@@ -120,7 +120,7 @@ struct DdsNarrow {
         return problem.pattern.nnz * (problem.k_block() / problem.row_block());
     }
     static bool packs_itself(const Problem& problem, const Decision& decision) {
-        return problem.packed == nullptr && !decision.reads_blocks && problem.pattern.nnz > 0;
+        return problem.prepacked == nullptr && !decision.reads_blocks && problem.pattern.nnz > 0;
     }
 
     static int64_t tile_count(const Problem& problem) {
@@ -143,7 +143,7 @@ struct DdsNarrow {
         DdsArguments arguments{};
         const int64_t parts = decision.parts;
         const bool packs = packs_itself(problem, decision);
-        arguments.packed = static_cast<const char*>(packs ? workspace : problem.packed);
+        arguments.packed = static_cast<const char*>(packs ? workspace : problem.prepacked);
         if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, parts)) return error;
         if (packs)
             if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(256)
     if (place >= count) return;
     const DdsPlan plan(header, key);
     if (!plan.is_own) __trap();
-    // Of a transposed block the squares lie one after another, otherwise side by side.
+    // Squares of a transposed block lie one after another, otherwise side by side.
     const int square = __ldg(plan.slots + place), in_block = kTransposed ? 0 : square % squares;
     const int64_t first = int64_t{square - in_block} * (kBlock * kBlock) + in_block * kBlock;
     Weight::template pack<kTransposed>(values + first, kTransposed ? kBlock : squares * kBlock,

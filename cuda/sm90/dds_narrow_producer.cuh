@@ -50,7 +50,7 @@ class NarrowProducer {
   private:
     using Position = typename Ring<Traits::kStages>::Position;
 
-    // Of blocks that are not packed: of the lane's block, from `block` on.
+    // Slot of the lane's block, from `block` on, for blocks that are not prepacked.
     __device__ int slot_of_lane(int block, int end) const {
         return block + lane_ < end ? __ldg(plan_.slots + block + lane_) : 0;
     }
@@ -95,7 +95,7 @@ class NarrowProducer {
         __syncwarp();
     }
 
-    // Of the tokens from `token` on: this CTA's own, or the half of them that it loads for both.
+    // Loads the tokens from `token` on: this CTA's own, or the half of them that it loads for both.
     __device__ void load_input(const Barrier& full, char* stage, int k, int token) const {
         const Multicast to = shared_by(Traits::kRowRanks);
         const int place = Traits::row_rank(rank_) * Traits::kRankTokens;  // of these tokens in the stage
@@ -113,7 +113,7 @@ class NarrowProducer {
         }
     }
 
-    // What so many ranks of the cluster share goes to both CTAs that have a part.
+    // Loads that this many ranks of the cluster share go to both CTAs that have a part.
     __device__ Multicast shared_by(int ranks) const {
         return {ranks == 1 ? uint16_t{1} : static_cast<uint16_t>(Traits::kAllRanks << first_rank_)};
     }

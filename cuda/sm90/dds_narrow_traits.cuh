@@ -1,4 +1,4 @@
-// What follows from the tile of the dds kernel for narrow blocks.
+// Constants that follow from the tile of the dds kernel for narrow blocks.
 #pragma once
 
 #include <algorithm>
@@ -82,7 +82,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
 
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kSplits_;                             // for few tiles
-    // Of the sums of other parts a CTA has those of one or two of its warpgroups, in place of activations.
+    // A CTA has the other parts' sums of one or two of its warpgroups in place of activations.
     static_assert(!kSplits_ || kInputRingBytes >= kWarpgroups * kSums * 128 * 4);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
     using Schedule = tma::Schedule<Bands<kSplits>, Costs>;
@@ -103,7 +103,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static_assert(kSharedBytes <= kSharedCapacity);
 };
 
-// What there is of shared memory is for activations where the weight is sparse, for more of the weight where
+// The rest of shared memory is for activations where the weight is sparse, for more of the weight where
 // it is not: by the steps of the plan, and how full they are.
 template <class Math, class Weight, int kTokenRanks, bool kSplits>
 struct NarrowKinds {

@@ -44,8 +44,7 @@ struct DenseNarrowWeight : DenseStorage {
             *reinterpret_cast<uint4*>(packed + places[i]) = reinterpret_cast<const uint4&>(elements[i]);
     }
 
-    // What a lane of a warp reads of the first 32 bytes of k, of 16 features from `first` on, begins here in
-    // a block.
+    // A lane's read of the first 32 bytes of k, of 16 features from `first` on, begins here in a block.
     __device__ static uint32_t first_place(int first, int lane) {
         return place(first + lane % 16, lane / 16);
     }

@@ -123,7 +123,7 @@ struct DdsProducer {
     static constexpr int kStepBytes =  // of a token
         Traits::kStep * Traits::kInputElementBytes + Traits::kScaleBytes;
 
-    // What the plan says of a step. Lanes read as many steps as there are lanes for, each one piece or box of
+    // A step of the plan. Lanes read as many steps as there are lanes for, each one piece or box of
     // one step, while those before them are loaded: the plan may be far away.
     struct InputStep {
         int mask;
@@ -154,7 +154,7 @@ struct DdsProducer {
         if (elected) Weight::load(arguments, full, to, target, make_int2(x, y));
     }
 
-    // Of a step's tokens; zero where there is none.
+    // Loads the scales of a step's tokens; zero where there is none.
     __device__ void load_scales(const Barrier& full, Multicast to, int stage, int k, int token) const {
         if (elected)
             load_box(&arguments.scales_map, full, to, shared.scales.tokens[stage], token, k / kScaleGroup);

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     epilogue.finish_stores();
 }
 
-// Of the partial sums of so many tiles of a cluster.
+// Bytes of the partial sums of that many tiles of a cluster.
 template <class Traits>
 int64_t partial_bytes(int64_t items, int64_t parts) {
     constexpr int64_t kBytes = sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;

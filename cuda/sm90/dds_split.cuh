@@ -15,7 +15,7 @@
 
 namespace ts::sm90 {
 
-// What TF32 cuts off, rounded.
+// The rest that TF32 cuts off, rounded.
 __device__ inline uint32_t cut_off(uint32_t value) {
     constexpr uint32_t kRead = ~0u << 13;
     return round_to_tf32(__uint_as_float(value) - __uint_as_float(value & kRead));

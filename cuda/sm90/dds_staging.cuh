@@ -1,4 +1,4 @@
-// Where the sums of a warpgroup lie in the buffers through which results are stored, and a residual or gate
+// Layout of a warpgroup's sums in the buffers through which results are stored, and a residual or gate
 // is read. A buffer has 64 features and Traits::kChunkTokens tokens, which are 128 bytes, in boxes of TMA:
 // row-major [warpgroup_rows][tokens][row_width], for float32 [2][tokens][32], else [64 features][tokens];
 // their lines are swizzled over their width.
@@ -71,7 +71,7 @@ class HalfStaging {
     }
 
   private:
-    // Where this lane's line of the first four matrices goes.
+    // Address of this lane's line of the first four matrices.
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
         const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
@@ -82,7 +82,7 @@ class HalfStaging {
                         2 * width);
     }
 
-    // Where the lane's line of the i-th four matrices goes. 16 tokens on, neither swizzle changes.
+    // Address of the lane's line of the i-th four matrices. 16 tokens on, neither swizzle changes.
     template <bool kRowMajor>
     __device__ cute::uint128_t& line_of(char* buffer, int i) const {
         const uint32_t offset = kRowMajor ? place_ + 32 * i * row_width_ : place_ ^ 32 * i;
@@ -131,7 +131,7 @@ class FloatStaging {
         return reinterpret_cast<float*>(buffer + line * kLine + chunk * 16);
     }
 
-    // Of the thread's first sum.
+    // Address of the thread's first sum.
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32;
         const int feature = 16 * warp + lane / 4, token = lane % 4 * 2;
@@ -140,7 +140,7 @@ class FloatStaging {
         return swizzled((feature / 32 * kTokens + token) * kLine + feature % 32 * 4, kLine);
     }
 
-    // Of eight tokens a thread has two neighbours, of a feature and of the one 8 on.
+    // A thread has two neighbours of eight tokens, of a feature and of the one 8 on.
     template <bool kRowMajor>
     __device__ float& word_of(char* buffer, int i) const {
         const int eight = i / 4, feature = i / 2 % 2, token = i % 2;

@@ -1,4 +1,4 @@
-// What follows from the tile of a dds kernel.
+// Constants that follow from the tile of a dds kernel.
 #pragma once
 
 #include <algorithm>
@@ -94,7 +94,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     using Schedule = tma::Schedule<std::conditional_t<kGrouped, GroupSpans, Bands<kSplits>>, Costs>;
     using Work = typename Schedule::Work;
 
-    // Whether half of a tile has all tokens that there are from `token` on.
+    // True if half of a tile has all tokens that there are from `token` on.
     __device__ static bool is_half(const Work& work, int token) {
         if constexpr (kHalves)
             return work.end - token <= kBoxTokens;

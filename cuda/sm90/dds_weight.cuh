@@ -12,7 +12,7 @@
 
 namespace ts::sm90 {
 
-// Of formats whose products read the weight from shared memory.
+// Base of formats whose products read the weight from shared memory.
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;  // products read both operands along k alone
@@ -83,7 +83,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
         return result;
     }
 
-    // Where the box of a block row of the warpgroup and a piece of k lies in a stage.
+    // Offset in a stage of the box of a block row of the warpgroup and a piece of k.
     __device__ static int offset(const DdsArguments& arguments, int row, int piece) {
         const int width = k_width(arguments);
         const int line = kValueBytes * (kTransposed ? arguments.row_width : width);
@@ -91,7 +91,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
                            : (piece * kFeatures + row * arguments.row_block) * line;
     }
 
-    // Where the box that begins at a feature and k of a block lies in values: outside, which reads as zero,
+    // Corner in values of the box that begins at a feature and k of a block: outside, which reads as zero,
     // if there is no block.
     __device__ static int2 corner(const DdsArguments& arguments, int slot, int feature, int k) {
         const int block = kTransposed ? arguments.k_block : arguments.row_block;
@@ -105,7 +105,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
         load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
 
-    // What the lanes of the loading warp do beside boxes: nothing.
+    // Work of the lanes of the loading warp beside boxes: none.
     struct OtherLoads {
         __device__ OtherLoads(const DdsArguments&, int, int) {}
         __device__ void load(const Barrier&, char*, int, int, int) const {}

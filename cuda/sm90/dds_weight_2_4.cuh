@@ -27,7 +27,7 @@ TS_SPARSE_ATOM(f16, 128, GMMA_64x128x32_F32F16F16_SS)
 TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 #undef TS_SPARSE_ATOM
 
-// Of what is kept a stage holds boxes as the dense format does, [pieces][kFeatures][k_width / 2], in lines of
+// A stage holds boxes of kept values as the dense format does, [pieces][kFeatures][k_width / 2], in lines of
 // k_width bytes. Behind them is the metadata, [kFeatures / 16][kStep / 32] units of 16 words as they are in
 // memory, which every CTA loads for itself: the words that the threads of a warp need lie side by side.
 template <class Math>
@@ -65,12 +65,12 @@ struct CompressedWeight : InSharedMemory {
         return result;
     }
 
-    // Where the box of a block row of the warpgroup and a piece of k lies in a stage.
+    // Offset in a stage of the box of a block row of the warpgroup and a piece of k.
     __device__ static int offset(const DdsArguments& arguments, int row, int piece) {
         return (piece * kFeatures + row * arguments.row_block) * k_width(arguments);
     }
 
-    // Where the box that begins at a feature and k of a block lies in values: outside, which reads as zero,
+    // Corner in values of the box that begins at a feature and k of a block: outside, which reads as zero,
     // if there is no block.
     __device__ static int2 corner(const DdsArguments& arguments, int slot, int feature, int k) {
         const int first = slot < 0 ? static_cast<int>(arguments.value_rows) : slot * arguments.row_block;
@@ -83,8 +83,8 @@ struct CompressedWeight : InSharedMemory {
         load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
 
-    // What a lane of the loading warp has to do with metadata: four lanes load a unit of 16 features and 32
-    // of k, of the block that is in their box.
+    // Metadata loads of a lane of the loading warp: four lanes load a unit of 16 features and 32 of k, of the
+    // block that is in their box.
     class OtherLoads {
       public:
         // `feature`: of its blocks, where the warpgroup's begin.
@@ -102,7 +102,7 @@ struct CompressedWeight : InSharedMemory {
         __device__ void load(const Barrier& full, char* stage, int slot, int k, int first) const {
             slot = __shfl_sync(~0u, slot, first + box_);
             k = __shfl_sync(~0u, k, first + box_);
-            // Where there is no block the weight is zero, whatever is kept of it: any metadata will do.
+            // Without a block the weight is zero, whatever is kept of it: any metadata will do.
             const int64_t unit = slot < 0 ? 0 : int64_t{slot} * block_units_ + k / 32 * row_units_;
             const auto& from = *reinterpret_cast<const uint4*>(first_ + 16 * unit);
             cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(from,

@@ -144,7 +144,8 @@ struct CompressedByteWeight : CompressedWeight<Math> {
         return (arguments.k_block < kStep ? arguments.k_block : kStep) / 2;
     }
 
-    // Of a thread in a product of 64 k: of four lanes two have its first 32 of k, of features g and g + 8.
+    // Metadata of a thread in a product of 64 k: two of four lanes have its first 32 of k, of features g and
+    // g + 8.
     __device__ static uint32_t metadata_of(const char* stage, int product) {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
         const int unit = warp * (kStep / 32) + 2 * product + lane % 4 / 2;

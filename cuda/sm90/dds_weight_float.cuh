@@ -106,7 +106,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
             }
         }
 
-        // Of the first fragment: what the lane reads for its warp's matrices of 8 x 4, or for itself.
+        // Offset of the first fragment: the lane's read for its warp's matrices of 8 x 4, or for itself.
         __device__ static uint32_t place() {
             const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
             if constexpr (kTransposed) {
@@ -118,7 +118,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
             return feature * kLine + (lane / 16 ^ feature % 8) * 16;
         }
 
-        // What the address of a part of the fragment differs in from that of the first.
+        // Difference of the address of a part of the fragment from that of the first.
         __device__ static uint32_t part(int index) {
             return (index & 1 ? 32 : 0) ^ (index & 2 ? 4 * kLine ^ 64 : 0);
         }

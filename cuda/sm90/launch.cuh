@@ -1,6 +1,7 @@
-// What the host side of all kernels of this folder has in common.
+// Shared by the host side of all kernels of this folder.
 #pragma once
 
+#include "common/machine.h"
 #include "common/problem.h"
 
 namespace ts::sm90 {
@@ -14,11 +15,20 @@ inline const char* refuses(const Device& device, int shared_bytes, int cluster) 
     return device.shared_memory < shared_bytes ? "the device has too little shared memory" : nullptr;
 }
 
-// What all rows of this folder have in common. `Host`: the host side of a kernel.
+// As much of the device's L2 as so many bytes are of the 50 MB of an H100 and an H200, on which the orders in
+// which kernels walk tiles were measured.
+inline int64_t share_of_l2(const Device& device, int64_t of_hopper) {
+    constexpr double kHopper = 50e6;
+    return static_cast<int64_t>(static_cast<double>(of_hopper) * (machine_of(device).l2 / kHopper));
+}
+
+// Fields that all rows of this folder share. `Host`: the host side of a kernel.
 template <class Host>
-constexpr Kernel make_row(const char* name) {
+constexpr Kernel make_row(const char* name, const char* family) {
     Kernel row{};
     row.name = name;
+    row.family = family;
+    row.instructions = Instructions::wgmma;
     row.device = DeviceType::cuda;
     row.min_compute_capability = 90;
     row.plan = Host::kPlan;

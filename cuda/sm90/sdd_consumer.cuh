@@ -40,7 +40,7 @@ class SddConsumer {
         if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
     }
 
-    // Of a grouped product.
+    // Multiplies the tiles of a grouped product.
     __device__ void run_groups(const StripPlan& plan) {
         Sum sums[kSums];
         typename Traits::Queue::Position position;

@@ -1,4 +1,4 @@
-// Where the sums of an sdd kernel go: into the blocks of values, or as partial sums into the workspace.
+// Stores of an sdd kernel: sums go into the blocks of values, or as partial sums into the workspace.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -13,7 +13,7 @@
 
 namespace ts::sm90 {
 
-// Where the results of half a tile wait for TMA: a unit's, and how far from it the next one's.
+// Buffers of half a tile's results for TMA: a unit's address, and the distance to the next one's.
 struct StagedResults {
     char* first;
     int distance;
@@ -115,7 +115,7 @@ class SddEpilogue {
         }
     }
 
-    // Of float32. Four lanes hold 8 columns of a line, a sector of 32 bytes. Where lines are of x, two of
+    // Stores float32. Four lanes hold 8 columns of a line, a sector of 32 bytes. Where lines are of x, two of
     // their lanes change a pair of columns for a pair of lines, which are neighbours in memory. All that is
     // added is read before anything is written: memory is waited for once.
     template <int kCount>

@@ -45,13 +45,14 @@ struct GroupedSdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<GroupedSdd>(name);
+        Kernel row = make_row<GroupedSdd>(name, "sm90_grouped_sdd");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
         row.grouped = bits_of(1);
-        row.estimated = true;
+        row.united_features = Traits::kStrip;
+        row.tile_values = Traits::kTileValues;
         return row;
     }
 
@@ -74,7 +75,7 @@ struct GroupedSdd {
                              Traits::kStep);
     }
 
-    // Where tiles come one after another quickly, see Sdd::stages_results.
+    // True where tiles come one after another quickly, see Sdd::stages_results.
     static bool stages_results(const Problem& problem) {
         constexpr int64_t kMostSteps = 12;
         return are_wide_blocks(problem.pattern) && !problem.accumulate &&

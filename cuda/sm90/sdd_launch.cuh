@@ -31,7 +31,7 @@ Operand describe_operand(const Matrix& matrix, int width) {
     return result;
 }
 
-// What grouped products are told, too.
+// Arguments of grouped products, too.
 template <class Traits>
 void describe_plan(SddArguments& arguments, const Problem& problem, const PlanShape& shape) {
     const Pattern& pattern = problem.pattern;
@@ -91,12 +91,13 @@ struct Sdd {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<Sdd>(name);
+        Kernel row = make_row<Sdd>(name, "sm90_sdd");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = Traits::kHalves * Traits::kStrip;
-        row.estimated = true;
+        row.united_features = Traits::kStrip;
+        row.tile_values = Traits::kTileValues;
         row.decide = decide_sdd;
         return row;
     }
@@ -129,8 +130,8 @@ struct Sdd {
         return false;
     }
 
-    // Where tiles come one after another quickly, storing the results of one would keep the next waiting.
-    // Where they take longer, or come alone, a fourth stage is worth more.
+    // True where tiles come one after another quickly: storing the results of one would keep the next
+    // waiting. Where they take longer, or come alone, a fourth stage is worth more.
     static bool stages_results(const Problem& problem, const Device& device) {
         constexpr int kMostSteps = 12;
         return stages_last(problem) && sdd_steps(problem) <= kMostSteps &&
@@ -190,7 +191,7 @@ struct Sdd {
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features,
                            int width) {
         const bool row_major = matrix.layout == Layout::row_major;
-        // What lies beside a line may not be needed before it leaves L2 again.
+        // Lines beside a line may not be needed before they leave L2 again.
         const auto promotion =
             row_major && width == 32 ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
         if (row_major)

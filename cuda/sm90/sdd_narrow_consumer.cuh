@@ -11,7 +11,7 @@
 
 namespace ts::sm90 {
 
-// Where a lane finds its part of what one ldmatrix brings, 16 features by 16 tokens, as an operand of
+// Address of a lane's part of one ldmatrix, 16 features by 16 tokens, as an operand of
 // mma.sync: from the beginning of a unit, with an exclusive or of what `strip_offset` says.
 template <bool kRowMajor>
 __device__ inline uint32_t lane_offset(int lane, bool is_y) {
@@ -112,7 +112,7 @@ class SddNarrowConsumer {
         }
     }
 
-    // Of the first `kCount` blocks of the list. Fragments of x are loaded some blocks ahead.
+    // Multiplies the first `kCount` blocks of the list. Fragments of x are loaded some blocks ahead.
     template <int kCount>
     __device__ void multiply(Sum (&sums)[Traits::kSums], int stages) {
         constexpr int kAhead = 2, kTurns = Traits::kStageTokens / 16 * kCount;
@@ -151,7 +151,7 @@ class SddNarrowConsumer {
         if (lane_ == 0) shared_.ring.empty[position_.stage + zero].arrive();
     }
 
-    // Of the `k16`-th 16 tokens of a stage.
+    // Loads the `k16`-th 16 tokens of a stage.
     template <bool kRowMajor>
     __device__ static uint32_t address(uint32_t base, uint32_t at, int k16) {
         return kRowMajor ? base + at + 2048 * k16 : base + (at ^ 32 * k16);

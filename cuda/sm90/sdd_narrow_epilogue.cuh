@@ -1,4 +1,4 @@
-// Where the sums of the sdd kernel for blocks of 16 x 16 go: into the blocks of values, or as partial sums
+// Stores of the sdd kernel for blocks of 16 x 16: sums go into the blocks of values, or as partial sums
 // into the workspace.
 #pragma once
 

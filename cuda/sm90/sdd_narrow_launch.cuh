@@ -54,12 +54,12 @@ struct SddNarrow {
     }
 
     static constexpr Kernel row(const char* name) {
-        Kernel row = make_row<SddNarrow>(name);
+        Kernel row = make_row<SddNarrow>(name, "sm90_sdd_narrow");
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
         row.tile_features = kListUnit;
-        row.estimated = true;
+        row.tile_values = kListTileBlocks * 16 * 16;
         return row;
     }
 

@@ -46,7 +46,8 @@ struct SddNarrowTraits {
     static constexpr int kStages = kSharedCapacity / kStageBytes;
 
     struct Shared {
-        // Of a unit lines of 128 bytes, [kStageTokens][kListUnit], or of 64 bytes, [kListUnit][kStageTokens].
+        // A unit has lines of 128 bytes, [kStageTokens][kListUnit], or of 64 bytes,
+        // [kListUnit][kStageTokens].
         alignas(1024) char stages[kStages * kStageBytes];
         Ring<kStages> ring;
     };

@@ -28,7 +28,8 @@ class SddProducer {
         }
     }
 
-    // Of a grouped product: takes tiles, those of the groups with most tokens first, and tells the consumers.
+    // Loads a grouped product: takes tiles, those of the groups with most tokens first, and tells the
+    // consumers.
     __device__ void run_groups(const StripPlan& plan) {
         typename Traits::Queue::Position position;
         int index = blockIdx.x;

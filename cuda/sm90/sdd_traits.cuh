@@ -119,7 +119,7 @@ struct SddTile {
     __device__ int strips() const { return words.y < 0 ? 1 : 2; }
     __device__ int units() const { return words.z; }
     __device__ int window(int half) const { return half == 0 ? 0 : max(words.w, 0); }
-    // Whether strips are of x and units of y.
+    // True if strips are of x and units of y.
     __device__ bool is_swapped() const { return words.w < 0; }
     __device__ int features(int unit_shift) const {
         return kStripFeatures * strips() + (units() << unit_shift);
@@ -127,7 +127,7 @@ struct SddTile {
     __device__ bool has_strips_of(const SddTile& other) const {
         return words.x == other.words.x && words.y == other.words.y && is_swapped() == other.is_swapped();
     }
-    // Whether it takes the ring of large tiles.
+    // True if it takes the ring of large tiles.
     __device__ bool is_large(int unit_shift) const { return features(unit_shift) > kSmallTileFeatures; }
 };
 

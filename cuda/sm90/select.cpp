@@ -9,18 +9,18 @@
 namespace ts::sm90 {
 namespace {
 
-// Whether reading blocks of 16 x 16 and 32 x 32 one by one takes less time than packing them first, in
+// True if reading blocks of 16 x 16 and 32 x 32 one by one takes less time than prepacking them, in
 // microseconds of an H200.
 bool reads_blocks(const Kernel& kernel, const Problem& problem, const Device& device, int64_t parts) {
     constexpr double kBlock = 0.032, kCtaFeatures = 256;
     constexpr double kPacking = 1.3, kRate = 3.3e6;
     const Pattern& pattern = problem.pattern;
     const bool small = pattern.block_rows == pattern.block_cols && pattern.block_rows <= 32;
-    if (problem.packed != nullptr || !problem.forward() || !small ||
+    if (problem.prepacked != nullptr || !problem.forward() || !small ||
         pattern.nnz * pattern.block_rows > std::numeric_limits<int32_t>::max())
         return false;
     const double pieces = tiles_of(kernel, problem) * static_cast<double>(parts);
-    const double rounds = std::ceil(pieces / (device.multiprocessors / cluster_of(kernel)));
+    const double rounds = std::ceil(pieces / (device.multiprocessors / kernel.cluster));
     const double blocks = static_cast<double>(problem.k_size()) / pattern.block_cols * kCtaFeatures /
                           pattern.block_rows * pattern.density();
     const double bytes = static_cast<double>(pattern.value_count()) * element_size(problem.values.dtype);

@@ -1,4 +1,4 @@
-// What is decided for a kernel of this folder that is chosen. Host code.
+// Decisions for a kernel of this folder that is chosen. Host code.
 #pragma once
 
 #include "common/problem.h"

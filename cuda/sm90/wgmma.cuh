@@ -42,7 +42,7 @@ inline Operand operand(int width, int outer) {
 // Likewise with k along the lines. Only of lines of 16 bytes an instruction reads two columns.
 inline Operand line_operand(int width, int outer) { return operand(width, width == 16 ? outer : 0); }
 
-// What a thread holds of an operand in registers for one instruction: four words.
+// A thread's registers of an operand for one instruction: four words.
 using WeightFragment = uint32_t[4];
 
 template <class Atom, class Sum, class A, int kCount, size_t... kIndex, class... Metadata>

@@ -6,7 +6,7 @@
 
 namespace ts::tma {
 
-// Where the thread keeps the sums that are its warpgroup's `place`-th: in vectors of 16 bytes, those of a
+// Address of the thread's sums of its warpgroup's `place`-th partial sums: in vectors of 16 bytes, those of a
 // warpgroup side by side, [places][kSums / 4][128].
 template <int kSums>
 __device__ inline float4* partial_sums(float4* partial, int64_t place) {
@@ -40,8 +40,8 @@ __device__ inline void add_vector(const float4& vector, Sum* sums) {
     sums[3] += from_word<Sum>(vector.w);
 }
 
-// Of so many parts, which lie `distance` apart, always in the same order. Several are read at a time: memory
-// takes long to answer.
+// Adds the partial sums of that many parts, which lie `distance` apart, always in the same order. Several are
+// read at a time: memory takes long to answer.
 template <class Sum, int kSums>
 __device__ inline void add_parts(const float4* from, int64_t distance, int parts, Sum (&sums)[kSums]) {
     constexpr int kAtOnce = 4, kVectors = kSums / 4;

@@ -83,7 +83,7 @@ __device__ inline void load_box(const void* map, const Barrier& barrier, Multica
         cute::SM90_TMA_LOAD_3D::copy(map, signal, kNormalPriority, target, x, y, z);
 }
 
-// Of encode_ranges(): the box of rows from `row` on, of which the range has `rows` more.
+// Loads by a map of encode_ranges() the box of rows from `row` on, of which the range has `rows` more.
 __device__ inline void load_range_box(const void* map, const Barrier& barrier, void* target, int x, int row,
                                       int rows) {
     auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));

@@ -20,7 +20,7 @@
 
 namespace ts::tma {
 
-// What tiles cost, for Schedule: in units of its own, at most kMostOfStep for each step.
+// The cost of tiles, for Schedule: in units of its own, at most kMostOfStep for each step.
 //     kTile: a tile's beginning and end
 //     kRound: so much hides that a round is handed out again
 //     tiles: of the plan

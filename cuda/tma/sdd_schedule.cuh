@@ -27,7 +27,7 @@ struct SddWork {
     bool exists;  // false: nobody needs the sums
 };
 
-// Where the partial sums of a tile are, in order.
+// Positions of the partial sums of a tile, in order.
 struct SddPartials {
     int first;  // of the parts that are a share each, and how far apart they are
     int distance;
@@ -92,7 +92,7 @@ class SddSchedule {
     static int max_partials(int ctas) { return 2 * ctas; }
 
   private:
-    // Of a team's tile: as many tiles, one after another in the plan, as it has CTAs.
+    // Part of a team's tile: as many tiles, one after another in the plan, as it has CTAs.
     struct Part {
         int team_tile;
         int first_step;
@@ -121,7 +121,7 @@ class SddSchedule {
         const int parts = steps_ / share, left = steps_ - parts * share;
         const int even = (steps_ + parts - 1) / parts;
         const int even_time = parts == 1 ? steps_ : even + reduction_time(rest_ * parts);
-        // What is left over begins at any token and finds less in L2.
+        // Leftover work begins at any token and finds less in L2.
         const int misses = 4 + 2 * left * rest_ / (3 * teams_);
         const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
         const bool is_even = even_time <= uneven_time || left == 0;
@@ -138,7 +138,7 @@ class SddSchedule {
 
     __host__ __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
 
-    // What is left over of a tile has a place in the line of what the teams left over share.
+    // Leftover tiles have a place in the line of work that the teams share.
     __device__ int place_size() const { return left_ + kStoring; }
     __device__ int first_share(int place) const { return place * place_size() / share_; }
     __device__ int last_share(int place) const { return (place * place_size() + left_ - 1) / share_; }
@@ -206,17 +206,17 @@ inline int sdd_steps(const Problem& problem) {
     return static_cast<int>((problem.tokens + kSddStep - 1) / kSddStep);
 }
 
-// Whether what SddSchedule multiplies fits into 32 bits: steps of all teams, twice.
+// True if the products of SddSchedule fit into 32 bits: steps of all teams, twice.
 inline bool sdd_fits(const Problem& problem, const Device& device) {
     return 2 * (int64_t{sdd_steps(problem)} + 8) * device.multiprocessors <= INT32_MAX;
 }
 
-// Whether each multiprocessor gets a tile of so many values at most, and some get more.
+// True if each multiprocessor gets a tile of that many values at most, and some get more.
 inline bool fills(const Problem& problem, const Device& device, int64_t tile_values) {
     return problem.pattern.value_count() > device.multiprocessors * tile_values;
 }
 
-// What a kernel that may split tiles has in its workspace: the counters of the pace, and behind them the
+// The workspace of a kernel that may split tiles: the counters of the pace, and behind them the
 // partial sums of tiles.
 constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
 

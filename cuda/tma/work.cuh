@@ -1,4 +1,4 @@
-// What there is to compute for clusters: tiles of a plan by spans of tokens, numbered. Schedule
+// The work of clusters: tiles of a plan by spans of tokens, numbered. Schedule
 // (schedule.cuh) hands it out, and takes how it is numbered as a parameter:
 //     Work: what a cluster is given; each(visit) visits its numbers
 //     Arguments: of a kernel
@@ -49,9 +49,9 @@ inline ScheduleArguments schedule_arguments(int tiles, int spans, int parts, int
             spans / band_spans};
 }
 
-// Of one weight: by bands of tokens small enough that the band's activations stay in L2 while all features
-// are computed from them; inside a band as the plan has the tiles. `kSplits`: whether tiles may be cut into
-// parts.
+// Work of one weight: by bands of tokens small enough that the band's activations stay in L2 while all
+// features are computed from them; inside a band as the plan has the tiles. `kSplits`: whether tiles may be
+// cut into parts.
 template <bool kSplits>
 struct Bands {
     using Work = tma::Work;
@@ -78,7 +78,7 @@ struct Bands {
     }
 
   private:
-    // Where a part begins in a tile of so many steps.
+    // First step of a part in a tile of that many steps.
     __device__ int first_step(int steps, int part) const {
         return kSplits ? arguments.by_parts.div(steps * part) : steps * part;
     }

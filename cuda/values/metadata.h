@@ -11,7 +11,7 @@ namespace ts::values {
 
 constexpr int kHalf = 16;  // columns that half a word of metadata has
 
-// Where a half lies in the metadata of its block, of so many rows, in 16 bits. `column`: its first.
+// Index of a half in the metadata of a block with that many rows, in 16 bits. `column`: its first.
 TS_HOST_DEVICE inline int half_index(int rows, int row, int column) {
     const int unit = column / 32 * (rows / 16) + row / 16;
     return ((unit * 8 + row % 8) * 2 + column / kHalf % 2) * 2 + row % 16 / 8;

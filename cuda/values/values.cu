@@ -84,32 +84,32 @@ __global__ void __launch_bounds__(kThreads)
     const int columns = arguments.block_cols, rows = arguments.block_rows, halves = columns / kHalf;
     const int64_t line = index / halves, block = line / rows;
     const int row = static_cast<int>(line % rows), column = static_cast<int>(index % halves) * kHalf;
-    Run<Word, kHalf> plain;
+    Run<Word, kHalf> dense;
     if (values.storage == Storage::two_of_four) {
         const auto kept = *reinterpret_cast<const Run<Word, kHalf / 2>*>(
             static_cast<const Word*>(values.data) + index * (kHalf / 2));
         uint32_t bits = halves_of(values.metadata, block, rows * columns)[half_index(rows, row, column)];
 #pragma unroll
         for (int i = 0; i < kHalf; i += 4, bits >>= 4)
-            scatter(kept.at[i / 2], kept.at[i / 2 + 1], bits, plain.at + i);
+            scatter(kept.at[i / 2], kept.at[i / 2 + 1], bits, dense.at + i);
     } else {
         const Word* const from = static_cast<const Word*>(values.data);
         bool is_packed = false;
         if constexpr (sizeof(Word) == 1) {
             is_packed = values.dtype == DType::int4;
-            if (is_packed) plain = unpack(from + index * (kHalf / 2));
+            if (is_packed) dense = unpack(from + index * (kHalf / 2));
         }
-        if (!is_packed) plain = *reinterpret_cast<const Run<Word, kHalf>*>(from + index * kHalf);
+        if (!is_packed) dense = *reinterpret_cast<const Run<Word, kHalf>*>(from + index * kHalf);
     }
     if constexpr (!std::is_same_v<Word, Element>) {
         const float scale = values.scales[values.scales_per == ScalesPer::row ? line : block];
         Run<Element, kHalf> scaled;
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) round_to(scaled.at[i], scale * decode(plain.at[i], values.dtype));
+        for (int i = 0; i < kHalf; ++i) round_to(scaled.at[i], scale * decode(dense.at[i], values.dtype));
         *reinterpret_cast<Run<Element, kHalf>*>(static_cast<Element*>(arguments.dense) + index * kHalf) =
             scaled;
     } else {
-        *reinterpret_cast<Run<Word, kHalf>*>(static_cast<Word*>(arguments.dense) + index * kHalf) = plain;
+        *reinterpret_cast<Run<Word, kHalf>*>(static_cast<Word*>(arguments.dense) + index * kHalf) = dense;
     }
 }
 
@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
     const int64_t first = block * size + (kTransposed ? column * rows + row : row * columns + column);
     const Word* const values = static_cast<const Word*>(arguments.values) + first;
     const uint8_t* const mask = arguments.mask + first;
-    Run<Word, kHalf> plain;
+    Run<Word, kHalf> dense;
     Run<uint8_t, kHalf> kept;
     if constexpr (kTransposed) {
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) plain.at[i] = values[i * step], kept.at[i] = mask[i * step];
+        for (int i = 0; i < kHalf; ++i) dense.at[i] = values[i * step], kept.at[i] = mask[i * step];
     } else {
-        plain = *reinterpret_cast<const Run<Word, kHalf>*>(values);
+        dense = *reinterpret_cast<const Run<Word, kHalf>*>(values);
         kept = *reinterpret_cast<const Run<uint8_t, kHalf>*>(mask);
     }
     Run<Word, kHalf / 2> compressed;
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             if (!has[j]) continue;
-            if (count == 0) low = j, low_value = plain.at[i + j];
-            if (count == 1) high = j, high_value = plain.at[i + j];
+            if (count == 0) low = j, low_value = dense.at[i + j];
+            if (count == 1) high = j, high_value = dense.at[i + j];
             ++count;
         }
         if (count == 1) {

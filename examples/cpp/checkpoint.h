@@ -204,7 +204,8 @@ class Checkpoint {
         return found->second;
     }
 
-    // Those that the configuration does not list were left there by something else; other programs list none.
+    // Tensors that the configuration does not list were left there by something else; other programs list
+    // none.
     void check_file(const std::string& name, const Bytes& text) const {
         if (files_.kind == Json::Null) return;
         const Json* sum = files_.find(name);
@@ -331,7 +332,7 @@ class LayerReader {
         const bool is_quantized = !is_plain && storage != "compressed";
         const Dtype& values_dtype = is_quantized ? dtype_of(storage, "storage") : dtype_;
         if (is_quantized && values_dtype.code < TS_INT8) fail("storage: " + storage + " is not known here");
-        if (dtype_.code < 0 || dtype_.code > TS_BFLOAT16) fail("dtype must be one of activations");
+        if (dtype_.code < TS_FLOAT64 || dtype_.code > TS_BFLOAT16) fail("dtype must be one of activations");
 
         Layer layer{read_pattern(),
                     static_cast<tilesparse::Dtype>(dtype_.code),

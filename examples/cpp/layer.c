@@ -1,4 +1,4 @@
-/* What layer.cpp does, in C11: one layer of a checkpoint that tilesparse.save has written, on the GPU if
+/* layer.cpp in C11: one layer of a checkpoint that tilesparse.save has written, on the GPU if
  * there is one, otherwise on the CPU, compared with a result in float64 that is computed here.
  *
  *     layer_c FOLDER LAYER [TOKENS]
@@ -202,10 +202,10 @@ static char* read_file(const char* folder, const char* name, size_t* size) {
     return text;
 }
 
-static const char* const dtype_names[4] = {"float64", "float32", "float16",
-                                           "bfloat16"}; /* by TS_FLOAT64 ... */
-static const char* const stored_names[4] = {"F64", "F32", "F16", "BF16"};
-static const size_t dtype_bytes[4] = {8, 4, 2, 2};
+/* By TS_FLOAT64 to TS_BFLOAT16. */
+static const char* const dtype_names[] = {"", "float64", "float32", "float16", "bfloat16"};
+static const char* const stored_names[] = {"", "F64", "F32", "F16", "BF16"};
+static const size_t dtype_bytes[] = {0, 8, 4, 2, 2};
 
 typedef struct tensors {
     const char* header; /* of the safetensors file */
@@ -277,11 +277,11 @@ static layer read_layer(const char* folder, const char* name) {
     if (!is_text(member(entry, "storage"), "plain") || (nm != NULL && *nm != 'n'))
         fail("%s must be stored as dense blocks; checkpoint.h reads the others", name);
 
-    layer read = {.dtype = -1};
-    for (int32_t i = 0; i < 4; ++i)
-        if (is_text(member(entry, "dtype"), dtype_names[i])) read.dtype = i;
+    layer read = {.dtype = TS_DTYPE_DEFAULT};
+    for (int32_t dtype = TS_FLOAT64; dtype <= TS_BFLOAT16; ++dtype)
+        if (is_text(member(entry, "dtype"), dtype_names[dtype])) read.dtype = dtype;
     int64_t shape[2], block[2];
-    if (read.dtype < 0) fail("%s: dtype must be one of activations", name);
+    if (read.dtype == TS_DTYPE_DEFAULT) fail("%s: dtype must be one of activations", name);
     if (read_integers(member(entry, "shape"), shape, 2) != 2 || shape[0] > INT32_MAX || shape[1] > INT32_MAX)
         fail("%s: shape must be two numbers", name);
     if (read_integers(member(entry, "block_shape"), block, 2) != 2 || block[0] < 16 || block[0] > 128 ||
@@ -342,13 +342,13 @@ static int32_t plan_product(ts_matmul_desc* product, const ts_pattern* host, con
     size_t bytes = 0;
     check(ts_matmul_select(product, info, &kernel, NULL, 0));
     check(ts_plan_size(host, kernel, product->op, &bytes));
-    product->kernel = kernel + 1;
+    product->kernel = kernel;
     if (bytes == 0) return kernel;
     void* plan = allocate(bytes);
     check(ts_plan_build(host, kernel, product->op, plan, bytes));
-    check(ts_plan_key(host, kernel, product->op, &product->plan_key));
-    product->plan = copy_there(plan, bytes);
-    product->plan_bytes = bytes;
+    check(ts_plan_key(host, kernel, product->op, &product->plan.key));
+    product->plan.data = copy_there(plan, bytes);
+    product->plan.bytes = bytes;
     free(plan);
     return kernel;
 }
@@ -441,15 +441,15 @@ int main(int count, char** arguments) {
     }
 
     const ts_pattern pattern = device == TS_CUDA ? pattern_there(&read.pattern) : read.pattern;
-    ts_matmul_desc product = {
-        .struct_size = sizeof product, .op = TS_DDS_NT, .dtype = read.dtype, .device = device};
+    ts_matmul_desc product = {.struct_size = sizeof product, .op = TS_DDS_NT, .device = device};
     product.tokens = tokens;
     product.pattern = &pattern;
-    product.x = (ts_matrix){copy_there(x, x_size * itemsize), (int64_t)in, TS_ROW_MAJOR, 0};
-    product.y = (ts_matrix){allocate_there(y_size * itemsize), (int64_t)out, TS_ROW_MAJOR, 0};
-    product.values = copy_there(read.values, (size_t)read.pattern.nnz * (size_t)pattern.block_rows *
-                                                 (size_t)pattern.block_cols * itemsize);
-    if (read.bias != NULL) product.bias = copy_there(read.bias, out * itemsize);
+    product.x =
+        (ts_operand){.data = copy_there(x, x_size * itemsize), .ld = (int64_t)in, .dtype = read.dtype};
+    product.y = (ts_operand){.data = allocate_there(y_size * itemsize), .ld = (int64_t)out};
+    product.values.data = copy_there(read.values, (size_t)read.pattern.nnz * (size_t)pattern.block_rows *
+                                                      (size_t)pattern.block_cols * itemsize);
+    if (read.bias != NULL) product.bias.data = copy_there(read.bias, out * itemsize);
     const int32_t kernel = plan_product(&product, &read.pattern, &info);
     const double milliseconds = run(&product);
     copy(y, product.y.data, y_size * itemsize);

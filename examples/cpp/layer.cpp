@@ -78,9 +78,8 @@ class Operands {
 
     // After the product has run.
     Outcome outcome(const ts::Product& product, int32_t kernel, double milliseconds) {
-        product.expand(array(weights_, layer_.dtype));
-        Outcome outcome{ts::kernels()[static_cast<size_t>(kernel)].name, Bytes(y_.size()),
-                        Bytes(weights_.size()), milliseconds};
+        product.dequantize(array(weights_, layer_.dtype));
+        Outcome outcome{ts::kernel_info(kernel).name, Bytes(y_.size()), Bytes(weights_.size()), milliseconds};
         y_.copy_to(outcome.y);
         weights_.copy_to(outcome.weights);
         return outcome;

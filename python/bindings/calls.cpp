@@ -27,7 +27,7 @@ struct Request {
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
-    // Of a TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
+    // For TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
     // has, and whether sums may be fast.
     nb::handle x_scales{}, source{};
     bool fast = false;
@@ -198,7 +198,7 @@ void bind_calls(nb::module_& m) {
                                  scales, kernel, gated});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a)
+            "column_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a)
         .def(
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
@@ -210,7 +210,7 @@ void bind_calls(nb::module_& m) {
                           product, allocation(result), allocation(workspace));
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "feature_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
+            "column_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
             "result"_a, "workspace"_a.none())
         .def(
             "run_quantized",
@@ -221,7 +221,7 @@ void bind_calls(nb::module_& m) {
                                           column_major, kernel, gated, fast, metadata));
             },
             "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
-            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none())
+            "activation"_a, "column_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none())
         .def(
             "keep_quantized",
             [](Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
@@ -233,7 +233,7 @@ void bind_calls(nb::module_& m) {
                           product, allocation(result), allocation(workspace));
             },
             "x"_a, "x_values"_a, "x_scales"_a, "values"_a, "scales"_a, "bias"_a.none(), "residual"_a.none(),
-            "activation"_a, "feature_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none(),
+            "activation"_a, "column_major"_a, "kernel"_a, "gated"_a, "fast"_a, "metadata"_a.none(),
             "product"_a, "result"_a, "workspace"_a.none())
         .def("clear", &Calls::clear)
         .def("__len__", &Calls::size);

@@ -26,7 +26,7 @@ ts_device_info make_device(int32_t device, int32_t compute_capability, int32_t m
 
 std::vector<ts_kernel_info> kernels() {
     std::vector<ts_kernel_info> all(ts_kernel_count(), make<ts_kernel_info>());
-    for (size_t i = 0; i < all.size(); ++i) check(ts_kernel_get(static_cast<int32_t>(i), &all[i]));
+    for (size_t i = 0; i < all.size(); ++i) check(ts_kernel_get(static_cast<int32_t>(i + 1), &all[i]));
     return all;
 }
 

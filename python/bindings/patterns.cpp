@@ -9,7 +9,7 @@ namespace {
 
 ts_pattern make_pattern(int32_t block_rows, int32_t block_cols, int64_t out_features, int64_t in_features,
                         int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
-                        uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int64_t groups) {
+                        uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int32_t groups) {
     auto pattern = make<ts_pattern>();
     pattern.block_rows = block_rows;
     pattern.block_cols = block_cols;
@@ -74,7 +74,7 @@ void bind_patterns(nb::module_& m) {
             "__init__",
             [](ts_pattern* self, int32_t block_rows, int32_t block_cols, int64_t out_features,
                int64_t in_features, int64_t nnz, uintptr_t row_ptr, uintptr_t col_idx, uintptr_t row_slot,
-               uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int64_t groups) {
+               uintptr_t col_ptr, uintptr_t row_idx, uintptr_t col_slot, int32_t groups) {
                 new (self)
                     ts_pattern(make_pattern(block_rows, block_cols, out_features, in_features, nnz, row_ptr,
                                             col_idx, row_slot, col_ptr, row_idx, col_slot, groups));

@@ -24,6 +24,11 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// Python has kernels by their place in kernels(), from 0; the C ABI has numbers from 1. TS_RUN_DENSE, which
+// is negative, and other numbers that are no kernel stay as they are.
+inline int32_t number_of(int32_t index) { return index < 0 ? index : index + 1; }
+inline int32_t index_of(int32_t number) { return number < 0 ? number : number - 1; }
+
 template <class T>
 T make() {
     T value{};

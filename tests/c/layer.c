@@ -29,12 +29,12 @@ ts_pattern layer_pattern(void) {
 
 double get(const operands* o, int which, int64_t i) {
     const void* memory = o->memory[which];
-    return o->desc.dtype == TS_FLOAT64 ? ((const double*)memory)[i] : ((const float*)memory)[i];
+    return o->desc.x.dtype == TS_FLOAT64 ? ((const double*)memory)[i] : ((const float*)memory)[i];
 }
 
 void put(operands* o, int which, int64_t i, double value) {
     void* memory = o->memory[which];
-    if (o->desc.dtype == TS_FLOAT64)
+    if (o->desc.x.dtype == TS_FLOAT64)
         ((double*)memory)[i] = value;
     else
         ((float*)memory)[i] = (float)value;
@@ -52,34 +52,39 @@ const double kUntouched = 77;
 void init_operands(operands* o, int32_t op, int32_t dtype, int32_t x_layout, int32_t y_layout) {
     memset(o, 0, sizeof *o);
     o->pattern = layer_pattern();
-    o->desc =
-        (ts_matmul_desc){.struct_size = sizeof(ts_matmul_desc), .op = op, .dtype = dtype, .tokens = TOKENS};
+    o->desc = (ts_matmul_desc){.struct_size = sizeof(ts_matmul_desc), .op = op, .tokens = TOKENS};
     o->desc.pattern = &o->pattern;
-    o->desc.x = (ts_matrix){o->memory[0], (x_layout == TS_ROW_MAJOR ? IN : TOKENS) + 3, x_layout, 0};
-    o->desc.y = (ts_matrix){o->memory[1], (y_layout == TS_ROW_MAJOR ? OUT : TOKENS) + 3, y_layout, 0};
-    o->desc.values = o->memory[2];
+    o->desc.x = (ts_operand){
+        o->memory[0], (x_layout == TS_ROW_MAJOR ? IN : TOKENS) + 3, x_layout, dtype, 0, 0, NULL, 0, NULL};
+    o->desc.y = (ts_operand){
+        o->memory[1], (y_layout == TS_ROW_MAJOR ? OUT : TOKENS) + 3, y_layout, dtype, 0, 0, NULL, 0, NULL};
+    o->desc.values.data = o->memory[2];
     const int written = op == TS_DDS_NT ? 1 : op == TS_DDS_NN ? 0 : 2;
     for (int which = 0; which < 5; ++which)
         for (int i = 0; i < 2048; ++i) put(o, which, i, which == written ? kUntouched : some_value());
 }
 
 void give_residual(operands* o) {
-    o->desc.residual = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
+    o->desc.residual = o->desc.y;
+    o->desc.residual.data = o->memory[4];
+    o->desc.residual.ld += 5;
 }
 
 void give_gate(operands* o) {
-    o->desc.gate = (ts_matrix){o->memory[4], o->desc.y.ld + 5, o->desc.y.layout, 0};
+    o->desc.gate = o->desc.y;
+    o->desc.gate.data = o->memory[4];
+    o->desc.gate.ld += 5;
 }
 
 void give_bias_gradient(operands* o, int32_t accumulate) {
     for (int i = 0; i <= OUT; ++i) put(o, 3, i, kUntouched);
-    o->desc.bias_gradient = o->memory[3];
-    o->desc.accumulate_bias = accumulate;
+    o->desc.bias.data = o->memory[3];
+    o->desc.accumulate |= accumulate ? TS_ACCUMULATE_BIAS : 0;
 }
 
 static double relu(double value) { return value > 0 ? value : 0; }
 
-int64_t at(const ts_matrix* m, int64_t token, int64_t feature) {
+int64_t at(const ts_operand* m, int64_t token, int64_t feature) {
     return m->layout == TS_ROW_MAJOR ? token * m->ld + feature : feature * m->ld + token;
 }
 
@@ -111,7 +116,7 @@ ts_status_t run(operands* o) {
 
 /* The elements of x or y that belong to no line must not be written. */
 static void check_gaps(const operands* o, int which, int64_t features) {
-    const ts_matrix* m = which == 0 ? &o->desc.x : &o->desc.y;
+    const ts_operand* m = which == 0 ? &o->desc.x : &o->desc.y;
     const int64_t length = m->layout == TS_ROW_MAJOR ? features : TOKENS;
     const int64_t lines = m->layout == TS_ROW_MAJOR ? TOKENS : features;
     for (int64_t line = 0; line < lines; ++line)
@@ -123,7 +128,7 @@ static void check_gaps(const operands* o, int which, int64_t features) {
 void check_forward(const operands* o) {
     for (int64_t t = 0; t < TOKENS; ++t)
         for (int64_t n = 0; n < OUT; ++n) {
-            double sum = o->desc.bias != NULL ? get(o, 3, n) : 0;
+            double sum = o->desc.bias.data != NULL ? get(o, 3, n) : 0;
             for (int64_t k = 0; k < IN; ++k) sum += x_at(o, t, k) * weight(o, n, k);
             if (o->desc.gate.data != NULL) {
                 const double gate = get(o, 4, at(&o->desc.gate, t, n));
@@ -152,14 +157,14 @@ void check_gradient_of_values(const operands* o) {
         for (int64_t k = 0; k < IN; ++k) {
             const int64_t i = weight_at(n, k);
             if (i < 0) continue;
-            double sum = o->desc.accumulate ? kUntouched : 0;
+            double sum = o->desc.accumulate & TS_ACCUMULATE_VALUES ? kUntouched : 0;
             for (int64_t t = 0; t < TOKENS; ++t) sum += y_at(o, t, n) * x_at(o, t, k);
             CHECK(get(o, 2, i) == sum, "values[%d] is %g, not %g", (int)i, get(o, 2, i), sum);
         }
     CHECK(get(o, 2, NNZ * BN * BK) == kUntouched, "written behind values");
-    if (o->desc.bias_gradient == NULL) return;
+    if (o->desc.bias.data == NULL) return;
     for (int64_t n = 0; n < OUT; ++n) {
-        double sum = o->desc.accumulate_bias ? kUntouched : 0;
+        double sum = o->desc.accumulate & TS_ACCUMULATE_BIAS ? kUntouched : 0;
         for (int64_t t = 0; t < TOKENS; ++t) sum += y_at(o, t, n);
         CHECK(get(o, 3, n) == sum, "bias_gradient[%d] is %g, not %g", (int)n, get(o, 3, n), sum);
     }

@@ -1,4 +1,4 @@
-/* What the tests of the C interface share: checks, and one small layer with the operands of its products. */
+/* Shared by the tests of the C interface: checks, and one small layer with the operands of its products. */
 #ifndef TILESPARSE_TESTS_LAYER_H_
 #define TILESPARSE_TESTS_LAYER_H_
 
@@ -45,8 +45,8 @@ extern int failures;
         CHECK(memcmp(before.memory, o.memory, sizeof o.memory) == 0, "%s: written", #change); \
     } while (0)
 
-/* Bytes of the structures in the first version of the header, as in cpp/src/first_sizes.h. */
-enum { FIRST_MATMUL_DESC = 160, FIRST_KERNEL_INFO = 104 };
+/* Bytes of the structures in the first version of the header. */
+enum { FIRST_MATMUL_DESC = 504, FIRST_KERNEL_INFO = 116 };
 
 /* Block row 1 is empty, slots are out of order. */
 enum { BN = 16, BK = 32, ROWS = 3, COLS = 2, NNZ = 3, OUT = ROWS * BN, IN = COLS * BK, TOKENS = 5 };
@@ -76,13 +76,13 @@ void init_operands(operands* o, int32_t op, int32_t dtype, int32_t x_layout, int
 
 void give_residual(operands* o);
 
-/* Of multiples of 1/8 as well: relu of them is exact. */
+/* Multiples of 1/8, so that relu of them is exact. */
 void give_gate(operands* o);
 
-/* Of what init_operands left untouched. */
+/* Sets what receives the gradient of the bias, filled with kUntouched. */
 void give_bias_gradient(operands* o, int32_t accumulate);
 
-int64_t at(const ts_matrix* m, int64_t token, int64_t feature);
+int64_t at(const ts_operand* m, int64_t token, int64_t feature);
 
 double x_at(const operands* o, int64_t t, int64_t f);
 
@@ -99,8 +99,8 @@ void check_gradient_of_x(const operands* o);
 
 void check_gradient_of_values(const operands* o);
 
-/* The kernel with that index by its name, the one of every processor, and a device that need not be there. */
-const char* kernel_name(int32_t index);
+/* The name of a kernel, the kernel for every processor, and a device that need not be there. */
+const char* kernel_name(int32_t kernel);
 int32_t portable_kernel(void);
 ts_device_info h100(void);
 

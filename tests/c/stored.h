@@ -19,7 +19,7 @@ typedef struct stored {
 void init_stored(stored* s, int32_t dtype);
 /* A number of that dtype; there are no subnormal ones of 8 bits and no NaN. */
 double number_at(const unsigned char* values, int32_t dtype, int i);
-/* Of four neighbours the first two in the mask. */
+/* True for the first two of four neighbours that are in the mask. */
 int is_kept(const stored* s, int i);
 /* The column of a kept value of a row, of all rows of all blocks, as the header says. */
 int kept_column(const uint32_t* metadata, int row, int index);

@@ -3,21 +3,21 @@
 
 static void test_compression(int32_t dtype) {
     static stored s;
-    static double expanded[COUNT];
+    static double dense[COUNT];
     const ts_pattern pattern = layer_pattern();
     const size_t bytes = COUNT / 2 * (dtype == TS_FLOAT32 ? sizeof(float) : 1);
     init_stored(&s, dtype);
     SUCCEEDS(compress(&s, &pattern));
     CHECK(s.compressed[bytes] == 0xa5, "written behind compressed");
     CHECK(s.metadata[COUNT / 32] == 0xa5a5a5a5u, "written behind metadata");
-    memset(expanded, 0, sizeof expanded);
+    memset(dense, 0, sizeof dense);
     for (int row = 0; row < NNZ * BN; ++row)
         for (int i = 0; i < BK / 2; ++i) {
             const int column = kept_column(s.metadata, row, i), at = row * (BK / 2) + i;
             CHECK(i % 2 == 0 || column > kept_column(s.metadata, row, i - 1), "row %d: %d does not ascend",
                   row, i);
             if (is_kept(&s, row * BK + column))
-                expanded[row * BK + column] = number_at(s.compressed, dtype, at);
+                dense[row * BK + column] = number_at(s.compressed, dtype, at);
             else
                 for (size_t byte = 0; byte < bytes / (COUNT / 2); ++byte)
                     CHECK(s.compressed[at * (bytes / (COUNT / 2)) + byte] == 0, "%d of row %d is not 0", i,
@@ -25,11 +25,11 @@ static void test_compression(int32_t dtype) {
         }
     for (int i = 0; i < COUNT; ++i) {
         const double expected = is_kept(&s, i) ? number_at(s.values, dtype, i) : 0;
-        CHECK(expanded[i] == expected, "value %d is %g, not %g", i, expanded[i], expected);
+        CHECK(dense[i] == expected, "value %d is %g, not %g", i, dense[i], expected);
     }
 }
 
-/* What comes out of a transposed weight and its mask is the same as with `transposed` of the weight. */
+/* A transposed weight with its mask gives the same as `transposed` of the weight. */
 static void test_transposed_compression(void) {
     enum { SIDE = 32, SIZE = SIDE * SIDE };
     static uint16_t values[2][SIZE], compressed[2][SIZE / 2];
@@ -81,8 +81,8 @@ static void test_bad_compressions(void) {
                         "pattern.block_rows must be 32, 64 or 128 for TS_STORAGE_2_4, got 16");
     REFUSES_COMPRESSION(transposed = 2, TS_INVALID_ARGUMENT, "transposed must be 0 or 1, got 2");
     REFUSES_COMPRESSION(device = 2, TS_INVALID_ARGUMENT, "device must be 0 or 1, got 2");
-    REFUSES_COMPRESSION(dtype = 6, TS_INVALID_ARGUMENT, "dtype must be 0 to 5, got 6");
-    REFUSES_COMPRESSION(dtype = -1, TS_INVALID_ARGUMENT, "dtype must be 0 to 5, got -1");
+    REFUSES_COMPRESSION(dtype = 7, TS_INVALID_ARGUMENT, "dtype must be 1 to 6, got 7");
+    REFUSES_COMPRESSION(dtype = -1, TS_INVALID_ARGUMENT, "dtype must be 1 to 6, got -1");
     REFUSES_COMPRESSION(values = NULL, TS_INVALID_ARGUMENT, "values must not be null");
     REFUSES_COMPRESSION(mask = NULL, TS_INVALID_ARGUMENT, "mask must not be null");
     REFUSES_COMPRESSION(compressed = NULL, TS_INVALID_ARGUMENT, "compressed must not be null");

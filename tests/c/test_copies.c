@@ -53,11 +53,11 @@ static int multiply(const library* copy, float weight) {
     for (int i = 0; i < BLOCK; ++i) x[i] = 1;
     for (int i = 0; i < BLOCK * BLOCK; ++i) values[i] = weight;
     const ts_pattern pattern = {sizeof pattern, BLOCK, BLOCK, 0,    BLOCK, BLOCK, 1, ptr,
-                                zero,           zero,  ptr,   zero, zero,  0};
-    ts_matmul_desc desc = {.struct_size = sizeof desc, .dtype = TS_FLOAT32, .tokens = 1, .pattern = &pattern};
-    desc.x = (ts_matrix){x, BLOCK, TS_ROW_MAJOR, 0};
-    desc.y = (ts_matrix){y, BLOCK, TS_ROW_MAJOR, 0};
-    desc.values = values;
+                                zero,           zero,  ptr,   zero, zero};
+    ts_matmul_desc desc = {.struct_size = sizeof desc, .tokens = 1, .pattern = &pattern};
+    desc.x = (ts_operand){.data = x, .ld = BLOCK, .dtype = TS_FLOAT32};
+    desc.y = (ts_operand){.data = y, .ld = BLOCK};
+    desc.values.data = values;
     size_t bytes = 0;
     REQUIRE(copy->workspace_size(&desc, &bytes) == TS_SUCCESS);
     void* workspace = aligned_alloc(256, (bytes / 256 + 1) * 256);

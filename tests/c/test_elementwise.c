@@ -10,7 +10,7 @@ static void test_bad_gradients_of_activations(void) {
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT64, 4, 16, &bytes), TS_UNSUPPORTED,
           "dtype must not be 0: no kernel computes this in float64");
     FAILS(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), TS_INVALID_ARGUMENT,
-          "dtype must be 0 to 3, got 4");
+          "dtype must be 1 to 4, got 5");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, -1, 16, &bytes), TS_INVALID_ARGUMENT, "tokens");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 24, &bytes), TS_INVALID_ARGUMENT, "features");
     FAILS(ts_activation_gradient(TS_FLOAT32, TS_NO_ACTIVATION, 4, 16, z, z + 64, z + 64, z + 128, workspace,
@@ -71,7 +71,7 @@ static void test_bad_gates(void) {
     FAILS(GATE(TS_FLOAT64, TS_SILU, &gate, &factor, &of_result), TS_UNSUPPORTED,
           "dtype must not be 0: no kernel computes this in float64");
     FAILS(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "dtype must be 0 to 3, got 4");
+          "dtype must be 1 to 4, got 5");
     FAILS(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
           "activation must be 0 to 3, got 4");
     FAILS(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
@@ -121,9 +121,9 @@ static void test_quantization(void) {
     CHECK((unsigned char)values[0][0] == 0xfe, "-448 is 0xfe, got %d", values[0][0]);
     SUCCEEDS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 0, 32, &from, &to, NULL, NULL));
     FAILS(ts_quantize(TS_CPU, TS_FLOAT64, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_UNSUPPORTED,
-          "dtype must not be 0");
+          "dtype must not be 1: float64");
     FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_FLOAT16, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
-          "quantized_dtype must be 4 or 5, got 2");
+          "quantized_dtype must be 5 or 6, got 3");
     FAILS(ts_quantize(2, TS_FLOAT32, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
           "device must be 0 or 1, got 2");
     FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 2, 24, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
@@ -157,7 +157,7 @@ static void test_quantization_of_groups(void) {
     CHECK(values[1][5] == 0xfe && values[1][255] == 0 && values[1][130] == 0, "got %d", values[1][5]);
     SUCCEEDS(QUANTIZE(TS_FLOAT8_E4M3FN, 0, 256, NULL, 1));
     FAILS(QUANTIZE(TS_INT8, 2, 256, scales, 3), TS_INVALID_ARGUMENT,
-          "quantized_dtype must be 5 for scales of groups, got 4");
+          "quantized_dtype must be 6 for scales of groups, got 5");
     FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 192, scales, 3), TS_INVALID_ARGUMENT,
           "features must be a multiple of 128, got 192");
     FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, scales, 1), TS_INVALID_ARGUMENT,
@@ -201,7 +201,7 @@ static void test_combination(void) {
     FAILS(ts_combine(2, TS_FLOAT32, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
           "device must be 0 or 1, got 2");
     FAILS(ts_combine(TS_CPU, TS_INT8, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "dtype must be 0 to 3, got 4");
+          "dtype must be 1 to 4, got 5");
     FAILS(ts_combine(TS_CPU, TS_FLOAT32, -1, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
           "tokens must be 0 to 2147483647, got -1");
     FAILS(ts_combine(TS_CPU, TS_FLOAT32, 2, -2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,

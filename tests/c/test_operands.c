@@ -6,15 +6,15 @@
 static void test_bad_operands(void) {
     REFUSES(TS_DDS_NT, o.desc.x.data = NULL, TS_INVALID_ARGUMENT, "x");
     REFUSES(TS_DDS_NT, o.desc.y.data = NULL, TS_INVALID_ARGUMENT, "y");
-    REFUSES(TS_DDS_NT, o.desc.values = NULL, TS_INVALID_ARGUMENT, "values");
+    REFUSES(TS_DDS_NT, o.desc.values.data = NULL, TS_INVALID_ARGUMENT, "values");
     REFUSES(TS_DDS_NT, o.desc.x.ld = IN - 1, TS_INVALID_ARGUMENT, "x.ld");
     REFUSES(TS_DDS_NT, o.desc.y.ld = OUT - 1, TS_INVALID_ARGUMENT, "y.ld");
     REFUSES(TS_DDS_NT, o.desc.x.ld = INT64_MAX, TS_INVALID_ARGUMENT, "x.ld");
     REFUSES(TS_DDS_NT, o.desc.x.data = (char*)o.memory[0] + 1, TS_INVALID_ARGUMENT, "x");
     REFUSES(TS_DDS_NT, o.desc.x.data = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
-    REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values, TS_INVALID_ARGUMENT, "overlap");
-    REFUSES(TS_SDD_TN, o.desc.values = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
-    REFUSES(TS_DDS_NT, o.desc.bias = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NN, o.desc.x.data = o.desc.values.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_SDD_TN, o.desc.values.data = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
+    REFUSES(TS_DDS_NT, o.desc.bias.data = o.desc.y.data, TS_INVALID_ARGUMENT, "overlap");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.layout = TS_COLUMN_MAJOR), TS_INVALID_ARGUMENT,
             "residual.layout must be y.layout, 0, got 1");
     REFUSES(TS_DDS_NT, (give_residual(&o), o.desc.residual.ld = OUT - 1), TS_INVALID_ARGUMENT, "residual.ld");
@@ -25,29 +25,31 @@ static void test_bad_operands(void) {
     REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.ld = OUT - 1), TS_INVALID_ARGUMENT, "gate.ld");
     REFUSES(TS_DDS_NT, (give_gate(&o), o.desc.gate.data = o.desc.y.data), TS_INVALID_ARGUMENT,
             "y and gate must not overlap in memory");
-    REFUSES(TS_DDS_NT, o.desc.bias = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT,
-            "bias must be aligned to 4 bytes");
-    REFUSES(TS_DDS_NT, (o.desc.packed = o.desc.y.data, o.desc.packed_bytes = 4), TS_INVALID_ARGUMENT,
-            "y and packed must not overlap in memory");
-    REFUSES(TS_DDS_NT, (o.desc.plan = o.desc.y.data, o.desc.plan_bytes = 4), TS_INVALID_ARGUMENT,
+    REFUSES(TS_DDS_NT, o.desc.bias.data = (char*)o.memory[3] + 2, TS_INVALID_ARGUMENT,
+            "bias.data must be aligned to 4 bytes");
+    REFUSES(TS_DDS_NT, (o.desc.prepacked.data = o.desc.y.data, o.desc.prepacked.bytes = 4),
+            TS_INVALID_ARGUMENT, "y and prepacked must not overlap in memory");
+    REFUSES(TS_DDS_NT, (o.desc.plan.data = o.desc.y.data, o.desc.plan.bytes = 4), TS_INVALID_ARGUMENT,
             "y and plan must not overlap in memory");
-    REFUSES(TS_DDS_NT, (o.desc.packed = o.memory[3], o.desc.packed_bytes = SIZE_MAX), TS_INVALID_ARGUMENT,
-            "packed must end within the address space, got 18446744073709551615 bytes");
+    REFUSES(TS_DDS_NT, (o.desc.prepacked.data = o.memory[3], o.desc.prepacked.bytes = SIZE_MAX),
+            TS_INVALID_ARGUMENT,
+            "prepacked must end within the address space, got 18446744073709551615 bytes");
     REFUSES(TS_DDS_NT,
             (o.desc.tokens = INT32_MAX, o.pattern.in_features = INT32_MAX / BK * BK, o.desc.x.ld = INT32_MAX),
             TS_INVALID_ARGUMENT,
             "x must have at most 140737488355328 elements, got 2147483647 tokens of 2147483616 features");
-    REFUSES(TS_DDS_NT, (o.desc.tokens = INT32_MAX, o.desc.dtype = TS_FLOAT64, o.desc.x.ld = INT32_MAX),
+    REFUSES(TS_DDS_NT, (o.desc.tokens = INT32_MAX, o.desc.x.dtype = TS_FLOAT64, o.desc.x.ld = INT32_MAX),
             TS_INVALID_ARGUMENT, "x.ld");
     REFUSES(TS_DDS_NT, (o.desc.tokens = 1 << 24, o.desc.x.data = (void*)(UINTPTR_MAX - 15)),
             TS_INVALID_ARGUMENT, "x must end within the address space, got 4496293876 bytes");
+    REFUSES(TS_DDS_NT,
+            (o.desc.device = TS_CUDA, o.desc.plan.data = (char*)o.memory[3] + 8, o.desc.x.ld = IN,
+             o.desc.y.ld = OUT),
+            TS_INVALID_ARGUMENT, "plan.data must be aligned to 16 bytes");
     REFUSES(
         TS_DDS_NT,
-        (o.desc.device = TS_CUDA, o.desc.plan = (char*)o.memory[3] + 8, o.desc.x.ld = IN, o.desc.y.ld = OUT),
-        TS_INVALID_ARGUMENT, "plan must be aligned to 16 bytes");
-    REFUSES(TS_DDS_NT,
-            (o.desc.device = TS_CUDA, o.desc.packed = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
-            TS_INVALID_ARGUMENT, "packed must be aligned to 256 bytes");
+        (o.desc.device = TS_CUDA, o.desc.prepacked.data = (char*)0x1010, o.desc.x.ld = IN, o.desc.y.ld = OUT),
+        TS_INVALID_ARGUMENT, "prepacked.data must be aligned to 256 bytes");
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.desc.tokens = INT32_MAX), TS_INVALID_ARGUMENT,
             "tokens must be 0 to 2147418112 on a CUDA device, got 2147483647");
     REFUSES(TS_DDS_NT, (o.desc.device = TS_CUDA, o.pattern.out_features = INT32_MAX / BN * BN),
@@ -130,7 +132,7 @@ static void test_overlapping_workspace(void) {
             SUCCEEDS(ts_matmul_workspace_size(&o.desc, &bytes));
             if (which == 0) o.desc.x.data = workspace;
             if (which == 1) o.desc.y.data = workspace;
-            if (which == 2) o.desc.values = workspace;
+            if (which == 2) o.desc.values.data = workspace;
             if (which == 3)
                 *(op == TS_DDS_NN ? &o.pattern.row_idx : &o.pattern.col_idx) =
                     memcpy(workspace, op == TS_DDS_NN ? o.pattern.row_idx : o.pattern.col_idx,

@@ -25,18 +25,18 @@ static void test_built_plans(void) {
     pattern.in_features = pattern.in_features / pattern.block_cols * pattern.block_rows;
     pattern.block_cols = pattern.block_rows; /* every kernel takes small square blocks */
     ts_kernel_info info = {.struct_size = sizeof info};
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         SUCCEEDS(ts_kernel_get(kernel, &info));
         for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op)
             if (info.ops >> op & 1) check_plan(&pattern, kernel, op, info.plan != 0);
     }
     size_t bytes = 0;
-    FAILS(ts_plan_size(NULL, 0, TS_DDS_NT, &bytes), TS_INVALID_ARGUMENT, "pattern");
-    FAILS(ts_plan_size(&pattern, 0, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "bytes");
+    FAILS(ts_plan_size(NULL, 1, TS_DDS_NT, &bytes), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_size(&pattern, 1, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "bytes");
     FAILS(ts_plan_size(&pattern, -1, TS_DDS_NT, &bytes), TS_INVALID_ARGUMENT, "kernel");
-    FAILS(ts_plan_size(&pattern, 0, 3, &bytes), TS_INVALID_ARGUMENT, "op");
+    FAILS(ts_plan_size(&pattern, 1, 3, &bytes), TS_INVALID_ARGUMENT, "op");
     pattern.col_ptr = NULL;
-    FAILS(ts_plan_build(&pattern, 0, TS_DDS_NT, NULL, 0), TS_INVALID_ARGUMENT, "col_ptr");
+    FAILS(ts_plan_build(&pattern, 1, TS_DDS_NT, NULL, 0), TS_INVALID_ARGUMENT, "col_ptr");
 }
 
 /* Plans say for which kernels, product and sizes they were made. */
@@ -48,7 +48,7 @@ static void test_plan_keys(void) {
     longer.out_features += longer.block_rows;
     ts_kernel_info info = {.struct_size = sizeof info};
     int64_t key = 0, other = 0;
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         SUCCEEDS(ts_kernel_get(kernel, &info));
         for (int32_t op = TS_DDS_NT; op <= TS_SDD_TN; ++op) {
             if (!(info.ops >> op & 1)) continue;
@@ -65,10 +65,10 @@ static void test_plan_keys(void) {
             free(plan);
         }
     }
-    FAILS(ts_plan_key(NULL, 0, TS_DDS_NT, &key), TS_INVALID_ARGUMENT, "pattern");
-    FAILS(ts_plan_key(&pattern, 0, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "key");
+    FAILS(ts_plan_key(NULL, 1, TS_DDS_NT, &key), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_key(&pattern, 1, TS_DDS_NT, NULL), TS_INVALID_ARGUMENT, "key");
     FAILS(ts_plan_key(&pattern, -1, TS_DDS_NT, &key), TS_INVALID_ARGUMENT, "kernel");
-    FAILS(ts_plan_key(&pattern, 0, -1, &key), TS_INVALID_ARGUMENT, "op");
+    FAILS(ts_plan_key(&pattern, 1, -1, &key), TS_INVALID_ARGUMENT, "op");
 }
 
 /* A product takes no plan that was made for other kernels. No address is followed. */
@@ -78,8 +78,8 @@ static void test_foreign_plan(void) {
     REFUSES(TS_DDS_NT,
             (o.desc.device = TS_CUDA, o.desc.tokens = 1 << 20, o.desc.x.ld = IN, o.desc.y.ld = OUT,
              o.desc.x.data = (void*)(1ull << 40), o.desc.y.data = (void*)(2ull << 40),
-             o.desc.plan = o.memory[3], o.desc.plan_bytes = 64, o.desc.plan_key = 1),
-            TS_INVALID_ARGUMENT, "plan_key is 1, but kernel");
+             o.desc.plan.data = o.memory[3], o.desc.plan.bytes = 64, o.desc.plan.key = 1),
+            TS_INVALID_ARGUMENT, "plan.key must be");
 }
 
 /* A weight of so many blocks, kept or not, that the host's sets would take the machine's memory. */
@@ -94,7 +94,7 @@ static void test_vast_plans(void) {
                           .row_ptr = no_blocks,
                           .col_ptr = no_blocks};
     ts_kernel_info info = {.struct_size = sizeof info};
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         SUCCEEDS(ts_kernel_get(kernel, &info));
         const int32_t op = info.ops >> TS_SDD_TN & 1 ? TS_SDD_TN : info.ops >> TS_DDS_NN & 1;
         size_t bytes = 0;
@@ -111,18 +111,18 @@ static void test_packing(void) {
     static operands o;
     init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
     size_t bytes = 1;
-    SUCCEEDS(ts_values_packed_size(&o.desc, &bytes));
+    SUCCEEDS(ts_values_prepacked_size(&o.desc, &bytes));
     CHECK(bytes == 0, "%d bytes", (int)bytes);
-    SUCCEEDS(ts_values_pack(&o.desc, NULL, 0, NULL));
-    o.desc.packed = o.memory[4];
-    o.desc.packed_key = 7; /* of whatever kernel: this one reads no packed values */
+    SUCCEEDS(ts_values_prepack(&o.desc, NULL, 0, NULL));
+    o.desc.prepacked.data = o.memory[4];
+    o.desc.prepacked.key = 7; /* of whatever kernel: this one reads no prepacked values */
     SUCCEEDS(run(&o));
     check_forward(&o);
-    FAILS(ts_values_packed_size(NULL, &bytes), TS_INVALID_ARGUMENT, "desc");
-    FAILS(ts_values_packed_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
-    FAILS(ts_values_pack(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_values_prepacked_size(NULL, &bytes), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_values_prepacked_size(&o.desc, NULL), TS_INVALID_ARGUMENT, "bytes");
+    FAILS(ts_values_prepack(NULL, NULL, 0, NULL), TS_INVALID_ARGUMENT, "desc");
     o.desc.op = 3;
-    FAILS(ts_values_pack(&o.desc, NULL, 0, NULL), TS_INVALID_ARGUMENT, "op");
+    FAILS(ts_values_prepack(&o.desc, NULL, 0, NULL), TS_INVALID_ARGUMENT, "op");
 }
 
 /* On the GPU plans are made of patterns in its memory alone, and in a library with CUDA alone. */
@@ -132,11 +132,11 @@ static void test_plans_on_the_device(void) {
     ts_kernel_info info = {.struct_size = sizeof info};
     size_t plan = 0, workspace = 0;
     char memory[16];
-    FAILS(ts_plan_device_size(NULL, 0, TS_DDS_NT, &plan, &workspace), TS_INVALID_ARGUMENT, "pattern");
+    FAILS(ts_plan_device_size(NULL, 1, TS_DDS_NT, &plan, &workspace), TS_INVALID_ARGUMENT, "pattern");
     FAILS(ts_plan_device_size(&pattern, -1, TS_DDS_NT, &plan, &workspace), TS_INVALID_ARGUMENT, "kernel");
-    FAILS(ts_plan_device_size(&pattern, 0, 3, &plan, &workspace), TS_INVALID_ARGUMENT, "op");
-    FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, NULL, &workspace), TS_INVALID_ARGUMENT, "plan_bytes");
-    FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
+    FAILS(ts_plan_device_size(&pattern, 1, 3, &plan, &workspace), TS_INVALID_ARGUMENT, "op");
+    FAILS(ts_plan_device_size(&pattern, 1, TS_DDS_NT, NULL, &workspace), TS_INVALID_ARGUMENT, "plan_bytes");
+    FAILS(ts_plan_device_size(&pattern, 1, TS_DDS_NT, &plan, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
     FAILS(ts_pattern_device_transpose_size(&pattern, NULL), TS_INVALID_ARGUMENT, "workspace_bytes");
     ts_array_pair pair = {.first = col_ptr, .second = row_idx, .count = 1};
     FAILS(ts_arrays_compare(NULL, 1, 1, NULL), TS_INVALID_ARGUMENT, "pairs must not be null");
@@ -147,15 +147,15 @@ static void test_plans_on_the_device(void) {
           has_cuda ? "must be in pinned memory" : "CUDA");
     CHECK(pair.differs == 0, "the pair has the mark %d", (int)pair.differs);
     if (!has_cuda) {
-        FAILS(ts_plan_device_size(&pattern, 0, TS_DDS_NT, &plan, &workspace), TS_UNSUPPORTED, "CUDA");
-        FAILS(ts_plan_device_build(&pattern, 0, TS_DDS_NT, memory, 16, memory, 16, NULL), TS_UNSUPPORTED,
+        FAILS(ts_plan_device_size(&pattern, 1, TS_DDS_NT, &plan, &workspace), TS_UNSUPPORTED, "CUDA");
+        FAILS(ts_plan_device_build(&pattern, 1, TS_DDS_NT, memory, 16, memory, 16, NULL), TS_UNSUPPORTED,
               "CUDA");
         FAILS(ts_pattern_device_transpose_size(&pattern, &workspace), TS_UNSUPPORTED, "CUDA");
         FAILS(ts_pattern_device_transpose(&pattern, col_ptr, row_idx, col_slot, memory, 16, NULL),
               TS_UNSUPPORTED, "CUDA");
         return;
     }
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         SUCCEEDS(ts_kernel_get(kernel, &info));
         const int32_t op = info.ops >> TS_SDD_TN & 1 ? TS_SDD_TN : info.ops >> TS_DDS_NN & 1;
         /* The blocks of this pattern are none for kernels that want square ones. */

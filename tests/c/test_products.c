@@ -5,7 +5,7 @@ static void test_product(int32_t dtype, int32_t x_layout, int32_t y_layout) {
     static operands o;
     for (int options = 0; options < 6; ++options) {
         init_operands(&o, TS_DDS_NT, dtype, x_layout, y_layout);
-        o.desc.bias = options & 1 ? o.memory[3] : NULL;
+        o.desc.bias.data = options & 1 ? o.memory[3] : NULL;
         o.desc.activation = options & 1 ? TS_RELU : TS_NO_ACTIVATION;
         if (options & 2) give_residual(&o);
         if (options & 4) give_gate(&o);
@@ -17,7 +17,7 @@ static void test_product(int32_t dtype, int32_t x_layout, int32_t y_layout) {
     check_gradient_of_x(&o);
     for (int options = 0; options < 6; ++options) {
         init_operands(&o, TS_SDD_TN, dtype, x_layout, y_layout);
-        o.desc.accumulate = options % 2;
+        o.desc.accumulate = options % 2 ? TS_ACCUMULATE_VALUES : 0;
         if (options >= 2) give_bias_gradient(&o, options / 4);
         SUCCEEDS(run(&o));
         check_gradient_of_values(&o);
@@ -28,9 +28,9 @@ static void test_product(int32_t dtype, int32_t x_layout, int32_t y_layout) {
 static void test_forced_kernels(void) {
     static operands o;
     int ran = 0;
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);
-        o.desc.kernel = kernel + 1;
+        o.desc.kernel = kernel;
         const ts_status_t status = run(&o);
         CHECK(status == TS_SUCCESS || status == TS_UNSUPPORTED, "kernel %d: %s", (int)kernel,
               ts_status_string(status));
@@ -57,7 +57,7 @@ static void test_empty_products(void) {
     o.pattern.nnz = 0;
     o.pattern.row_ptr = o.pattern.col_ptr = no_blocks;
     o.pattern.col_idx = o.pattern.row_slot = o.pattern.row_idx = o.pattern.col_slot = NULL;
-    o.desc.values = NULL;
+    o.desc.values.data = NULL;
     SUCCEEDS(run(&o));
     for (int64_t n = 0; n < OUT; ++n) CHECK(y_at(&o, 2, n) == 0, "y[2, %d] is %g", (int)n, y_at(&o, 2, n));
 }
@@ -73,7 +73,7 @@ static void test_no_features(void) {
             o.pattern.row_ptr = o.pattern.col_ptr = no_blocks;
             *(no_inputs ? &o.pattern.in_features : &o.pattern.out_features) = 0;
             if (op == TS_DDS_NT) {
-                o.desc.bias = o.memory[3];
+                o.desc.bias.data = o.memory[3];
                 o.desc.activation = TS_RELU;
                 give_residual(&o);
             }

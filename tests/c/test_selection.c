@@ -1,4 +1,4 @@
-/* What kernels are chosen by: devices, preferences, estimates, measurements. */
+/* The choice of kernels: devices, preferences, estimates, measurements. */
 #include "layer.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@ static void test_select(void) {
     int32_t kernel = -1;
     char reason[256] = "";
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, reason, sizeof reason));
-    CHECK(kernel >= 0 && kernel < ts_kernel_count(), "kernel %d", (int)kernel);
+    CHECK(kernel >= 1 && kernel <= ts_kernel_count(), "kernel %d", (int)kernel);
     CHECK(reason[0] != '\0', "no reason is given");
     char shortened[5] = "~~~~";
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, shortened, 4));
@@ -33,7 +33,7 @@ static void test_select(void) {
     gpu.compute_capability = 90;
     const int has_cuda = strstr(ts_architectures(), "sm_") != NULL;
     for (o.desc.op = TS_DDS_NT; o.desc.op <= TS_SDD_TN; ++o.desc.op) {
-        o.desc.dtype = TS_FLOAT16;
+        o.desc.x.dtype = o.desc.y.dtype = TS_FLOAT16;
         const ts_status_t status = ts_matmul_select(&o.desc, &gpu, &kernel, reason, sizeof reason);
         CHECK(status == (has_cuda ? TS_SUCCESS : TS_UNSUPPORTED), "op %d: %s", (int)o.desc.op,
               ts_status_string(status));
@@ -60,7 +60,7 @@ static void test_select_without_clusters(void) {
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &without, NULL, 0));
         if (op == TS_SDD_TN) continue; /* which can do without */
         CHECK(strncmp(kernel_name(without), "sm80_", 5) == 0, "op %d: %s", (int)op, kernel_name(without));
-        o.desc.kernel = with + 1;
+        o.desc.kernel = with;
         FAILS(ts_matmul_select(&o.desc, &gpu, &without, NULL, 0), TS_UNSUPPORTED,
               "the device has no room for clusters of thread blocks");
     }
@@ -80,7 +80,7 @@ static void test_preferences(void) {
     CHECK(strcmp(reason, "the caller prefers it") == 0, "%s", reason);
     SUCCEEDS(run(&o));
     check_forward(&o);
-    o.desc.kernel = best + 1; /* comes first */
+    o.desc.kernel = best; /* comes first */
     SUCCEEDS(ts_matmul_select(&o.desc, &cpu, &kernel, NULL, 0));
     CHECK(kernel == best, "kernel %d", (int)kernel);
     if (strstr(ts_architectures(), "sm_80") != NULL) { /* is not for the CPU */
@@ -105,25 +105,25 @@ static void test_estimates(void) {
     CHECK(time == 0, "%g us on a CPU", time);
     SUCCEEDS(ts_matmul_estimate(&o.desc, &cpu, TS_RUN_DENSE, &time));
     CHECK(time == 0, "%g us on a CPU", time);
-    FAILS(ts_matmul_estimate(NULL, &cpu, 0, &time), TS_INVALID_ARGUMENT, "desc");
-    FAILS(ts_matmul_estimate(&o.desc, NULL, 0, &time), TS_INVALID_ARGUMENT, "device");
-    FAILS(ts_matmul_estimate(&o.desc, &cpu, 0, NULL), TS_INVALID_ARGUMENT, "microseconds");
-    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_INVALID_ARGUMENT,
+    FAILS(ts_matmul_estimate(NULL, &cpu, 1, &time), TS_INVALID_ARGUMENT, "desc");
+    FAILS(ts_matmul_estimate(&o.desc, NULL, 1, &time), TS_INVALID_ARGUMENT, "device");
+    FAILS(ts_matmul_estimate(&o.desc, &cpu, 1, NULL), TS_INVALID_ARGUMENT, "microseconds");
+    FAILS(ts_matmul_estimate(&o.desc, &gpu, 1, &time), TS_INVALID_ARGUMENT,
           "device.device must be desc.device, 0, got 1");
-    FAILS(ts_matmul_estimate(&o.desc, &cpu, ts_kernel_count(), &time), TS_INVALID_ARGUMENT, "kernel");
+    FAILS(ts_matmul_estimate(&o.desc, &cpu, ts_kernel_count() + 1, &time), TS_INVALID_ARGUMENT, "kernel");
     FAILS(ts_matmul_estimate(&o.desc, &cpu, -2, &time), TS_INVALID_ARGUMENT, "kernel");
     o.desc.device = TS_CUDA;
     time = -1;
-    FAILS(ts_matmul_estimate(&o.desc, &gpu, 0, &time), TS_UNSUPPORTED, "it is for another kind of device");
+    FAILS(ts_matmul_estimate(&o.desc, &gpu, 1, &time), TS_UNSUPPORTED, "it is for another kind of device");
     CHECK(time == -1, "%g was written", time);
     if (strstr(ts_architectures(), "sm_90") == NULL) return;
-    o.desc.dtype = TS_BFLOAT16;
+    o.desc.x.dtype = o.desc.y.dtype = TS_BFLOAT16;
     int32_t best = -1;
     SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &best, NULL, 0));
     double least = 0;
     SUCCEEDS(ts_matmul_estimate(&o.desc, &gpu, best, &least));
     CHECK(least > 0, "%g us", least);
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel)
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel)
         if (ts_matmul_estimate(&o.desc, &gpu, kernel, &time) == TS_SUCCESS)
             CHECK(time >= least, "%s: %g us, less than the %g of what was chosen", kernel_name(kernel), time,
                   least);
@@ -148,7 +148,7 @@ static void test_features(void) {
           "features");
     FAILS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, NULL, NULL, 0), TS_INVALID_ARGUMENT,
           "count");
-    FAILS(ts_matmul_features(&o.desc, &gpu, 0, features, &count, NULL, 0), TS_UNSUPPORTED,
+    FAILS(ts_matmul_features(&o.desc, &gpu, 1, features, &count, NULL, 0), TS_UNSUPPORTED,
           "it is for another kind of device");
     count = 1;
     FAILS(ts_matmul_features(&o.desc, &gpu, TS_RUN_DENSE, features, &count, family, sizeof family),
@@ -163,7 +163,7 @@ static void test_features(void) {
     CHECK(strcmp(family, "dense") == 0, "%s", family);
 }
 
-/* What is chosen on the CPU, and why. */
+/* The choice on the CPU, and its reason. */
 static int32_t chosen(const operands* o, const ts_device_info* cpu, char* reason) {
     int32_t kernel = -7;
     SUCCEEDS(ts_matmul_select(&o->desc, cpu, &kernel, reason, 256));
@@ -179,7 +179,7 @@ static void test_measurements(void) {
     const int32_t best = chosen(&o, &cpu, reason), portable = portable_kernel();
     FAILS(ts_measurement_add(NULL, &cpu, portable, 1, 0), TS_INVALID_ARGUMENT, "desc");
     FAILS(ts_measurement_add(&o.desc, NULL, portable, 1, 0), TS_INVALID_ARGUMENT, "device");
-    FAILS(ts_measurement_add(&o.desc, &cpu, -1, 1, 0), TS_INVALID_ARGUMENT, "kernel must be 0 to ");
+    FAILS(ts_measurement_add(&o.desc, &cpu, -1, 1, 0), TS_INVALID_ARGUMENT, "kernel must be 1 to ");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, 0, 0), TS_INVALID_ARGUMENT,
           "microseconds must be a finite number above 0, got 0");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, NAN, 0), TS_INVALID_ARGUMENT, "microseconds");
@@ -187,8 +187,7 @@ static void test_measurements(void) {
           "dense_microseconds must be 0 or a finite number above 0, got -1");
     FAILS(ts_measurement_add(&o.desc, &cpu, portable, 1, INFINITY), TS_INVALID_ARGUMENT, "dense_micro");
     if (strstr(ts_architectures(), "sm_80") != NULL)
-        FAILS(ts_measurement_add(&o.desc, &cpu, ts_kernel_count() - 1, 1, 0), TS_UNSUPPORTED,
-              "cannot compute");
+        FAILS(ts_measurement_add(&o.desc, &cpu, ts_kernel_count(), 1, 0), TS_UNSUPPORTED, "cannot compute");
     CHECK(chosen(&o, &cpu, reason) == best, "%s", reason);
 
     SUCCEEDS(ts_measurement_add(&o.desc, &cpu, portable, 12.25, 0));
@@ -245,15 +244,17 @@ static void test_select_few_tokens(void) {
     o.pattern.out_features = o.pattern.in_features = 8192;
     o.pattern.nnz = 4096;
     o.desc.x.ld = o.desc.y.ld = 8192;
-    for (int32_t i = 0; i < ts_kernel_count(); ++i) {
+    for (int32_t i = 1; i <= ts_kernel_count(); ++i) {
         SUCCEEDS(ts_kernel_get(i, &few));
         if (few.max_tokens == 0 || few.device != TS_CUDA) continue;
         int32_t kernel = -1;
-        o.desc.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
-        o.desc.storage = few.storages >> TS_STORAGE_DENSE & 1 ? TS_STORAGE_DENSE : TS_STORAGE_2_4;
-        o.desc.values_dtype = few.values_dtypes >> TS_INT8 & 1   ? TS_INT8 + 1
-                              : few.values_dtypes >> TS_INT4 & 1 ? TS_INT4 + 1
-                                                                 : 0;
+        o.desc.x.dtype = o.desc.y.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
+        o.desc.values.storage = few.storages >> TS_STORAGE_DENSE & 1 ? TS_STORAGE_DENSE : TS_STORAGE_2_4;
+        o.desc.values.dtype = few.values_dtypes >> TS_INT8 & 1   ? TS_INT8
+                              : few.values_dtypes >> TS_INT4 & 1 ? TS_INT4
+                                                                 : TS_DTYPE_DEFAULT;
+        o.desc.values.granularity =
+            o.desc.values.dtype == TS_DTYPE_DEFAULT ? TS_SCALES_NONE : TS_SCALES_PER_BLOCK;
         o.desc.tokens = 1;
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
         SUCCEEDS(ts_kernel_get(kernel, &chosen));
@@ -263,7 +264,7 @@ static void test_select_few_tokens(void) {
         SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
         SUCCEEDS(ts_kernel_get(kernel, &chosen));
         CHECK(chosen.max_tokens == 0 || chosen.max_tokens > few.max_tokens, "%s", chosen.name);
-        o.desc.kernel = i + 1;
+        o.desc.kernel = i;
         FAILS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0), TS_UNSUPPORTED, "fewer tokens");
         o.desc.kernel = 0;
     }

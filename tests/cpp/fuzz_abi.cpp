@@ -67,7 +67,7 @@ void call_select() {
     reason.check_untouched("ts_matmul_select", done);
 }
 
-// What is measured decides what later calls choose, and is forgotten before the next, which may be repeated
+// A measurement decides what later calls choose, and is forgotten before the next call, which may be repeated
 // alone.
 void call_estimate() {
     const ts_pattern pattern = some_pattern();
@@ -102,14 +102,15 @@ void call_sizes() {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, false);
     desc.pattern = as_caller_has_it(pattern);
-    const Result workspace(8), packed(8);
+    const Result workspace(8), prepacked(8);
     workspace.check_untouched(
         "ts_matmul_workspace_size",
         check_status("ts_matmul_workspace_size",
                      ts_matmul_workspace_size(as_caller_has_it(desc), workspace.as<size_t>())));
-    packed.check_untouched("ts_values_packed_size",
-                           check_status("ts_values_packed_size",
-                                        ts_values_packed_size(as_caller_has_it(desc), packed.as<size_t>())));
+    prepacked.check_untouched(
+        "ts_values_prepacked_size",
+        check_status("ts_values_prepacked_size",
+                     ts_values_prepacked_size(as_caller_has_it(desc), prepacked.as<size_t>())));
 }
 
 void call_plan() {
@@ -167,8 +168,8 @@ void call_matmul() {
     if (desc.device == TS_CUDA) {
         desc.x.data = for_device(desc.x.data);
         desc.y.data = for_device(desc.y.data);
-        desc.values = for_device(desc.values);
-        desc.bias_gradient = for_device(desc.bias_gradient);
+        desc.values.data = for_device(desc.values.data);
+        desc.bias.data = for_device(desc.bias.data);
     }
     const ts_matmul_desc* const given = followed_product(desc, pattern);
     size_t bytes = 0;
@@ -176,16 +177,16 @@ void call_matmul() {
     if (chance(5)) bytes = static_cast<size_t>(draw(0, 4096));
     const Result workspace(bytes);
     unsigned char* scratch = workspace.data;
-    if (const size_t held = held_at(operands.values); chance(5) && held >= bytes)
-        scratch = static_cast<unsigned char*>(operands.values);
+    if (const size_t held = held_at(operands.values.data); chance(5) && held >= bytes)
+        scratch = static_cast<unsigned char*>(operands.values.data);
     const bool done = check_status("ts_matmul", ts_matmul(given, scratch, bytes, nullptr));
     workspace.check_untouched("ts_matmul", done);
-    for (const void* operand : {operands.x.data, operands.y.data, operands.values})
+    for (const void* operand : {operands.x.data, operands.y.data, operands.values.data, operands.bias.data})
         check("ts_matmul", done || is_untouched(operand));
-    check("ts_matmul", done || desc.bias_gradient == nullptr || is_untouched(operands.bias_gradient));
-    const bool packed = check_status("ts_values_pack", ts_values_pack(given, workspace.data, bytes, nullptr));
+    const bool prepacked =
+        check_status("ts_values_prepack", ts_values_prepack(given, workspace.data, bytes, nullptr));
     check_without_gpu("ts_matmul", given, done);
-    check_without_gpu("ts_values_pack", given, packed);
+    check_without_gpu("ts_values_prepack", given, prepacked);
 }
 
 void call_any() {
@@ -204,7 +205,7 @@ void call_any() {
         case 6:
             return call_device_plan();
         case 7:
-            return call_expand();
+            return call_dequantize();
         case 8:
             return call_compress();
         case 9:
@@ -230,7 +231,7 @@ int main(int argc, char** argv) {
     const long calls = argc > 1 ? strtol(argv[1], nullptr, 10) : 10000;
     const unsigned long long seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
     for (long i = 0; i < calls && broken == nullptr; ++i) {
-        // Of itself alone, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
+        // A seed of the call's own, so that `fuzz_abi 1 seed` repeats a call by the number that is printed.
         state = (seed + static_cast<uint64_t>(i)) * 0x2545f4914f6cdd1du;
         call_any();
         if (broken != nullptr)

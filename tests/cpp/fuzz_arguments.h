@@ -36,45 +36,37 @@ inline void spoil(T& structure, const Field (&fields)[size]) {
 #define WIDE(type, field) {offsetof(type, field), true}
 
 constexpr Field kPatternFields[] = {NARROW(ts_pattern, block_rows), NARROW(ts_pattern, block_cols),
-                                    NARROW(ts_pattern, reserved),   WIDE(ts_pattern, out_features),
-                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz),
-                                    WIDE(ts_pattern, groups)};
+                                    NARROW(ts_pattern, groups),     WIDE(ts_pattern, out_features),
+                                    WIDE(ts_pattern, in_features),  WIDE(ts_pattern, nnz)};
+
+#define OPERAND(name)                                                                   \
+    NARROW(ts_matmul_desc, name.layout), NARROW(ts_matmul_desc, name.dtype),            \
+        NARROW(ts_matmul_desc, name.storage), NARROW(ts_matmul_desc, name.granularity), \
+        WIDE(ts_matmul_desc, name.ld), WIDE(ts_matmul_desc, name.scales_ld)
 
 constexpr Field kDescFields[] = {NARROW(ts_matmul_desc, op),
-                                 NARROW(ts_matmul_desc, dtype),
                                  NARROW(ts_matmul_desc, device),
-                                 NARROW(ts_matmul_desc, storage),
                                  NARROW(ts_matmul_desc, activation),
                                  NARROW(ts_matmul_desc, precision),
                                  NARROW(ts_matmul_desc, accumulate),
                                  NARROW(ts_matmul_desc, kernel),
-                                 NARROW(ts_matmul_desc, reserved),
-                                 NARROW(ts_matmul_desc, x.layout),
-                                 NARROW(ts_matmul_desc, x.reserved),
-                                 NARROW(ts_matmul_desc, y.layout),
-                                 NARROW(ts_matmul_desc, y.reserved),
-                                 NARROW(ts_matmul_desc, residual.layout),
-                                 NARROW(ts_matmul_desc, values_dtype),
-                                 NARROW(ts_matmul_desc, result_dtype),
                                  NARROW(ts_matmul_desc, policy),
-                                 NARROW(ts_matmul_desc, row_scales),
-                                 NARROW(ts_matmul_desc, gate.layout),
-                                 WIDE(ts_matmul_desc, gate.ld),
                                  WIDE(ts_matmul_desc, tokens),
-                                 WIDE(ts_matmul_desc, x.ld),
-                                 WIDE(ts_matmul_desc, y.ld),
-                                 WIDE(ts_matmul_desc, residual.ld),
-                                 WIDE(ts_matmul_desc, plan_key),
-                                 WIDE(ts_matmul_desc, plan_bytes),
-                                 WIDE(ts_matmul_desc, packed_bytes),
-                                 WIDE(ts_matmul_desc, packed_key),
-                                 NARROW(ts_matmul_desc, bias_gradient_dtype),
-                                 NARROW(ts_matmul_desc, accumulate_bias),
-                                 WIDE(ts_matmul_desc, x_scales_ld)};
+                                 OPERAND(x),
+                                 OPERAND(y),
+                                 OPERAND(values),
+                                 OPERAND(bias),
+                                 OPERAND(residual),
+                                 OPERAND(gate),
+                                 WIDE(ts_matmul_desc, plan.key),
+                                 WIDE(ts_matmul_desc, plan.bytes),
+                                 WIDE(ts_matmul_desc, prepacked.bytes),
+                                 WIDE(ts_matmul_desc, prepacked.key)};
 
 constexpr Field kDeviceFields[] = {NARROW(ts_device_info, device), NARROW(ts_device_info, compute_capability),
                                    NARROW(ts_device_info, multiprocessors),
-                                   NARROW(ts_device_info, shared_memory), NARROW(ts_device_info, reserved)};
+                                   NARROW(ts_device_info, shared_memory),
+                                   NARROW(ts_device_info, max_cluster)};
 
 // An array of the size that the arguments claim, which begins with what a valid one has.
 inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
@@ -87,7 +79,7 @@ inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
     return data;
 }
 
-inline int64_t groups_of(const ts_pattern& pattern) { return std::max<int64_t>(pattern.groups, 1); }
+inline int64_t groups_of(const ts_pattern& pattern) { return std::max(pattern.groups, 1); }
 
 inline ts_pattern some_pattern() {
     static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
@@ -95,8 +87,8 @@ inline ts_pattern some_pattern() {
     pattern.struct_size = sizeof pattern;
     pattern.block_rows = one_of(kBlocks);
     pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
-    pattern.groups = chance(70) ? draw(0, 1) : draw(2, 4);
-    const int64_t groups = std::max<int64_t>(pattern.groups, 1), group_rows = draw(0, 6 / groups);
+    pattern.groups = static_cast<int32_t>(chance(70) ? draw(0, 1) : draw(2, 4));
+    const int64_t groups = groups_of(pattern), group_rows = draw(0, 6 / groups);
     const int64_t rows = groups * group_rows, cols = draw(0, 6);
     const int density = static_cast<int>(draw(0, 100));
     std::vector<int32_t> ptr{0}, idx, col_ptr{0}, row_idx, col_slot;
@@ -138,12 +130,15 @@ inline int64_t size_of(int32_t dtype) {
     return dtype == TS_FLOAT64 ? 8 : dtype == TS_FLOAT32 ? 4 : 2;
 }
 
-inline int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand but values
-    const int64_t size = size_of(desc.dtype);
-    return desc.result_dtype > 0 ? std::max(size, size_of(desc.result_dtype - 1)) : size;
+inline const ts_operand& input_of(const ts_matmul_desc& desc) {
+    return desc.op == TS_DDS_NN ? desc.y : desc.x;
 }
 
-inline void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t features) {
+inline int64_t most_bytes(const ts_matmul_desc& desc) {  // of an element of any operand but values
+    return std::max(size_of(desc.x.dtype), size_of(desc.y.dtype));
+}
+
+inline void place(ts_operand& matrix, const ts_matmul_desc& desc, int64_t features) {
     const bool row_major = matrix.layout == TS_ROW_MAJOR;
     const int64_t tokens = bounded(desc.tokens);
     const wide lines = row_major ? tokens : bounded(features), line = row_major ? bounded(features) : tokens;
@@ -151,28 +146,29 @@ inline void place(ts_matrix& matrix, const ts_matmul_desc& desc, int64_t feature
     matrix.data = take_some(elements * most_bytes(desc));
 }
 
-// Values, with what their storage has besides.
+// Values with metadata and scales, and scales of x.
 inline void place_values(ts_matmul_desc& desc, const ts_pattern& pattern) {
+    ts_operand& values = desc.values;
     const wide rows = wide(bounded(pattern.nnz)) * pattern.block_rows, count = rows * pattern.block_cols;
-    const int64_t size = size_of(desc.values_dtype > 0 ? desc.values_dtype - 1 : desc.dtype);
-    const bool is_halved = desc.storage == TS_STORAGE_2_4 || desc.values_dtype == TS_INT4 + 1;
-    desc.values = take_some(count * size / (is_halved ? 2 : 1));
-    if (desc.metadata != nullptr) desc.metadata = take_some(count / 8);
-    if (desc.scales != nullptr) {
-        const wide of_features = bounded(pattern.out_features),
-                   of_rows = desc.row_scales ? rows : pattern.nnz;
-        const bool per_feature = desc.row_scales == TS_SCALES_PER_FEATURE;
-        desc.scales = reinterpret_cast<float*>(take_some((per_feature ? of_features : of_rows) * 4));
+    const int64_t size = size_of(values.dtype != TS_DTYPE_DEFAULT ? values.dtype : input_of(desc).dtype);
+    const bool is_halved = values.storage == TS_STORAGE_2_4 || values.dtype == TS_INT4;
+    values.data = take_some(count * size / (is_halved ? 2 : 1));
+    if (values.metadata != nullptr) values.metadata = take_some(count / 8);
+    if (values.scales != nullptr) {
+        const wide scales = values.granularity == TS_SCALES_PER_FEATURE ? wide(bounded(pattern.out_features))
+                            : values.granularity == TS_SCALES_PER_ROW   ? rows
+                                                                        : wide(bounded(pattern.nnz));
+        values.scales = reinterpret_cast<float*>(take_some(scales * 4));
     }
-    if (desc.x_scales != nullptr) {
+    if (desc.x.scales != nullptr) {
         const wide groups = bounded(pattern.in_features) / 128, tokens = bounded(desc.tokens);
-        const bool inside = desc.x_scales_ld != 0 && groups > 0;
-        const wide before = inside ? (groups - 1) * bounded(desc.x_scales_ld) : 0;
-        desc.x_scales = reinterpret_cast<float*>(take_some((before + tokens) * 4));
+        const bool inside = desc.x.granularity == TS_SCALES_PER_GROUP && groups > 0;
+        const wide before = inside ? (groups - 1) * bounded(desc.x.scales_ld) : 0;
+        desc.x.scales = reinterpret_cast<float*>(take_some((before + tokens) * 4));
     }
 }
 
-// Where groups begin: ascending from 0 to the number of tokens, unless spoilt.
+// Offsets of groups: ascending from 0 to the number of tokens, unless spoilt.
 inline const int32_t* some_offsets(int64_t groups, int64_t tokens) {
     std::vector<int32_t> offsets{0};
     const int64_t known = std::clamp<int64_t>(groups, 1, 1024);
@@ -183,12 +179,12 @@ inline const int32_t* some_offsets(int64_t groups, int64_t tokens) {
     return array(offsets, wide(bounded(groups)) + 1);
 }
 
-// Where the pattern's structure may be read, its memory is there; `followed`: that of the operands, too.
+// The pattern's memory is there wherever its structure may be read; `followed`: that of the operands, too.
 inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     ts_matmul_desc desc{};
     desc.struct_size = sizeof desc;
     desc.op = static_cast<int32_t>(draw(0, 2));
-    desc.dtype = static_cast<int32_t>(draw(0, 3));
+    desc.x.dtype = desc.y.dtype = static_cast<int32_t>(draw(TS_FLOAT64, TS_BFLOAT16));
     desc.device = chance(followed ? 85 : 40) ? TS_CPU : TS_CUDA;
     desc.tokens = draw(0, 40);
     desc.x.layout = static_cast<int32_t>(draw(0, 1));
@@ -209,68 +205,65 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
     desc.y.ld = line(desc.y.layout, of_y);
     desc.residual.ld = line(desc.residual.layout, of_y);
     desc.gate.ld = line(desc.gate.layout, of_y);
+    ts_operand& values = desc.values;
     if (desc.op != TS_SDD_TN) {
-        if (chance(25)) desc.storage = TS_STORAGE_2_4;
-        if (chance(25)) desc.values_dtype = static_cast<int32_t>(draw(TS_INT8, TS_INT4)) + 1;
-        if (desc.values_dtype != 0) desc.row_scales = static_cast<int32_t>(draw(0, 1));
+        if (chance(25)) values.storage = TS_STORAGE_2_4;
+        if (chance(25)) values.dtype = static_cast<int32_t>(draw(TS_INT8, TS_INT4));
+        if (values.dtype != TS_DTYPE_DEFAULT)
+            values.granularity = static_cast<int32_t>(draw(TS_SCALES_PER_BLOCK, TS_SCALES_PER_ROW));
     }
     const bool quantizes = desc.op == TS_DDS_NT && chance(grouped ? 3 : 20);
     if (quantizes) {
-        desc.dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN));
-        desc.result_dtype = static_cast<int32_t>(draw(TS_FLOAT32, TS_BFLOAT16)) + 1;
-        desc.values_dtype = desc.storage = 0;
-        desc.row_scales = TS_SCALES_PER_FEATURE;
+        desc.x.dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN));
+        desc.x.granularity = TS_SCALES_PER_TOKEN;
+        desc.y.dtype = static_cast<int32_t>(draw(TS_FLOAT32, TS_BFLOAT16));
+        values.dtype = values.storage = 0;
+        values.granularity = TS_SCALES_PER_FEATURE;
         if (chance(pattern.block_rows == 128 && pattern.block_cols == 128 ? 60 : 3)) {
-            desc.dtype = static_cast<int32_t>(chance(95) ? TS_FLOAT8_E4M3FN : TS_INT8);
-            desc.row_scales = TS_SCALES_PER_BLOCK;
-            desc.x_scales_ld = std::max<int64_t>(desc.tokens, 1) + draw(0, 3);
+            desc.x.dtype = static_cast<int32_t>(chance(95) ? TS_FLOAT8_E4M3FN : TS_INT8);
+            desc.x.granularity = TS_SCALES_PER_GROUP;
+            desc.x.scales_ld = std::max<int64_t>(desc.tokens, 1) + draw(0, 3);
+            values.granularity = TS_SCALES_PER_BLOCK;
         }
         if (chance(90)) desc.x.layout = TS_ROW_MAJOR;
         desc.x.ld = line(desc.x.layout, pattern.in_features);
     }
-    if (quantizes == chance(97)) desc.x_scales = static_cast<float*>(wild_address());
-    if ((desc.storage != TS_STORAGE_DENSE) == chance(97)) desc.metadata = wild_address();
-    if ((desc.values_dtype != 0 || quantizes) == chance(97))
-        desc.scales = static_cast<float*>(wild_address());
+    if (quantizes == chance(97)) desc.x.scales = static_cast<float*>(wild_address());
+    if ((values.storage != TS_STORAGE_DENSE) == chance(97)) values.metadata = wild_address();
+    if ((values.dtype != TS_DTYPE_DEFAULT || quantizes) == chance(97))
+        values.scales = static_cast<float*>(wild_address());
     while (chance(35)) spoil(desc, kDescFields);
-    desc.plan = chance(80) ? nullptr : wild_address();
-    desc.packed = chance(80) ? nullptr : wild_address();
-    const bool has_bias = chance(30) && desc.op == TS_DDS_NT,
+    desc.plan.data = chance(80) ? nullptr : wild_address();
+    desc.prepacked.data = chance(80) ? nullptr : wild_address();
+    const bool has_bias =
+                   desc.op == TS_SDD_TN ? chance(grouped ? 3 : 50) : chance(30) && desc.op == TS_DDS_NT,
                has_residual = chance(30) && desc.op == TS_DDS_NT,
-               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT,
-               has_bias_gradient = chance(grouped ? 3 : 50) && desc.op == TS_SDD_TN;
-    if (has_bias_gradient && chance(50)) desc.accumulate_bias = 1;
-    if (has_bias_gradient && size_of(desc.dtype) == 2 && chance(50))
-        desc.bias_gradient_dtype = TS_FLOAT32 + 1;
+               has_gate = chance(has_residual ? 2 : 30) && desc.op == TS_DDS_NT;
+    if (has_bias && desc.op == TS_SDD_TN && chance(50)) desc.accumulate |= TS_ACCUMULATE_BIAS;
+    if (has_bias && desc.op == TS_SDD_TN && size_of(desc.x.dtype) == 2 && chance(50))
+        desc.bias.dtype = TS_FLOAT32;
     if (grouped && !followed) desc.group_offsets = static_cast<const int32_t*>(wild_address());
     if (grouped && followed) desc.group_offsets = some_offsets(groups_of(pattern), desc.tokens);
     if (!followed) {
-        for (void** operand : {&desc.x.data, &desc.y.data, &desc.values}) *operand = wild_address();
-        if (has_bias) desc.bias = wild_address();
+        for (void** operand : {&desc.x.data, &desc.y.data, &desc.values.data}) *operand = wild_address();
+        if (has_bias) desc.bias.data = wild_address();
         if (has_residual) desc.residual.data = wild_address();
         if (has_gate) desc.gate.data = wild_address();
-        if (has_bias_gradient) desc.bias_gradient = wild_address();
         return desc;
     }
     place(desc.x, desc, pattern.in_features);
     place(desc.y, desc, of_y);
     if (has_residual) place(desc.residual, desc, of_y);
     if (has_gate) place(desc.gate, desc, of_y);
-    if (has_bias) desc.bias = take_some(wide(bounded(pattern.out_features)) * most_bytes(desc));
-    if (has_bias_gradient) desc.bias_gradient = take_some(wide(bounded(pattern.out_features)) * 8);
+    if (has_bias) desc.bias.data = take_some(wide(bounded(pattern.out_features)) * 8);
     place_values(desc, pattern);
     return desc;
 }
 
-// A product whose memory is there, or null: a caller that knows less of the structure would claim other
-// memory.
+// A product whose memory is there: of a structure of another size than this header's nothing is followed.
 inline const ts_matmul_desc* followed_product(ts_matmul_desc& desc, const ts_pattern& pattern) {
     desc.pattern = as_caller_has_it(pattern);
-    const ts_matmul_desc* const given = as_caller_has_it(desc);
-    uint32_t size = sizeof desc;
-    if (given != nullptr) std::memcpy(&size, given, sizeof size);
-    const bool is_plain = desc.storage == TS_STORAGE_DENSE && desc.values_dtype == 0;
-    return is_plain || size >= sizeof desc ? given : nullptr;
+    return as_caller_has_it(desc);
 }
 
 inline ts_device_info some_device() {
@@ -288,7 +281,7 @@ inline ts_device_info some_device() {
 }
 
 inline int32_t some_kernel() {
-    return static_cast<int32_t>(chance(95) ? draw(0, ts_kernel_count() - 1) : wild_number());
+    return static_cast<int32_t>(chance(95) ? draw(1, ts_kernel_count()) : wild_number());
 }
 inline int32_t some_op() { return static_cast<int32_t>(chance(95) ? draw(0, 2) : wild_number()); }
 

@@ -123,8 +123,8 @@ inline size_t held_at(const void* data) {
 // A structure as a caller of some version has it: of the size it says, or a size that is refused unread.
 template <class T>
 inline T* as_caller_has_it(T structure) {
-    static constexpr uint32_t kOdd[] = {0,   1,   4,   8,   87,  88,  92,  100, 103,
-                                        104, 120, 159, 160, 168, 176, 184, 208, 216};
+    static constexpr uint32_t kOdd[] = {0,   1,   4,   8,   87,  88,  89,  100, 115,
+                                        116, 117, 160, 216, 352, 503, 504, 505, 512};
     uint32_t size = sizeof(T);
     if (chance(10)) size = one_of(kOdd);
     if (chance(4)) size = sizeof(T) + static_cast<uint32_t>(draw(1, 100));

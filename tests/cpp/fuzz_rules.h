@@ -1,4 +1,4 @@
-// What must hold of every call.
+// Rules that every call must keep.
 #ifndef TILESPARSE_TESTS_FUZZ_RULES_H_
 #define TILESPARSE_TESTS_FUZZ_RULES_H_
 

@@ -16,26 +16,26 @@
 
 namespace fuzz {
 
-inline void call_expand() {
+inline void call_dequantize() {
     const ts_pattern pattern = some_pattern();
     ts_matmul_desc desc = some_product(pattern, true);
     const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
-    wide bytes = std::clamp<wide>(count * size_of(desc.dtype), 0, kMostBytes + 1);
+    wide bytes = std::clamp<wide>(count * size_of(input_of(desc).dtype), 0, kMostBytes + 1);
     if (chance(5)) bytes = draw(0, 4096);
-    const Result plain(static_cast<size_t>(bytes));
-    if (chance(5)) desc.values = plain.data;
-    if (desc.device == TS_CUDA) desc.values = for_device(desc.values);
+    const Result dense(static_cast<size_t>(bytes));
+    if (chance(5)) desc.values.data = dense.data;
+    if (desc.device == TS_CUDA) desc.values.data = for_device(desc.values.data);
     const ts_matmul_desc* const given = followed_product(desc, pattern);
-    const bool done = check_status("ts_values_expand",
-                                   ts_values_expand(given, plain.data, static_cast<size_t>(bytes), nullptr));
-    plain.check_untouched("ts_values_expand", done);
-    check_without_gpu("ts_values_expand", given, done);
+    const bool done = check_status(
+        "ts_values_dequantize", ts_values_dequantize(given, dense.data, static_cast<size_t>(bytes), nullptr));
+    dense.check_untouched("ts_values_dequantize", done);
+    check_without_gpu("ts_values_dequantize", given, done);
 }
 
 inline void call_compress() {
     const ts_pattern pattern = some_pattern();
     const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
-    const auto dtype = static_cast<int32_t>(chance(97) ? draw(0, 5) : wild_number());
+    const auto dtype = static_cast<int32_t>(chance(97) ? draw(1, 6) : wild_number());
     const auto transposed = static_cast<int32_t>(chance(97) ? draw(0, 1) : wild_number());
     const wide count = wide(bounded(pattern.nnz)) * pattern.block_rows * pattern.block_cols;
     const wide bytes = count * size_of(dtype);
@@ -66,7 +66,7 @@ inline wide bytes_of(int64_t lines, int64_t line, int32_t dtype) {
     return wide(bounded(lines)) * bounded(line) * size_of(dtype);
 }
 
-inline int32_t some_dtype() { return static_cast<int32_t>(chance(90) ? draw(1, 3) : wild_number()); }
+inline int32_t some_dtype() { return static_cast<int32_t>(chance(90) ? draw(2, 4) : wild_number()); }
 inline int32_t some_activation() { return static_cast<int32_t>(chance(90) ? draw(0, 3) : wild_number()); }
 
 inline void call_activation_gradient() {
@@ -126,7 +126,7 @@ inline void call_gate() {
 
 inline void call_group_sums() {
     const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
-    const int32_t dtype = static_cast<int32_t>(chance(90) ? draw(0, 3) : wild_number()),
+    const int32_t dtype = static_cast<int32_t>(chance(90) ? draw(1, 4) : wild_number()),
                   to = chance(80) ? dtype : some_dtype();
     const int64_t tokens = some_extent(40, 1), features = some_extent(8, 16),
                   groups = chance(90) ? draw(1, 6) : wild_number();
@@ -188,7 +188,8 @@ inline void call_combine() {
 
 inline void call_quantize() {
     const auto device = static_cast<int32_t>(chance(80) ? 0 : draw(-1, 2));
-    const int32_t dtype = some_dtype(), to = static_cast<int32_t>(chance(90) ? draw(4, 5) : wild_number());
+    const int32_t dtype = some_dtype(),
+                  to = static_cast<int32_t>(chance(90) ? draw(TS_INT8, TS_FLOAT8_E4M3FN) : wild_number());
     const bool in_groups = chance(40);
     const int64_t tokens = some_extent(40, 1),
                   features = some_extent(in_groups ? 4 : 8, in_groups ? 128 : 16);

@@ -205,16 +205,16 @@ void test_storages() {
         values[i] = static_cast<std::int8_t>(static_cast<int>(i * 7 % 15) - 7);
         mask[i] = i % 4 == 1 || i % 4 == 2;
     }
-    std::vector<float> scales(3 * kRows), plain(size), x(kTokens * kIn), y(kTokens * kOut);
+    std::vector<float> scales(3 * kRows), dense(size), x(kTokens * kIn), y(kTokens * kOut);
     for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = static_cast<float>(i % 5 + 1);
     std::vector<std::uint32_t> metadata(size / 32);
     ts::compress(pattern, values, mask, kept, metadata);
     ts::Product product(ts::Op::dds_nt, pattern, kTokens);
     product.x(x).values(kept).metadata(metadata).scales(scales).y(y);
-    product.expand(plain);
+    product.dequantize(dense);
     for (std::size_t i = 0; i < size; ++i) {
         const float expected = mask[i] != 0 ? static_cast<float>(values[i]) * scales[i / kCols] : 0;
-        expect(plain[i] == expected, "the expansion is wrong");
+        expect(dense[i] == expected, "dense blocks are wrong");
     }
     product.run();
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "metadata must have 48 elements, got 47", [&] {
@@ -228,15 +228,15 @@ void test_pairs() {
     const ts::Pattern pattern = layer();
     const std::size_t size = pattern.values_size();
     std::vector<ts::Int4Pair> values(size / 2);
-    std::vector<float> scales(3, 0.5F), plain(size), x(kTokens * kIn), y(kTokens * kOut);
+    std::vector<float> scales(3, 0.5F), dense(size), x(kTokens * kIn), y(kTokens * kOut);
     for (std::size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<std::uint8_t>(i * 37);
     ts::Product product(ts::Op::dds_nt, pattern, kTokens);
     product.x(x).values(values).scales(scales).y(y);
-    product.expand(plain);
+    product.dequantize(dense);
     for (std::size_t i = 0; i < size; ++i) {
         const int bits = i % 2 == 0 ? values[i / 2].bits & 15 : values[i / 2].bits >> 4;
         const float expected = 0.5F * static_cast<float>(bits < 8 ? bits : bits - 16);
-        expect(plain[i] == expected, "the expansion of int4 is wrong");
+        expect(dense[i] == expected, "dense blocks of int4 are wrong");
     }
     product.run();
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "values must have 768 elements, got 1536", [&] {
@@ -322,13 +322,16 @@ void test_refusals() {
     refused("bias must be of the dtype of x, float32, got float64", [&](ts::Product& p) { p.bias(doubles); });
     refused("residual must be of the dtype of y, float32, got float64",
             [&](ts::Product& p) { p.residual(doubles); });
-    refused("bias_gradient must have 48 elements, got 240", [&](ts::Product& p) { p.bias_gradient(y); });
+    refused("bias_gradient must not be set unless op is sdd_tn", [&](ts::Product& p) { p.bias_gradient(y); });
+    throws<ts::InvalidArgumentError>(
+        TS_INVALID_ARGUMENT, "bias_gradient must have 48 elements, got 240",
+        [&] { ts::Product(ts::Op::sdd_tn, pattern, kTokens).x(x).y(y).values(values).bias_gradient(y).c(); });
     refused("gate must be of the dtype of y, float32, got float64", [&](ts::Product& p) { p.gate(doubles); });
     refused("scales must have 48 elements, got 47", [&](ts::Product& p) {
         static const std::vector<float> scales(47);
         p.scales(scales);
     });
-    refused("kernel must be 0 to ", [](ts::Product& p) { p.kernel(-1); });
+    refused("kernel must be 1 to ", [](ts::Product& p) { p.kernel(0); });
     refused("got 100000", [](ts::Product& p) { p.kernel(100000); });
     refused("prefer must have fewer than 64 characters, got 64",
             [](ts::Product& p) { p.prefer(std::string(64, 'c')); });
@@ -361,21 +364,22 @@ void test_dtypes() {
     product.x(x).values(values).y(y).run();
     expect(y[0].bits == 0x4280 && y[kRows].bits == 0 && y[2 * kRows].bits == 0x4200, "not 64, 0 and 32");
     const ts_matmul_desc c = product.y(results).c();
-    expect(c.dtype == TS_BFLOAT16 && c.values_dtype == TS_BFLOAT16 + 1 && c.result_dtype == TS_FLOAT32 + 1,
+    expect(c.x.dtype == TS_BFLOAT16 && c.values.dtype == TS_BFLOAT16 && c.y.dtype == TS_FLOAT32,
            "dtypes are others");
     throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it writes float32 instead", [&] { product.run(); });
-    ts::Buffer<std::byte> packed(product.y(y).packed_size());
-    expect(packed.size() == 0, "kernels of the CPU pack nothing");
-    product.pack(packed, nullptr).pack(packed, nullptr).run();
+    ts::Buffer<std::byte> prepacked(product.y(y).prepacked_size());
+    expect(prepacked.size() == 0, "kernels of the CPU prepack nothing");
+    product.prepack(prepacked, nullptr).prepack(prepacked, nullptr).run();
     ts::Buffer<std::byte> room(64);
-    expect(product.pack(room, nullptr).c().packed == room.data(), "packed values are not read");
-    const std::int32_t chosen = product.select().kernel, other = chosen == 0 ? 1 : 0;
-    expect(product.kernel(chosen).pack(room, nullptr).kernel(chosen).c().packed == room.data(),
+    expect(product.prepack(room, nullptr).c().prepacked.data == room.data(), "prepacked values are not read");
+    const std::int32_t chosen = product.select().kernel, other = chosen == 1 ? 2 : 1;
+    expect(product.kernel(chosen).prepack(room, nullptr).kernel(chosen).c().prepacked.data == room.data(),
            "the same kernel forgets");
-    expect(product.kernel(other).c().packed == nullptr, "another kernel reads what was packed for the first");
-    product.kernel(chosen).pack(room, nullptr);
-    expect(product.values(values).c().packed_bytes == 0, "other values are not read");
-    expect(product.c().packed_key == 0, "a key of no packed values");
+    expect(product.kernel(other).c().prepacked.data == nullptr,
+           "another kernel reads what was prepacked for the first");
+    product.kernel(chosen).prepack(room, nullptr);
+    expect(product.values(values).c().prepacked.bytes == 0, "other values are not read");
+    expect(product.c().prepacked.key == 0, "a key of no prepacked values");
     const void* const untyped = x.data();
     product.x(ts::Array(untyped, x.size(), ts::Dtype::bfloat16)).y(y).run();
     for (const auto& [dtype, bytes] : {std::pair<ts::Dtype, std::size_t>{ts::Dtype::float64, 8},
@@ -388,7 +392,7 @@ void test_dtypes() {
         expect(ts::size_of(dtype) == bytes, "another size of an element");
 }
 
-// What a program for a GPU does, with memory that the host can read, up to the launch.
+// A program for a GPU, with memory that the host can read, up to the launch.
 void test_devices() {
     Counts counts;
     {
@@ -410,7 +414,7 @@ void test_devices() {
 
         ts::Product product(ts::Op::dds_nt, copy, kTokens);
         product.x(moved).values(values).y(y);
-        ts_device_info device{sizeof device, TS_CUDA, 90, 132, 232448, 0, {}, 0};
+        ts_device_info device{sizeof device, TS_CUDA, 90, 132, 232448, 0, {}};
         bool has_cuda = false;
         for (const ts_kernel_info& kernel : ts::kernels()) has_cuda = has_cuda || kernel.device == TS_CUDA;
         if (has_cuda) {
@@ -419,12 +423,12 @@ void test_devices() {
             const std::optional<double> time = product.estimate(choice.kernel, device);
             expect(time && *time > 0 && product.estimate(TS_RUN_DENSE, device), "no estimate");
             throws<ts::UnsupportedError>(TS_UNSUPPORTED, "it is for another kind of device",
-                                         [&] { product.estimate(0, device); });
+                                         [&] { product.estimate(1, device); });
             const ts::Plan<CountingMemory> plan(pattern, choice.kernel, ts::Op::dds_nt, memory);
             expect(plan.kernel() == choice.kernel && (plan.bytes() == 0) == (plan.key() == 0), "not a plan");
             const ts_matmul_desc c = product.plan(plan).c();
-            expect(c.kernel == choice.kernel + 1 && c.plan == plan.data() && c.plan_key == plan.key() &&
-                       c.plan_bytes == plan.bytes(),
+            expect(c.kernel == choice.kernel && c.plan.data == plan.data() && c.plan.key == plan.key() &&
+                       c.plan.bytes == plan.bytes(),
                    "the plan is not in the product");
         } else {
             throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [&] { product.select(device); });
@@ -438,7 +442,7 @@ void test_devices() {
     std::vector<float> operand(kTokens * kIn), values(pattern.values_size());
     ts::Product product(ts::Op::dds_nt, pattern, kTokens);
     const ts::Choice preferred = product.x(operand).y(operand).values(values).prefer("cpu_port").select();
-    expect(std::string(ts::kernels()[static_cast<std::size_t>(preferred.kernel)].name) == "cpu_portable" &&
+    expect(std::string(ts::kernel_info(preferred.kernel).name) == "cpu_portable" &&
                preferred.reason == "the caller prefers it",
            "not what is preferred");
     expect(product.prefer("").select().reason != preferred.reason, "the preference stays");

@@ -69,9 +69,9 @@ int main() {
     ts_pattern pattern = diagonal();
     ts_kernel_info info{};
     info.struct_size = sizeof info;
-    bool ok = survives("ts_kernel_get", TS_SUCCESS, [&] { return ts_kernel_get(0, &info); });
+    bool ok = survives("ts_kernel_get", TS_SUCCESS, [&] { return ts_kernel_get(1, &info); });
     ok &= survives("ts_pattern_validate", TS_SUCCESS, [&] { return ts_pattern_validate(&pattern); });
-    for (int32_t kernel = 0; kernel < ts_kernel_count(); ++kernel) {
+    for (int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) {
         size_t bytes = 0;
         ts_kernel_get(kernel, &info);
         int32_t op = TS_DDS_NT;

@@ -16,7 +16,7 @@ constexpr int kBlock = 16, kTokens = 3;
 int32_t portable_kernel() {
     ts_kernel_info info{};
     info.struct_size = sizeof info;
-    int32_t kernel = 0;
+    int32_t kernel = 1;
     while (ts_kernel_get(kernel, &info) == TS_SUCCESS && std::strcmp(info.name, "cpu_portable") != 0)
         ++kernel;
     return kernel;
@@ -30,9 +30,9 @@ bool choose(ts_matmul_desc& desc, int round) {
     int32_t kernel = -1;
     if (ts_device_get(TS_CPU, -1, &cpu) != TS_SUCCESS) return false;
     if (round % 3 == 0 && ts_measurement_add(&desc, &cpu, portable, 1 + round, 0) != TS_SUCCESS) return false;
-    if (ts_matmul_select(&desc, &cpu, &kernel, nullptr, 0) != TS_SUCCESS || kernel < 0) return false;
+    if (ts_matmul_select(&desc, &cpu, &kernel, nullptr, 0) != TS_SUCCESS || kernel < 1) return false;
     if (round % 3 == 1 && ts_measurements_clear() != TS_SUCCESS) return false;
-    desc.kernel = kernel + 1;
+    desc.kernel = kernel;
     return true;
 }
 
@@ -52,12 +52,13 @@ bool multiply(float seed, int round) {
     for (int i = 0; i < kBlock * kBlock; ++i) values[i] = static_cast<float>(i / kBlock) + seed;
     ts_matmul_desc desc{};
     desc.struct_size = sizeof desc;
-    desc.dtype = TS_FLOAT32;
     desc.tokens = kTokens;
     desc.pattern = &pattern;
-    desc.x = {x.data(), kBlock, TS_ROW_MAJOR, 0};
-    desc.y = {y.data(), kBlock, TS_ROW_MAJOR, 0};
-    desc.values = values.data();
+    desc.x.data = x.data();
+    desc.x.dtype = TS_FLOAT32;
+    desc.y.data = y.data();
+    desc.x.ld = desc.y.ld = kBlock;
+    desc.values.data = values.data();
 
     size_t bytes = 0;
     if (!choose(desc, round)) return false;

@@ -29,16 +29,16 @@ def test_the_interface_is_that_of_its_baseline() -> None:
     ("old", "new", "fact"),
     [
         ("TS_NO_DEVICE = 4", "TS_NO_DEVICE = 9", "TS_NO_DEVICE = 4"),
-        ("    int32_t block_rows;", "    int64_t block_rows;", "ts_pattern: 96 bytes"),
-        ("    size_t plan_bytes;", "", "ts_matmul_desc.plan_bytes: size_t, 8 bytes at 128"),
+        ("    int32_t block_rows;", "    int64_t block_rows;", "ts_pattern: 88 bytes"),
+        ("    int64_t scales_ld;", "", "ts_operand.scales_ld: int64_t, 8 bytes at 40"),
         (
             "    uint32_t storages; ",
             "    int32_t storages; ",
             "ts_kernel_info.storages: uint32_t, 4 bytes at 104",
         ),
         (
-            "(int32_t index, ts_",
-            "(int64_t index, ts_",
+            "(int32_t kernel, ts_",
+            "(int64_t kernel, ts_",
             "ts_kernel_get: ts_status_t (int32_t, ts_kernel_info*)",
         ),
         (

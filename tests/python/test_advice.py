@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from tilesparse.cli import command as cli
 from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
 from tilesparse.tuning import advise as advising
 from tilesparse.tuning.advise import call_of, contenders_for, left_out
-from tilesparse.tuning.product import Way
 
-DENSE, INT8 = None, "int8"
+DENSE, INT8 = None, torch.int8
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = transformers.LlamaConfig(
@@ -57,7 +56,7 @@ def report(
     return AdviceReport(Device("a device", None, 1), versions, layers, call, busy, rest, {})
 
 
-def layers(times: Mapping[Way, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
+def layers(times: dict[Any, float], calls: int = 1, names: tuple[str, ...] = ("a",)) -> MeasuredLayers:
     return MeasuredLayers((64, 64), 16, "float32", times, names, calls)
 
 
@@ -125,7 +124,7 @@ def test_sparse_contenders_are_stored_as_they_say() -> None:
 def test_dense_float8_computes_the_layers() -> None:
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     torch.manual_seed(1)
-    y = call_of("float8_e4m3fn", (96, 128), x)()
+    y = call_of(torch.float8_e4m3fn, (96, 128), x)()
     torch.manual_seed(1)
     expected = x @ torch.randn(96, 128, device="cuda", dtype=torch.bfloat16).t()
     assert (y - expected).norm() < 0.1 * expected.norm()
@@ -135,7 +134,7 @@ def test_dense_float8_computes_the_layers() -> None:
 def test_a_gpu_is_asked_how_long_it_works() -> None:
     found = ts.advise(model().cuda().bfloat16(), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16))
     assert found.busy is not None and found.busy > 0
-    assert "float8_e4m3fn" in found.contenders
+    assert torch.float8_e4m3fn in found.contenders
 
 
 def test_the_model_stays_as_it_was(known_times: None) -> None:

@@ -34,7 +34,7 @@ spec.loader.exec_module(_C)
 
 def select(policy):
     pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
-    product = _C.Product(pattern, 0, 2, 1, 50, policy=policy)
+    product = _C.Product(pattern, 0, 3, 1, 50, policy=policy)
     index, reason = product.select(_C.DeviceInfo(1, 86, 84, 101376))
     return ["dense" if index < 0 else _C.kernels()[index].name, reason]
 
@@ -60,7 +60,8 @@ struct Stub {
         Kernel row{name, DeviceType::cuda, 86, 1u << static_cast<int>(Op::dds_nt),
                    1u << static_cast<int>(DType::float16), Precision::highest, {0, 0}, kTileTokens, 128, 0,
                    refuses, workspace_size, launch};
-        row.estimated = true;
+        row.family = "sm86_stub";
+        row.united_features = 128;
         return row;
     }
 };
@@ -143,7 +144,9 @@ def test_releases_have_native_code_for_every_gpu_that_has_a_name() -> None:
     listed = (ROOT / "cmake" / "Architectures.cmake").read_text()
     own = re.findall(r"^    (\d+)(a?)$", listed, re.MULTILINE)
     native = re.findall(r"set\(known_native ([\d ]+)\)", listed)[0].split()
-    assert 'CMAKE_ARGS = "-DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        'CMAKE_ARGS = "-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
+    )
     checked = ",".join(sorted({*native, *(number for number, _ in own)}, key=int))
     for path in ("tools/release.sh", ".github/workflows/release.yml"):
         assert re.search(rf"gpus[= ]{checked}\b", (ROOT / path).read_text()), path

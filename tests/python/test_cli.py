@@ -33,7 +33,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
     for kernel in _C.kernels():  # what its values are is said where they are not plain
         line = next(line for line in listed.splitlines() if line.split()[:1] == [kernel.name])
         assert ("2:4" in line) == bool(kernel.storages & 0b10)
-        assert ("int8" in line) == bool((kernel.values_dtypes | kernel.dtypes) >> 4 & 1)
+        assert ("int8" in line) == bool((kernel.values_dtypes | kernel.dtypes) >> 5 & 1)
     choice = text[text.index("64 -> 96 features") :]
     assert "blocks 32x16" in choice
     for op in OPS:
@@ -91,10 +91,10 @@ def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.Monke
     kernels = [
         SimpleNamespace(name=name, device=device, min_compute_capability=least, dtypes=dtypes)
         for name, device, least, dtypes in (
-            ("cpu_portable", 0, 0, 0b1111),
-            ("sm80_first", 1, 80, 0b0010),
-            ("sm80_second", 1, 80, 0b1100),
-            ("sm90_first", 1, 90, 0b1100),
+            ("cpu_portable", 0, 0, 0b11110),
+            ("sm80_first", 1, 80, 0b00100),
+            ("sm80_second", 1, 80, 0b11000),
+            ("sm90_first", 1, 90, 0b11000),
         )
     ]
     monkeypatch.setattr(_C, "kernels", lambda: kernels)
@@ -136,7 +136,7 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
 def test_info_says_what_multiplies_values_in_fewer_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, two_of_four, int8, float8, int4 = 0b01, 0b10, 1 << 4, 1 << 5, 1 << 6
+    plain, two_of_four, int8, float8, int4 = 0b01, 0b10, 1 << 5, 1 << 6, 1 << 7
     forward, both = 0b001, 0b011
     kernels = [
         SimpleNamespace(
@@ -150,12 +150,12 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
             values_dtypes=values_dtypes,
         )
         for name, least, ops, dtypes, tokens, storages, values_dtypes in (
-            ("sm80_plain", 80, both, 0b1110, 0, plain, 0),
-            ("sm80_few_tokens", 80, forward, 0b1100, 64, plain | two_of_four, int8 | float8),
-            ("sm80_four_bits", 80, forward, 0b1100, 64, plain, int4),
-            ("sm80_2_4", 80, forward, 0b1100, 0, two_of_four, 0),
-            ("sm90_2_4_bf16", 90, forward, 0b1000, 0, two_of_four, 0),
-            ("sm90_2_4_f16", 90, forward, 0b0100, 0, two_of_four, 0),
+            ("sm80_plain", 80, both, 0b11100, 0, plain, 0),
+            ("sm80_few_tokens", 80, forward, 0b11000, 64, plain | two_of_four, int8 | float8),
+            ("sm80_four_bits", 80, forward, 0b11000, 64, plain, int4),
+            ("sm80_2_4", 80, forward, 0b11000, 0, two_of_four, 0),
+            ("sm90_2_4_bf16", 90, forward, 0b10000, 0, two_of_four, 0),
+            ("sm90_2_4_f16", 90, forward, 0b01000, 0, two_of_four, 0),
         )
     ]
     monkeypatch.setattr(_C, "kernels", lambda: kernels)

@@ -28,7 +28,7 @@ def run_programs(build: Path, *targets: str) -> None:
     """Those linked to the static library do not look for the shared one."""
     run("cmake", "--build", build)
     for target in targets:
-        for program in (build / f"program_{target}", build / f"product_{target}"):
+        for program in (build / f"c_{target}", build / f"product_{target}"):
             run(program)
             is_shared = any(name.startswith("libtilesparse.so") for name in needed(program))
             assert is_shared == (target == "tilesparse")
@@ -102,6 +102,6 @@ def test_pkg_config_of_a_static_program(prefix: Path, tmp_path: Path) -> None:
     flags = run(
         "env", f"PKG_CONFIG_PATH={folder}", "pkg-config", "--static", "--cflags", "--libs", "tilesparse"
     )
-    run("cc", "-static", ROOT / "tests/c/test_program.c", *flags.split(), "-o", tmp_path / "program")
+    run("cc", "-static", ROOT / "tests/c/product.c", *flags.split(), "-o", tmp_path / "program")
     run(tmp_path / "program")
     assert needed(tmp_path / "program") == []

@@ -213,7 +213,7 @@ def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
         result_dtype=DTYPES[row.result],
         gated=problem.gated,
         bias_gradient=bool(problem.of_bias),
-        bias_gradient_dtype=DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
+        bias_gradient_dtype=DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else 0,
         accumulate_bias=operands.bias_before is not None,
     )
     assert product.resolve() == (row.number - 1, 0), "another kernel, or one with a plan"

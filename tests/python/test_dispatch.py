@@ -158,7 +158,7 @@ def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
         kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128x512")
         product = _C.Product(pattern, op, DTYPES[torch.bfloat16], CUDA, tokens, kernel=kernel)
         if packed:
-            product.use_packed(256, 1 << 30, 0)
+            product.use_prepacked(256, 1 << 30, 0)
         found = re.search(r"estimated ([0-9.]+) us", product.select(H200)[1])
         assert found is not None
         return float(found[1])
@@ -264,7 +264,7 @@ def selection(
         tokens,
         policy=policy,
         kernel=kernel,
-        result_dtype=-1 if result is None else DTYPES[result],
+        result_dtype=0 if result is None else DTYPES[result],
     )
     return product.select(device)
 
@@ -420,7 +420,7 @@ spec.loader.exec_module(_C)
 
 def select(device, **options):
     pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
-    index, reason = _C.Product(pattern, 0, 1, device.device, 64, **options).select(device)
+    index, reason = _C.Product(pattern, 0, 2, device.device, 64, **options).select(device)
     return ("dense" if index < 0 else _C.kernels()[index].name) + ": " + reason
 
 cpu = _C.device_info(0)
@@ -465,7 +465,7 @@ def test_the_environment_comes_before_estimates() -> None:
 
 def test_choices_are_logged_once_for_a_shape() -> None:
     pattern = _C.Pattern(64, 64, 1024, 1024, 64, 0, 0, 0)
-    best = _C.Product(pattern, DDS_NT, 1, 0, 64).select(CPU)[0]
+    best = _C.Product(pattern, DDS_NT, DTYPES[torch.float32], 0, 64).select(CPU)[0]
     code = f"for _ in range(3): select(cpu, policy=2); select(cpu); select(cpu, kernel={best + 1})"
     assert run(code).stderr == ""
     product = "tilesparse: dds_nt float32 tokens=64 out=1024 in=1024 block=64x64"
@@ -480,9 +480,9 @@ def test_choices_are_logged_once_for_a_shape() -> None:
     ("options", "values"),
     [
         ("storage=1", "values=2:4"),
-        ("values_dtype=4", "values=int8"),
-        ("values_dtype=5", "values=float8_e4m3fn"),
-        ("storage=1, values_dtype=4, row_scales=True", "values=2:4,int8"),
+        ("values_dtype=5, granularity=1", "values=int8"),
+        ("values_dtype=6, granularity=1", "values=float8_e4m3fn"),
+        ("storage=1, values_dtype=5, granularity=2", "values=2:4,int8"),
     ],
 )
 def test_the_log_says_how_values_are_stored_and_that_they_are_expanded(options: str, values: str) -> None:

@@ -34,8 +34,8 @@ from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime.native import ACTIVATIONS, DDS_NT
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
-CODES = {INT8: 4, FLOAT8: 5}
-SCALES_PER_FEATURE = 2
+CODES = {INT8: 5, FLOAT8: 6}
+SCALES_PER_FEATURE = 3
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -80,7 +80,7 @@ def refusal(row: Row) -> str:
         CPU,
         1,
         kernel=row.number,
-        row_scales=SCALES_PER_FEATURE,
+        granularity=SCALES_PER_FEATURE,
         result_dtype=DTYPES[torch.float32],
     )
     try:
@@ -157,7 +157,7 @@ def product_of(operands: Operands, pattern: _C.Pattern) -> _C.Product:
         ldy=buffers["y"].ld,
         residual=problem.residual,
         ldr=buffers["residual"].ld,
-        row_scales=SCALES_PER_FEATURE,
+        granularity=SCALES_PER_FEATURE,
         result_dtype=DTYPES[problem.result],
         gated=problem.gated,
     )
@@ -368,7 +368,7 @@ def choose(dtype: torch.dtype, result: torch.dtype = torch.float32, kernel: int 
         CPU,
         1,
         kernel=kernel,
-        row_scales=SCALES_PER_FEATURE,
+        granularity=SCALES_PER_FEATURE,
         result_dtype=DTYPES[result],
     )
     return product.select(_C.device_info(CPU))[0]
@@ -388,7 +388,7 @@ def test_missing_instruction_sets_are_named() -> None:
 
 
 def test_results_of_float64_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="result_dtype must be 2 to 4 for x of int8, got 1"):
+    with pytest.raises(InvalidArgumentError, match=r"y\.dtype must be 2 to 4 for x of int8, got 1"):
         choose(INT8, torch.float64)
 
 

@@ -135,7 +135,7 @@ def captured_build(
     plan_size, build_size = _C.plan_device_size(pattern, kernel, op)
     plan = memory(plan_size)
     _C.plan_device_build(pattern, kernel, op, *plan, *memory(build_size), stream)
-    multiply = _C.Product(pattern, op, 3, 1, len(x), kernel=kernel + 1, ldx=shape[1], ldy=shape[0])
+    multiply = _C.Product(pattern, op, 4, 1, len(x), kernel=kernel + 1, ldx=shape[1], ldy=shape[0])
     multiply.use_plan(*plan, _C.plan_key(pattern, kernel, op))
     workspace, _ = memory(multiply.workspace_size())
     multiply.run(*(tensor.data_ptr() for tensor in operands), 0, 0, workspace, stream)
@@ -158,7 +158,7 @@ def test_a_captured_pattern_follows_its_arrays() -> None:
     checked = 0
     for (index, kernel), op in product(enumerate(_C.kernels()), (DDS_NT, DDS_NN, SDD_TN)):
         takes_values = kernel.storages & 1 and not kernel.values_dtypes  # plain, in the dtype of x
-        does_it = kernel.plan and takes_values and kernel.ops >> op & kernel.dtypes >> 3 & 1
+        does_it = kernel.plan and takes_values and kernel.ops >> op & kernel.dtypes >> 4 & 1
         grouped = "grouped" in kernel.name  # these compute grouped products alone
         if not does_it or grouped or kernel.min_compute_capability not in (80, capability):
             continue
@@ -1191,7 +1191,7 @@ a, b = (BlockPattern.random((1024, 1024), block_shape=64, density=d, device="cud
 x, y = (torch.zeros(8192, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 values = torch.zeros(b.nnz, 64, 64, dtype=torch.bfloat16, device="cuda")
 entries = [prepared(p.index_on(p.device)) for p in (a, b)]
-product = _C.Product(entries[1].descriptor, 0, 3, 1, 8192, ldx=1024, ldy=1024)
+product = _C.Product(entries[1].descriptor, 0, 4, 1, 8192, ldx=1024, ldy=1024)
 kernel, plan = product.resolve()
 assert plan, "the kernel walks no plan"
 memory = entries[0].plans.get(0, kernel, plan)

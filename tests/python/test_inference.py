@@ -616,7 +616,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     def timer(calls: Sequence[Any], *_: Any) -> list[float]:
         return [*range(1, len(calls)), 100.0]
 
-    monkeypatch.setattr("tilesparse.inference.tune", partial(tilesparse.tune, timer=timer))
+    monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
     kind = ZOO["llama"]
     model: Any = patched(kind)
     report = prepare_for_inference(model, kind.batch(0))
@@ -657,7 +657,7 @@ def time_dense_as(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def timer(calls: Sequence[Any], *_: Any) -> list[float]:
         return [*range(2, len(calls) + 1), seconds]
 
-    monkeypatch.setattr("tilesparse.inference.tune", partial(tilesparse.tune, timer=timer))
+    monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
 
 
 def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

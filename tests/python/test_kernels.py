@@ -51,7 +51,7 @@ from tilesparse.storage import compress
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-CUDA, TF32, FAST, PER_FEATURE = 1, 1, 1, 2
+CUDA, TF32, FAST, PER_BLOCK, PER_FEATURE = 1, 1, 1, 1, 3
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 CHUNK = 16  # bytes, the alignment of operands
 CODES = DTYPES | QUANTIZED  # of what is multiplied
@@ -229,16 +229,16 @@ def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
     storage = row.storage
     if row.scales_inside:
         ld = max(4, (4 * tokens + gap + CHUNK - 1) // CHUNK * CHUNK // 4)
-        return {"result_dtype": DTYPES[row.result], "x_scales_ld": ld}
+        return {"granularity": PER_BLOCK, "result_dtype": DTYPES[row.result], "x_scales_ld": ld}
     if row.of_8_bits:
-        form = {"row_scales": PER_FEATURE, "result_dtype": DTYPES[row.result]}
+        form = {"granularity": PER_FEATURE, "result_dtype": DTYPES[row.result]}
         return form if storage is None else form | {"storage": int(storage.compressed)}
     if storage is None:
         return {} if row.result == row.dtype else {"result_dtype": DTYPES[row.result]}
     return {
         "storage": int(storage.compressed),
-        "values_dtype": -1 if storage.quantized is None else SCALED[storage.quantized],
-        "row_scales": storage.row_scales,
+        "values_dtype": 0 if storage.quantized is None else SCALED[storage.quantized],
+        "granularity": 0 if storage.quantized is None else 1 + storage.row_scales,
     }
 
 
@@ -423,7 +423,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "ldr": residual.ld,
         "gated": problem.gated,
         "bias_gradient": bool(problem.of_bias),
-        "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else -1,
+        "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else 0,
         "accumulate_bias": operands.bias_before is not None,
         **form_of(row, problem.tokens, problem.gap),
     }

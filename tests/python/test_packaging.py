@@ -144,7 +144,6 @@ def test_consumers_in_c_and_cpp(tmp_path: Path) -> None:
     run("cmake", "--build", tmp_path)
     programs = (
         "test_abi",
-        "test_program",
         "test_threads",
         "test_memory",
         "test_copies",

@@ -170,13 +170,13 @@ def takes_bytes(index: int) -> bool:
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
     """Whether a kernel accepts a product on that pattern."""
     kernel = _C.kernels()[index]
-    dtype = next(bit for bit in range(6) if kernel.dtypes >> bit & 1)
+    dtype = next(bit for bit in range(7) if kernel.dtypes >> bit & 1)
     h100 = _C.DeviceInfo(1, 90, 132, 232448)  # runs every kernel there is
     descriptor = prepared_on("cpu", pattern).descriptor
     result: dict[str, Any] = {}
     if takes_bytes(index):  # a kernel for 9.0 writes the dtype that its name has
         written = DTYPES[torch.bfloat16] if "_bf16_" in kernel.name else DTYPES[torch.float32]
-        result = {"row_scales": 2, "result_dtype": written}
+        result = {"granularity": 3, "result_dtype": written}
     product = _C.Product(
         descriptor, op, dtype, 1, 1024, precision=kernel.precision, kernel=index + 1, **result
     )

@@ -22,9 +22,9 @@ from tilesparse import (
     NoDeviceError,
     Product,
     UnsupportedError,
-    selection,
 )
 from tilesparse._runtime.kernels import use_kernel
+from tilesparse.tuning.product import OPS
 
 # Made anew, after a change that is meant to be one, by: python tests/python/test_selection.py
 TABLE = Path(__file__).with_name("selection.json")
@@ -45,15 +45,13 @@ needs_cuda = pytest.mark.skipif("sm_" not in _C.architectures(), reason="this li
 
 
 def problems() -> Iterator[Product]:
-    for op, shape, block, tokens, density in product(
-        selection.OPS, SHAPES, (16, 32, 64, 128), TOKENS, (0.1, 0.5)
-    ):
+    for op, shape, block, tokens, density in product(OPS, SHAPES, (16, 32, 64, 128), TOKENS, (0.1, 0.5)):
         yield Product(*shape, tokens, density, block, torch.bfloat16, op)
-    for op, block, tokens, tf32 in product(selection.OPS, (32, 128), (64, 8192), (False, True)):
+    for op, block, tokens, tf32 in product(OPS, (32, 128), (64, 8192), (False, True)):
         yield Product(*SHAPES[0], tokens, 0.25, block, torch.float32, op, tf32=tf32)
     for (storage, nm), block, tokens in product(STORED, (32, 128), TOKENS):
         yield Product(*SHAPES[0], tokens, 0.25, block, torch.float16, "forward", storage, nm)
-    for op, tokens in product(selection.OPS, (1000, 1001, 4096)):
+    for op, tokens in product(OPS, (1000, 1001, 4096)):
         yield Product(*SHAPES[0], tokens, 0.25, 64, torch.bfloat16, op, feature_major=True)
     yield Product(*SHAPES[0], 512, 0.25, 64, torch.float64)
 
@@ -138,7 +136,7 @@ def test_gpus_that_are_too_old_are_told_so(device: str) -> None:
         rf"this CUDA device has compute capability {major}\.{minor}, and the kernels of this library need "
         r"\d\.0 or newer; compute on the CPU, or densely"
     )
-    for op in selection.OPS:
+    for op in OPS:
         with pytest.raises(UnsupportedError, match=sentence):
             tilesparse.choose(Product(1024, 1024, 64, op=op, block_shape=32), device)
     answer = tilesparse.choose(Product(1024, 1024, 64, block_shape=32), device, policy="auto")
@@ -207,7 +205,7 @@ def test_kernels_are_those_of_the_library() -> None:
     assert [kernel.name for kernel in tilesparse.kernels()] == [kernel.name for kernel in _C.kernels()]
     portable = next(kernel for kernel in tilesparse.kernels() if kernel.name == "cpu_portable")
     assert portable.device == "cpu" and portable.compute_capability is None
-    assert portable.ops == selection.OPS and torch.float64 in portable.dtypes
+    assert portable.ops == OPS and torch.float64 in portable.dtypes
     assert portable.storages == ("plain",) and portable.values_dtypes == ()
     assert str(portable).startswith("cpu_portable: cpu; forward, dgrad, wgrad; float64")
 

@@ -1076,7 +1076,7 @@ def test_opcheck_of_products(device: str, dtype: torch.dtype, storage: str) -> N
     check(OPS.dds_nt, x.detach(), values, *index, None, None, ACTIVATIONS["relu"], True, metadata, scales)
     check(OPS.dds_nn, y, values, *index, True, metadata, scales)
     check(OPS.dds_nn, y.detach(), values, *index, False, metadata, scales)
-    check(OPS.expand_values, values, metadata, scales, DTYPES.index(dtype))
+    check(OPS.expand_values, values, metadata, scales, DTYPES.index(dtype) + 1)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])

@@ -27,7 +27,7 @@ from tilesparse import (
     tuning,
 )
 from tilesparse.cli import command as cli
-from tilesparse.tuning import store
+from tilesparse.tuning import Measurement, store
 from tilesparse.tuning.product import OPS
 
 PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
@@ -57,6 +57,13 @@ class Clock:
         return [*self.milliseconds[: len(calls) - 1], self.milliseconds[-1]]
 
 
+def tune(products: list[Product], device: str, *, timer: Clock, **options: Any) -> list[Measurement]:
+    """Tune by made-up times."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tilesparse.tuning.measure.milliseconds", timer)
+        return tilesparse.tune(products, device, **options)
+
+
 def names(product: Product = PRODUCT) -> list[str]:
     return [candidate.kernel for candidate in tilesparse.choose(product, "cpu").candidates]
 
@@ -80,7 +87,7 @@ def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None
     if op == "wgrad" and "storage" in options:
         options = {}
     product, clock = Product(64, 128, 10, 0.5, op=op, **{"block_shape": 32, **options}), last_is_fastest()
-    (measured,) = tilesparse.tune([product, product], "cpu", candidates=2, timer=clock)
+    (measured,) = tune([product, product], "cpu", candidates=2, timer=clock)
     *sparse, dense = clock.results
     assert len(sparse) == 2
     for result in sparse:  # those of kernels and of dense, of the same random operands
@@ -93,7 +100,7 @@ def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None
 def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> None:
     first, second = names()[:2]
     assert tilesparse.choose(PRODUCT, "cpu").kernel == first
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     answer = tilesparse.choose(PRODUCT, "cpu")
     assert answer.kernel == second and answer.runner_up is not None and answer.runner_up.kernel == first
     assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
@@ -118,7 +125,7 @@ print(tilesparse.choose(tilesparse.Product.of(layer, tokens=16), "cpu").kernel)
 def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32), torch.randn(10, 64)
     layer(x)
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     resolved = []
     call = tilesparse._runtime.prepared.Prepared.call
 
@@ -134,7 +141,7 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
 def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
     layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto", block_shape=32), torch.randn(10, 64)
     for dense, is_dense in ((0.5, True), (5.0, False)):
-        tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
+        tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
         assert (tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
         with torch.profiler.profile() as profile:
             layer(x)
@@ -146,8 +153,8 @@ def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
 
 def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
     other = Product(64, 64, 10, 0.5, block_shape=32)
-    tilesparse.tune([PRODUCT, other], "cpu", candidates=2, timer=last_is_fastest())
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
+    tune([PRODUCT, other], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
     found, others = tuning.load()
     assert others == 0
     assert {each.product: each.kernel for each in found} == {other: names()[1], PRODUCT: names()[0]}
@@ -159,7 +166,7 @@ def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
 def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_count(
     path: Path, change: str
 ) -> None:
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     document = json.loads(path.read_text())
     (section,) = document["sections"]
     if change == "library":
@@ -172,14 +179,14 @@ def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_cou
     assert tuning.load() == ([], 1)
     assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[0]
     assert "none that count; 1 of other CPUs or versions of the library do not count" in tuning.status()
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert section in json.loads(path.read_text())["sections"]
 
 
 @pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
 def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> None:
     """Without a GPU: as if the file came from a machine with one."""
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     document, gpu = json.loads(path.read_text()), Device("NVIDIA X", (8, 6), 30, 99 << 10)
     (section,) = document["sections"]
     section["device"] = {"name": gpu.name, "compute_capability": [8, 6], "multiprocessors": 30}
@@ -265,7 +272,7 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
     before, clock = path.read_bytes(), last_is_fastest()
     advice = "delete it, or name another file in TILESPARSE_TUNE_FILE"
     with pytest.raises(TuneFileError, match=rf"tune\.json.*{text}.*{advice}"):
-        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+        tune([PRODUCT], "cpu", timer=clock)
     assert len(clock.results) == 1 and path.read_bytes() == before  # nothing was measured
     assert "none count" in tuning.status() and text in tuning.status()
     with pytest.warns(RuntimeWarning, match="what tilesparse tune has measured does not count: .*tune.json"):
@@ -289,9 +296,7 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
     ],
 )
 def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
-    tilesparse.tune(
-        [Product(64, 64, 10, block_shape=32), PRODUCT], "cpu", candidates=2, timer=last_is_fastest()
-    )
+    tune([Product(64, 64, 10, block_shape=32), PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     document = json.loads(path.read_text())
     document["sections"][0]["products"][1] |= change
     path.write_text(json.dumps(document))
@@ -300,7 +305,7 @@ def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) ->
     assert tilesparse.choose(Product(64, 64, 10, block_shape=32), "cpu").kernel == names()[0]
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match="damaged"):  # and it is not written to
-        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+        tune([PRODUCT], "cpu", timer=clock)
     assert len(clock.results) == 1 and json.loads(path.read_text()) == document
 
 
@@ -315,7 +320,7 @@ def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) ->
     ],
 )
 def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> None:
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     document = json.loads(path.read_text())
     gpu = {"name": "GPU", "compute_capability": [8, 6], "multiprocessors": 30, "shared_memory": 99 << 10}
     document["sections"][0]["device"] = gpu | change
@@ -326,7 +331,7 @@ def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> No
 
 def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilesparse.tuning.product.name_of_cpu", lambda: "x" * 99)
-    found = tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    found = tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert tuning.load() == (found, 0)
 
 
@@ -342,7 +347,7 @@ def test_what_is_no_file_is_not_waited_for(path: Path, kind: str) -> None:
 def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to(tmp_path / "elsewhere" / "kept.json")
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     kept = tmp_path / "elsewhere" / "kept.json"
     assert path.is_symlink() and os.listdir(kept.parent) == ["kept.json"]
     (tmp_path / "plain").touch()
@@ -352,10 +357,10 @@ def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> Non
 
 def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> None:
     products = [Product(64, 64, 1 << power, block_shape=32) for power in range(12)]
-    measured = tilesparse.tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
+    measured = tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
     path.unlink()
 
-    def add(measurement: tilesparse.Measurement) -> None:
+    def add(measurement: Measurement) -> None:
         store.add_to_file(path, measurement)
 
     with ThreadPoolExecutor(4) as executor:
@@ -364,9 +369,7 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
 
 
 def test_densities_that_round_are_measured(path: Path) -> None:
-    (found,) = tilesparse.tune(
-        [Product(64, 64, 4, 1e-9, block_shape=32)], "cpu", candidates=2, timer=last_is_fastest()
-    )
+    (found,) = tune([Product(64, 64, 4, 1e-9, block_shape=32)], "cpu", candidates=2, timer=last_is_fastest())
     assert found.product.nnz == 0 and tuning.load() == ([found], 0)
 
 
@@ -374,7 +377,7 @@ def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(tuning.VARIABLE, "/proc/tilesparse/tune.json")
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match=r"/proc/tilesparse/tune\.json: cannot be written: .*name a file"):
-        tilesparse.tune([PRODUCT], "cpu", timer=clock)
+        tune([PRODUCT], "cpu", timer=clock)
     assert len(clock.results) == 1
 
 
@@ -383,7 +386,7 @@ def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_or_read_only_disk_leaves_the_old_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
 ) -> None:
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     before = path.read_text()
 
     def fail(*_: object) -> None:
@@ -392,14 +395,14 @@ def test_a_full_or_read_only_disk_leaves_the_old_file(
     with monkeypatch.context() as patched:
         patched.setattr(os, function, fail)
         with pytest.raises(TuneFileError, match=rf"cannot be written: {os.strerror(code)}; free the space"):
-            tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
+            tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
     assert path.read_text() == before and os.listdir(path.parent) == ["tune.json"]
 
 
 def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert tuning.file() is None and "is empty" in tuning.status()
-    tilesparse.tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())  # counts, and is not kept
+    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())  # counts, and is not kept
     assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[1]
     monkeypatch.delenv(tuning.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -477,5 +480,5 @@ def test_a_product_that_no_kernel_computes_is_refused(path: Path, monkeypatch: p
     old = Device("old", (7, 0), 80, 96 << 10)
     monkeypatch.setattr(Device, "find", classmethod(lambda cls, what=None: old))
     with pytest.raises(UnsupportedError):
-        tilesparse.tune([PRODUCT], "cpu", timer=last_is_fastest())
+        tune([PRODUCT], "cpu", timer=last_is_fastest())
     assert not path.exists()

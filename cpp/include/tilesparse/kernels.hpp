@@ -5,7 +5,6 @@
 #include <tilesparse/error.hpp>
 #include <tilesparse/types.hpp>
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -13,14 +12,20 @@
 namespace tilesparse {
 inline namespace v0_1 {
 
-// All kernels of the library, in the order of their indices.
+// A kernel by its number, 1 to ts_kernel_count(). Throws InvalidArgumentError.
+inline ts_kernel_info kernel_info(std::int32_t kernel) {
+    check_version();
+    ts_kernel_info info{};
+    info.struct_size = sizeof info;
+    check(ts_kernel_get(kernel, &info));
+    return info;
+}
+
+// All kernels of the library, by number from 1 on.
 inline std::vector<ts_kernel_info> kernels() {
     check_version();
-    std::vector<ts_kernel_info> infos(static_cast<std::size_t>(ts_kernel_count()));
-    for (std::size_t i = 0; i < infos.size(); ++i) {
-        infos[i].struct_size = sizeof infos[i];
-        check(ts_kernel_get(static_cast<std::int32_t>(i), &infos[i]));
-    }
+    std::vector<ts_kernel_info> infos;
+    for (std::int32_t kernel = 1; kernel <= ts_kernel_count(); ++kernel) infos.push_back(kernel_info(kernel));
     return infos;
 }
 
@@ -35,7 +40,7 @@ inline ts_device_info device_info(Device device, std::int32_t ordinal = -1) {
 
 // The choice for a product, and its reason.
 struct Choice {
-    std::int32_t kernel;  // an index of kernels(), or TS_RUN_DENSE
+    std::int32_t kernel;  // a number, see kernel_info(), or TS_RUN_DENSE
     std::string reason;
 
     bool is_dense() const { return kernel == TS_RUN_DENSE; }

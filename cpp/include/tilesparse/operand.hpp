@@ -1,4 +1,4 @@
-// What a Product knows of an operand, and the checks of it.
+// The operands of a Product, and their checks.
 #ifndef TILESPARSE_OPERAND_HPP_
 #define TILESPARSE_OPERAND_HPP_
 
@@ -18,7 +18,7 @@ namespace detail {
 
 struct Operand {
     bool is_given = false, is_const = false;
-    Dtype dtype = Dtype::float64;
+    Dtype dtype{};
     std::size_t size = 0;
 };
 
@@ -47,7 +47,7 @@ inline void check_same_dtype(const char* name, const Operand& operand, const cha
 }
 
 // Sets the ld of a matrix without gaps, and checks that its memory does not end before its last element.
-inline void finish_matrix(const char* name, const Operand& operand, ts_matrix& matrix, std::int64_t tokens,
+inline void finish_matrix(const char* name, const Operand& operand, ts_operand& matrix, std::int64_t tokens,
                           std::int64_t features) {
     if (!operand.is_given) return;
     const bool is_row_major = matrix.layout == TS_ROW_MAJOR;

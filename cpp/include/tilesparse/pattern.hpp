@@ -35,7 +35,7 @@ class Pattern {
     // InvalidArgumentError or InvalidPatternError.
     Pattern(Shape shape, BlockShape block_shape, std::vector<std::int32_t> row_ptr,
             std::vector<std::int32_t> col_idx, std::vector<std::int32_t> row_slot = {},
-            std::int64_t groups = 1)
+            std::int32_t groups = 1)
         : row_ptr_(std::move(row_ptr)), col_idx_(std::move(col_idx)), row_slot_(std::move(row_slot)) {
         check_version();
         check_shape(shape, block_shape);
@@ -61,7 +61,7 @@ class Pattern {
 
     // The blocks whose entry of `mask` [out_features / rows, in_features / cols], row by row, is not 0.
     static Pattern from_mask(Span<const std::uint8_t> mask, Shape shape, BlockShape block_shape,
-                             std::int64_t groups = 1) {
+                             std::int32_t groups = 1) {
         check_shape(shape, block_shape);
         const std::int64_t rows = shape.out_features / block_shape.rows;
         const std::int64_t cols = shape.in_features / block_shape.cols;
@@ -76,7 +76,7 @@ class Pattern {
         return Pattern(shape, block_shape, std::move(row_ptr), std::move(col_idx), {}, groups);
     }
     static Pattern from_mask(std::initializer_list<std::uint8_t> mask, Shape shape, BlockShape block_shape,
-                             std::int64_t groups = 1) {
+                             std::int32_t groups = 1) {
         return from_mask(Span<const std::uint8_t>(mask.begin(), mask.size()), shape, block_shape, groups);
     }
 

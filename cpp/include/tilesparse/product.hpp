@@ -74,46 +74,46 @@ class Product {
     }
     // [nnz, rows, cols], or [nnz, rows, cols / 2] with metadata or of Int4Pair.
     Product& values(Array values) {
-        forget_packed();
+        forget_prepacked();
         given_.values = detail::given(values);
-        desc_.values = values.data();
+        desc_.values.data = values.data();
         return *this;
     }
     // Words [nnz, cols / 32, rows / 16, 8, 2] of values that are TS_STORAGE_2_4.
     Product& metadata(Span<const std::uint32_t> metadata) {
-        forget_packed();
+        forget_prepacked();
         given_.metadata = metadata.size();
-        desc_.metadata = metadata.data();
-        desc_.storage = TS_STORAGE_2_4;
+        desc_.values.metadata = metadata.data();
+        desc_.values.storage = TS_STORAGE_2_4;
         return *this;
     }
     // [nnz] or [nnz, rows], of values of 8 or 4 bits; [out_features] where x has 8 bits and scales by token.
     Product& scales(Span<const float> scales) {
-        forget_packed();
+        forget_prepacked();
         given_.scales = scales.size();
-        desc_.scales = scales.data();
+        desc_.values.scales = scales.data();
         return *this;
     }
     // [tokens], of x in 8 bits; with `ld` [in_features / 128][ld], inside of the sums.
     Product& x_scales(Span<const float> scales, std::int64_t ld = 0) {
         given_.x_scales = scales.size();
-        desc_.x_scales = scales.data();
-        desc_.x_scales_ld = ld;
+        desc_.x.scales = scales.data();
+        desc_.x.scales_ld = ld;
+        desc_.x.granularity = ld == 0 ? TS_SCALES_PER_TOKEN : TS_SCALES_PER_GROUP;
         return *this;
     }
     // [out_features], in the dtype of the activations; of y where x has 8 bits.
     Product& bias(Array bias) {
         given_.bias = detail::given(bias);
-        desc_.bias = bias.data();
+        desc_.bias.data = bias.data();
         return *this;
     }
     // Op::sdd_tn only: [out_features], in the dtype of the activations or, where that has 16 bits, float32.
     // Receives the sums over tokens of y, which are added to what is there if `accumulate` says so.
     Product& bias_gradient(Array gradient, bool accumulate = false) {
         given_.bias_gradient = detail::given(gradient);
-        desc_.bias_gradient = gradient.data();
-        desc_.accumulate_bias = accumulate;
-        return *this;
+        desc_.bias.data = gradient.data();
+        return accumulate_if(accumulate, TS_ACCUMULATE_BIAS);
     }
     Product& activation(Activation activation) {
         desc_.activation = static_cast<std::int32_t>(activation);
@@ -124,10 +124,7 @@ class Product {
         return *this;
     }
     // Op::sdd_tn only: adds to the values.
-    Product& accumulate(bool accumulate) {
-        desc_.accumulate = accumulate;
-        return *this;
-    }
+    Product& accumulate(bool accumulate) { return accumulate_if(accumulate, TS_ACCUMULATE_VALUES); }
     // The answers that select() may give.
     Product& policy(Policy policy) {
         desc_.policy = static_cast<std::int32_t>(policy);
@@ -139,22 +136,20 @@ class Product {
         detail::copy_names("prefer", names, desc_.prefer);
         return *this;
     }
-    // The index in kernels() of the one to use; without it the library chooses in each call.
+    // The number of the kernel to use, see kernel_info(); without it the library chooses in each call.
     Product& kernel(std::int32_t kernel) {
         detail::require(
-            kernel >= 0 && kernel < ts_kernel_count(),
-            "kernel must be 0 to " + detail::text(ts_kernel_count() - 1) + ", got " + detail::text(kernel));
-        if (desc_.kernel != kernel + 1) forget_packed();
-        desc_.kernel = kernel + 1;
+            kernel >= 1 && kernel <= ts_kernel_count(),
+            "kernel must be 1 to " + detail::text(ts_kernel_count()) + ", got " + detail::text(kernel));
+        if (desc_.kernel != kernel) forget_prepacked();
+        desc_.kernel = kernel;
         return *this;
     }
     // A plan, and the kernel that it was made for.
     template <class Memory>
     Product& plan(const Plan<Memory>& plan) {
         kernel(plan.kernel());
-        desc_.plan = plan.data();
-        desc_.plan_bytes = plan.bytes();
-        desc_.plan_key = plan.key();
+        desc_.plan = {plan.data(), plan.bytes(), plan.key()};
         return *this;
     }
     template <class Memory>
@@ -207,35 +202,33 @@ class Product {
         check(ts_matmul(&desc, workspace, bytes, stream));
     }
 
-    // Prepacks values into the order in which the kernel reads them, for many products: packed_size() bytes,
-    // 0 for kernels that have no use for it. The kernel and plan are set before; pack() again when values
-    // change. Setters of values and of another kernel forget them.
-    std::size_t packed_size() const {
+    // Prepacks values into the order in which the kernel reads them, for many products: prepacked_size()
+    // bytes, 0 for kernels that have no use for it. The kernel and plan are set before; prepack() again when
+    // values change. Setters of values and of another kernel forget them.
+    std::size_t prepacked_size() const {
         const ts_matmul_desc desc = c();
         std::size_t bytes = 0;
-        check(ts_values_packed_size(&desc, &bytes));
+        check(ts_values_prepacked_size(&desc, &bytes));
         return bytes;
     }
     template <class Memory>
-    Product& pack(Buffer<std::byte, Memory>& packed, ts_stream_t stream) {
-        forget_packed();  // which this call may write
+    Product& prepack(Buffer<std::byte, Memory>& prepacked, ts_stream_t stream) {
+        forget_prepacked();  // which this call may write
         const ts_matmul_desc desc = c();
-        check(ts_values_pack(&desc, packed.data(), packed.size(), stream));
-        desc_.packed = packed.data();
-        desc_.packed_bytes = packed.size();
-        desc_.packed_key = desc.plan_key;
+        check(ts_values_prepack(&desc, prepacked.data(), prepacked.size(), stream));
+        desc_.prepacked = {prepacked.data(), prepacked.size(), desc.plan.key};
         return *this;
     }
 
     // Dequantizes values of any storage to dense blocks [nnz, rows, cols] in the dtype of the activations.
-    void expand(Array dense, ts_stream_t stream = nullptr) const {
+    void dequantize(Array dense, ts_stream_t stream = nullptr) const {
         const ts_matmul_desc desc = c();
         detail::require(!dense.is_const(), "dense must not be const");
-        const auto dtype = static_cast<Dtype>(desc.dtype);
+        const auto dtype = (desc.op == TS_DDS_NN ? given_.y : given_.x).dtype;
         detail::require(dense.dtype() == dtype,
                         std::string("dense must be of the dtype of the activations, ") + name_of(dtype) +
                             ", got " + name_of(dense.dtype()));
-        check(ts_values_expand(&desc, dense.data(), dense.size() * size_of(dense.dtype()), stream));
+        check(ts_values_dequantize(&desc, dense.data(), dense.size() * size_of(dense.dtype()), stream));
     }
 
     // For the functions of tilesparse.h, sizes and dtypes checked; valid while the Product stays where it is.
@@ -244,21 +237,24 @@ class Product {
         detail::check_given("x", given_.x, desc_.op == TS_DDS_NN);
         detail::check_given("y", given_.y, desc_.op == TS_DDS_NT);
         detail::check_given("values", given_.values, desc_.op == TS_SDD_TN);
-        if (given_.bias_gradient.is_given) detail::check_given("bias_gradient", given_.bias_gradient, true);
+        if (given_.bias_gradient.is_given) {
+            detail::check_given("bias_gradient", given_.bias_gradient, true);
+            detail::require(desc_.op == TS_SDD_TN, "bias_gradient must not be set unless op is sdd_tn");
+        }
+        detail::require(!given_.bias.is_given || desc_.op == TS_DDS_NT,
+                        "bias must not be set unless op is dds_nt");
         given_.check_dtypes(desc_.op);
         ts_matmul_desc desc = desc_;
         desc.pattern = &pattern_;
-        const bool is_forward = desc.op == TS_DDS_NT;
-        const auto code = [](const detail::Operand& operand) {
-            return static_cast<std::int32_t>(operand.dtype);
-        };
-        desc.dtype = code(desc.op == TS_DDS_NN ? given_.y : given_.x);
-        desc.values_dtype = code(given_.values) + 1;
-        desc.result_dtype = code(is_forward ? given_.y : desc.op == TS_DDS_NN ? given_.x : given_.values) + 1;
-        if (desc.scales != nullptr) desc.row_scales = given_.scales_per(desc, pattern_);
+        desc.x.dtype = code(given_.x);
+        desc.y.dtype = code(given_.y);
+        desc.values.dtype = code(given_.values);
+        desc.bias.dtype = code(desc.op == TS_SDD_TN ? given_.bias_gradient : given_.bias);
+        desc.residual.dtype = code(given_.residual);
+        desc.gate.dtype = code(given_.gate);
+        if (desc.values.scales != nullptr) desc.values.granularity = given_.granularity(desc, pattern_);
         if (given_.residual.is_given) desc.residual.layout = desc.y.layout;
         if (given_.gate.is_given) desc.gate.layout = desc.y.layout;
-        if (given_.bias_gradient.is_given) desc.bias_gradient_dtype = code(given_.bias_gradient) + 1;
         detail::finish_matrix("x", given_.x, desc.x, desc.tokens, pattern_.in_features);
         const std::int64_t of_y = pattern_.out_features / groups();
         detail::finish_matrix("y", given_.y, desc.y, desc.tokens, of_y);
@@ -271,18 +267,25 @@ class Product {
   private:
     std::int64_t groups() const { return pattern_.groups > 1 ? pattern_.groups : 1; }
 
-    Product& set(detail::Operand& operand, ts_matrix& matrix, const Array& array, Layout layout,
+    static std::int32_t code(const detail::Operand& operand) {
+        return operand.is_given ? static_cast<std::int32_t>(operand.dtype) : TS_DTYPE_DEFAULT;
+    }
+
+    Product& set(detail::Operand& operand, ts_operand& matrix, const Array& array, Layout layout,
                  std::int64_t ld) {
         operand = detail::given(array);
-        matrix = {array.data(), ld, static_cast<std::int32_t>(layout), 0};
+        matrix.data = array.data();
+        matrix.ld = ld;
+        matrix.layout = static_cast<std::int32_t>(layout);
         return *this;
     }
 
-    void forget_packed() {
-        desc_.packed = nullptr;
-        desc_.packed_bytes = 0;
-        desc_.packed_key = 0;
+    Product& accumulate_if(bool accumulate, std::int32_t bit) {
+        desc_.accumulate = accumulate ? desc_.accumulate | bit : desc_.accumulate & ~bit;
+        return *this;
     }
+
+    void forget_prepacked() { desc_.prepacked = {}; }
 
     ts_pattern pattern_;
     ts_matmul_desc desc_{};  // without its pattern, dtypes and what follows from them

@@ -27,9 +27,10 @@ struct ProductOperands {
         check_same_dtype("gate", gate, "y", y);
     }
 
-    std::int32_t scales_per(const ts_matmul_desc& desc, const ts_pattern& pattern) const {
+    // The granularity of the values' scales.
+    std::int32_t granularity(const ts_matmul_desc& desc, const ts_pattern& pattern) const {
         if (x.is_given && is_quantized(x.dtype))
-            return desc.x_scales_ld != 0 ? TS_SCALES_PER_BLOCK : TS_SCALES_PER_FEATURE;
+            return desc.x.granularity == TS_SCALES_PER_GROUP ? TS_SCALES_PER_BLOCK : TS_SCALES_PER_FEATURE;
         return scales == static_cast<std::size_t>(pattern.nnz) ? TS_SCALES_PER_BLOCK : TS_SCALES_PER_ROW;
     }
 
@@ -39,25 +40,25 @@ struct ProductOperands {
             pattern.nnz > INT32_MAX)
             return;  // of which ts_matmul says what is wrong
         const std::int64_t rows = pattern.nnz * pattern.block_rows;
-        const bool is_2_4 = desc.storage == TS_STORAGE_2_4;
+        const bool is_2_4 = desc.values.storage == TS_STORAGE_2_4;
         const bool is_halved = is_2_4 || values.dtype == Dtype::int4;
         check_count("values", values.size, rows * pattern.block_cols / (is_halved ? 2 : 1));
         if (is_2_4) check_count("metadata", metadata, rows * (pattern.block_cols / 32));
-        if (desc.scales != nullptr) {
-            const std::int32_t per = scales_per(desc, pattern);
+        if (desc.values.scales != nullptr) {
+            const std::int32_t per = desc.values.granularity;
             check_count("scales", scales,
                         per == TS_SCALES_PER_FEATURE ? pattern.out_features
                         : per == TS_SCALES_PER_ROW   ? rows
                                                      : pattern.nnz);
         }
-        if (desc.x_scales != nullptr) check_x_scales(desc, pattern);
+        if (desc.x.scales != nullptr) check_x_scales(desc, pattern);
         if (bias.is_given) check_count("bias", bias.size, pattern.out_features);
         if (bias_gradient.is_given) check_count("bias_gradient", bias_gradient.size, pattern.out_features);
     }
 
   private:
     void check_x_scales(const ts_matmul_desc& desc, const ts_pattern& pattern) const {
-        const std::int64_t lines = pattern.in_features / 128, ld = desc.x_scales_ld;
+        const std::int64_t lines = pattern.in_features / 128, ld = desc.x.scales_ld;
         if (ld == 0) return check_count("x_scales", x_scales, desc.tokens);
         if (ld < 0 || ld > INT32_MAX || lines <= 0 || lines > INT32_MAX || desc.tokens < 0)
             return;  // of which ts_matmul says what is wrong

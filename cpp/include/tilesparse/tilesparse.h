@@ -25,10 +25,10 @@
  *  - Memory that a call writes, its workspace among it, overlaps nothing that it reads.
  *  - For a CUDA device tokens and features are at most 2^31 - 2^16, and an operand at most 2^42 bytes.
  *  - Structures start with struct_size, set by the caller to sizeof(the structure); fields are only
- *    ever appended. Zero is the default of every optional field. The library takes every size from that of
- *    the first version to 4096: fields that a smaller one lacks are zero, and it writes no field that the
- *    caller does not know; of larger ones the bytes that this library does not know must be zero, and become
- *    zero in results. ts_matrix lies within ts_matmul_desc and never grows.
+ *    ever appended. Zero is the default of every optional field and enumeration. The library takes every size
+ *    from that of the first version to 4096: fields that a smaller one lacks are zero, and it writes no field
+ *    that the caller does not know; of larger ones the bytes that this library does not know must be zero,
+ *    and become zero in results. ts_operand and ts_prepared lie within ts_matmul_desc and never grow.
  *  - Memory is as large as its arguments say. What they say of each other is checked: nothing that a
  *    structure holds, nor a null or misaligned pointer, ends the process. Arrays in device memory are not
  *    read for that, so the caller answers for what they hold.
@@ -66,48 +66,78 @@ enum {
     TS_INTERNAL_ERROR = 8
 };
 
-enum { TS_FLOAT64 = 0, TS_FLOAT32 = 1, TS_FLOAT16 = 2, TS_BFLOAT16 = 3 }; /* ts_matmul_desc.dtype */
-enum { TS_INT8 = 4, TS_FLOAT8_E4M3FN = 5 };           /* dtypes of values, and of x for TS_DDS_NT */
-enum { TS_INT4 = 6 };                                 /* dtype of values alone */
-enum { TS_CPU = 0, TS_CUDA = 1 };                     /* ts_matmul_desc.device */
-enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 }; /* ts_matmul_desc.op */
-/* gelu is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding. */
+/* Element types. A default is that of another operand, see ts_matmul_desc. TS_INT8 and TS_FLOAT8_E4M3FN are
+ * dtypes of values, and of x for TS_DDS_NT; TS_INT4 is a dtype of values only. */
+enum {
+    TS_DTYPE_DEFAULT = 0,
+    TS_FLOAT64 = 1,
+    TS_FLOAT32 = 2,
+    TS_FLOAT16 = 3,
+    TS_BFLOAT16 = 4,
+    TS_INT8 = 5,
+    TS_FLOAT8_E4M3FN = 6,
+    TS_INT4 = 7
+};
+enum { TS_CPU = 0, TS_CUDA = 1 };
+enum { TS_DDS_NT = 0, TS_DDS_NN = 1, TS_SDD_TN = 2 };
+/* TS_GELU is the one with erf; CUDA kernels for float16 and bfloat16 compute it within 1e-5 before rounding.
+ */
 enum { TS_NO_ACTIVATION = 0, TS_RELU = 1, TS_GELU = 2, TS_SILU = 3 };
+/* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major). */
+enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1 };
 /* How the values of the kept blocks lie in memory.
  *
  * TS_STORAGE_DENSE: dense blocks [nnz, bn, bk].
- * TS_STORAGE_2_4: [nnz, bn, bk / 2], for bk of 32, 64 or 128. Of each 4 neighbours in a row of a block at
- * most two are not zero; two of them are there, in order, and the metadata says which. Metadata is 32-bit
+ * TS_STORAGE_2_4: [nnz, bn, bk / 2], for bk of 32, 64 or 128. At most two of each 4 neighbours in a row of a
+ * block are not zero; two of them are stored, in order, and the metadata says which. Metadata is 32-bit
  * words [nnz, bk / 32, bn / 16, 8, 2]: word (i, c, r, g, h) has the columns 32 c + 16 h and the 15 behind it,
  * of the rows 16 r + g (its low half) and 16 r + g + 8. A half is four groups of 4 columns, from its low end
  * on, each the number of the first kept column in its two low bits and of the second, greater one in the two
  * above.
  *
- * With values of TS_INT8 or TS_FLOAT8_E4M3FN each storage has float32 scales, for each row of a block [nnz,
- * bn] or for each block [nnz]: a weight is value times scale in float32, rounded to the dtype of the
- * activations. Where x has 8 bits as well, the scales are [out_features] and stay outside of the sums, see
- * ts_matmul_desc.x_scales, or [nnz] and inside of the sums, see ts_matmul_desc.x_scales_ld.
- *
- * With values of TS_INT4, of TS_STORAGE_DENSE alone, likewise. A value is -8 to 7 in two's complement, and
- * byte j of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of
- * 2 j + 1 in the high ones. Kernels that read them do not round the weight, which is done where values are
- * dequantized first. */
+ * Values of TS_INT4 are stored in TS_STORAGE_DENSE only. A value is -8 to 7 in two's complement, and byte j
+ * of a row of a block, [nnz, bn, bk / 2], has the one of column 2 j in its low four bits and that of 2 j + 1
+ * in the high ones. */
 enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1 };
-/* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
- * whichever is estimated to be faster; always TS_RUN_DENSE. */
-enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
-/* In place of a kernel: the caller writes W dense and runs the product in a dense library, which ts_matmul
- * does not do. */
-enum { TS_RUN_DENSE = -1 };
-/* Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t (column-major). */
-enum { TS_ROW_MAJOR = 0, TS_COLUMN_MAJOR = 1 };
-/* How tensor cores multiply float32: with float32-level error (3xTF32), or in plain TF32; and x and values of
+/* Granularity: how many elements of an operand of 8 or 4 bits share a float32 scale.
+ *
+ * values:  TS_SCALES_PER_BLOCK    [nnz]
+ *          TS_SCALES_PER_ROW      [nnz, bn], one for each row of a block
+ *          TS_SCALES_PER_FEATURE  [out_features], where x has 8 bits and TS_SCALES_PER_TOKEN, and only there
+ * x:       TS_SCALES_PER_TOKEN    [tokens]
+ *          TS_SCALES_PER_GROUP    one for each token and 128 of k, where x is of TS_FLOAT8_E4M3FN, blocks are
+ *                                 128 x 128 and values have TS_SCALES_PER_BLOCK. The scales of k from 128 g
+ *                                 on are at g * scales_ld, which is at least tokens, and on TS_CUDA a
+ *                                 multiple of 4
+ *
+ * Where x has 16 bits or more, a weight is value times scale in float32, rounded to the dtype of x (y for
+ * TS_DDS_NN); kernels that read TS_INT4 themselves do not round it. Where x has 8 bits, either
+ *     y[t, f] = sum over k of x[t, k] W[f, k], times x.scales[t], times values.scales[f]
+ * with scales outside of the sums, or with TS_SCALES_PER_GROUP inside of them
+ *     y[t, f] = sum over g of (sum over k from 128 g to 128 g + 127 of x[t, k] W[f, k])
+ *               times x.scales[g * x.scales_ld + t] times values.scales[the block's]
+ * before bias, activation and the rest. */
+enum {
+    TS_SCALES_NONE = 0,
+    TS_SCALES_PER_BLOCK = 1,
+    TS_SCALES_PER_ROW = 2,
+    TS_SCALES_PER_FEATURE = 3,
+    TS_SCALES_PER_TOKEN = 4,
+    TS_SCALES_PER_GROUP = 5
+};
+/* How tensor cores multiply float32: with float32-level error (3xTF32), or in TF32; and x and values of
  * TS_FLOAT8_E4M3FN: with sums that are added in float32 every 128 of k, or in the accumulators of tensor
  * cores throughout, which keep about 14 bits on compute capability 9.0 (fast). TS_PRECISION_FAST lets the
  * faster of the kernels compute it, whichever of the two it is. */
 enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1, TS_PRECISION_FAST = 1 };
-/* What of the values has a scale of its own: ts_matmul_desc.row_scales. */
-enum { TS_SCALES_PER_BLOCK = 0, TS_SCALES_PER_ROW = 1, TS_SCALES_PER_FEATURE = 2 };
+/* TS_SDD_TN: what is added to what is there instead of overwriting it. Bits. */
+enum { TS_ACCUMULATE_NOTHING = 0, TS_ACCUMULATE_VALUES = 1, TS_ACCUMULATE_BIAS = 2 };
+/* The answers that ts_matmul_select may give: a kernel of this library; such a kernel or TS_RUN_DENSE,
+ * whichever is estimated to be faster; always TS_RUN_DENSE. */
+enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
+/* Kernels have numbers from 1 to ts_kernel_count(). In place of one: the library chooses; or the caller
+ * writes W dense and runs the product in a dense library, which ts_matmul does not do. */
+enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */
 typedef struct CUstream_st* ts_stream_t;
@@ -120,9 +150,12 @@ typedef struct CUstream_st* ts_stream_t;
  * patterns and plans and for TS_CPU, device memory for ts_matmul on TS_CUDA. */
 typedef struct ts_pattern {
     uint32_t struct_size;
-    int32_t block_rows;      /* bn: 16, 32, 64 or 128 */
-    int32_t block_cols;      /* bk: 16, 32, 64 or 128 */
-    int32_t reserved;        /* zero */
+    int32_t block_rows; /* bn: 16, 32, 64 or 128 */
+    int32_t block_cols; /* bk: 16, 32, 64 or 128 */
+    int32_t groups; /* 0 or 1: one weight. E, at most 1024: weights of equal shape below each other, such as
+                       those of experts; out_features is that of all, E times that of one. Column arrays go
+                       by group: col_ptr is [E * in_features / block_cols + 1], and row_idx counts block
+                       rows from the group's first */
     int64_t out_features;    /* a multiple of block_rows */
     int64_t in_features;     /* a multiple of block_cols */
     int64_t nnz;             /* kept blocks */
@@ -132,13 +165,9 @@ typedef struct ts_pattern {
     const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
     const int32_t* row_idx;  /* [nnz] */
     const int32_t* col_slot; /* [nnz] */
-    int64_t groups; /* 0 or 1: one weight. E, at most 1024: weights of equal shape below each other, such as
-                       those of experts; out_features is that of all, E times that of one. Column arrays go
-                       by group: col_ptr is [E * in_features / block_cols + 1], and row_idx
-                       counts block rows from the group's first */
 } ts_pattern;
 
-/* A matrix of tokens x features in one of the two layouts. */
+/* A matrix of tokens x features in one of the two layouts, for the functions that are no product. */
 typedef struct ts_matrix {
     void* data;
     int64_t ld;       /* leading dimension: elements from one row (column) to the next */
@@ -146,79 +175,94 @@ typedef struct ts_matrix {
     int32_t reserved; /* zero */
 } ts_matrix;
 
-/* One product. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them
- * lie on the current device; x, x_scales, y, values, metadata, residual, gate and plan are aligned to 16
- * bytes, as is every ld in bytes, packed to 256 bytes, bias and scales to one element. On TS_CPU the arrays
+/* One operand of a product. Fields that an operand does not have, see the table below, are zero. */
+typedef struct ts_operand {
+    void* data;
+    int64_t ld;          /* leading dimension: elements from one row (column-major: column) to the next */
+    int32_t layout;      /* TS_ROW_MAJOR or TS_COLUMN_MAJOR */
+    int32_t dtype;       /* TS_DTYPE_DEFAULT or an element type */
+    int32_t storage;     /* TS_STORAGE_DENSE or TS_STORAGE_2_4 */
+    int32_t granularity; /* TS_SCALES_NONE or how many elements share a scale */
+    const float* scales;
+    int64_t scales_ld;    /* leading dimension of scales that are TS_SCALES_PER_GROUP */
+    const void* metadata; /* of TS_STORAGE_2_4 */
+} ts_operand;
+
+/* Memory made for some kernels: a plan, or prepacked values. */
+typedef struct ts_prepared {
+    const void* data;
+    size_t bytes;
+    int64_t key; /* of ts_plan_key for the kernel that it was made for: products for which a kernel with
+                    another key is chosen then refuse it; 0: not known */
+} ts_prepared;
+
+/* One product.
+ *
+ *   field          | TS_DDS_NT                  | TS_DDS_NN             | TS_SDD_TN
+ *   ---------------+----------------------------+-----------------------+------------------------------------
+ *   x              | read [tokens, in]; its     | written; default y's  | read; its dtype is given
+ *                  | dtype is given             | dtype                 |
+ *   y              | written [tokens, out];     | read; its dtype is    | read, in x's dtype
+ *                  | default x's dtype          | given                 |
+ *   values         | read; default x's dtype    | read; default y's     | written, TS_STORAGE_DENSE; x's
+ *                  | or 8 or 4 bits             | dtype or 8 or 4 bits  | dtype, or TS_FLOAT32 for 16 bits
+ *   bias           | read or null, y's dtype    | null                  | receives its gradient or null; x's
+ *                  |                            |                       | dtype, or TS_FLOAT32 for 16 bits
+ *   residual       | read or null, y's dtype    | null                  | null
+ *   gate           | read or null, y's dtype    | null                  | null
+ *   activation     | any                        | 0                     | 0
+ *   accumulate     | 0                          | 0                     | bits
+ *   x of 8 bits    | yes; y's dtype is given    | no                    | no
+ *
+ *   field of an    | x           | y           | values      | bias        | residual, gate
+ *   operand        |             |             |             |             |
+ *   ---------------+-------------+-------------+-------------+-------------+---------------
+ *   ld, layout     | yes         | yes         |             |             | y's layout
+ *   dtype          | yes         | yes         | yes         | yes         | yes
+ *   storage,       |             |             | yes         |             |
+ *   metadata       |             |             |             |             |
+ *   scales,        | of 8 bits   |             | of 8 and    |             |
+ *   granularity    |             |             | 4 bits      |             |
+ *   scales_ld      | per group   |             |             |             |
+ *
+ * Sums are float32 (float64 for TS_FLOAT64, exact for TS_INT8, where in_features is below 2^17) and rounded
+ * once. Operands of one call must not overlap the memory it writes. On TS_CUDA all of them lie on the current
+ * device; x, y, values, residual, gate, metadata, scales of x and plan are aligned to 16 bytes, as is every
+ * ld in bytes, prepacked values to 256 bytes, bias and scales of values to one element. On TS_CPU the arrays
  * of the pattern that the product reads (by column for TS_DDS_NN, otherwise by row) are checked not to lead
  * out of the operands. Without outputs there is nothing to do; without inputs y is activation(bias) +
- * residual, or bias
- * * activation(gate), and x is 0. */
+ * residual, or bias * activation(gate), and x is 0. */
 typedef struct ts_matmul_desc {
     uint32_t struct_size;
     int32_t op;
-    int32_t dtype; /* of the activations, and of all else that says nothing of its own, below; sums are
-                      float32 (float64 for TS_FLOAT64) and rounded once. TS_INT8, TS_FLOAT8_E4M3FN: see
-                      x_scales */
     int32_t device;
-    int32_t storage;
-    int32_t activation; /* TS_DDS_NT only; of the sums, or where there is a gate of that alone */
-    int32_t precision;  /* TS_FLOAT32 and TS_FLOAT8_E4M3FN on TS_CUDA only */
-    int32_t accumulate; /* TS_SDD_TN only: 1 adds to values instead of overwriting them */
-    int32_t kernel;     /* 0: the library chooses; k: kernel k - 1 of ts_kernel_get */
-    int32_t reserved;   /* zero */
+    int32_t activation; /* of the sums; with a gate, of the gate only */
+    int32_t precision;  /* for TS_FLOAT32 and TS_FLOAT8_E4M3FN on TS_CUDA only */
+    int32_t accumulate; /* TS_ACCUMULATE_VALUES | TS_ACCUMULATE_BIAS */
+    int32_t kernel;     /* TS_KERNEL_DEFAULT or the number of a kernel */
+    int32_t policy;     /* of ts_matmul_select only */
     int64_t tokens;
     const ts_pattern* pattern;
-    ts_matrix x;
-    ts_matrix y;
-    void* values;     /* contiguous, as `storage` has them; TS_SDD_TN writes TS_STORAGE_DENSE only */
-    const void* bias; /* [out_features] or NULL; TS_DDS_NT only */
-    const void* plan; /* made by ts_plan_build or ts_plan_device_build; NULL where ts_plan_size gives 0 */
-    size_t plan_bytes;
-    ts_matrix residual;   /* like y, in y's layout with its own ld; data is NULL for none; TS_DDS_NT only */
-    const void* metadata; /* of TS_STORAGE_2_4; otherwise NULL */
-    int32_t values_dtype; /* 0: that of the activations, `dtype`; d + 1: the dtype d */
-    int32_t result_dtype; /* likewise, of what is written, of bias and residual; for TS_SDD_TN that of values,
-                             which may be TS_FLOAT32 for 16 bits, also to add to */
-    int64_t plan_key;     /* what ts_plan_key gives for the kernel the plan was made for, so that a product
-                               for which another one is chosen refuses it; 0: not known */
-    const void* packed;   /* made by ts_values_pack of the same values, pattern and kernel, or NULL */
-    size_t packed_bytes;
-    int32_t policy;      /* of ts_matmul_select alone */
-    int32_t row_scales;  /* TS_SCALES_PER_BLOCK: scales are [nnz]; TS_SCALES_PER_ROW: [nnz, block_rows];
-                            TS_SCALES_PER_FEATURE: [out_features], where x has 8 bits and scales outside of
-                            the sums, and only there */
-    const float* scales; /* of values of 8 or 4 bits; otherwise NULL */
-    char prefer[64];     /* the first characters of the names of kernels that are preferred, ending in a zero;
-                            empty: those that TILESPARSE_KERNEL names */
-    ts_matrix gate;      /* like residual, in the place of one: y is multiplied by activation(gate), which is
-                            rounded to its dtype before; data is NULL for none; TS_DDS_NT only */
-    int64_t packed_key; /* what ts_plan_key gives for the kernel that `packed` was made for, so that a product
-                           whose kernel reads it in another order refuses it; 0: not known */
-    void* bias_gradient; /* [out_features] or NULL; TS_SDD_TN only: receives the sums over tokens of y, in
-                            float32 (float64) and in a fixed order, rounded once; also of block rows without
-                            a block, and where nnz or tokens is 0. Aligned to one element */
-    int32_t bias_gradient_dtype; /* 0: dtype; d + 1: the dtype d, which may be TS_FLOAT32 for 16 bits */
-    int32_t accumulate_bias;     /* 1 adds to bias_gradient instead of overwriting it */
-    const float* x_scales; /* [tokens] where x has 8 bits, otherwise NULL; TS_DDS_NT only. x is row-major,
-                              values have its dtype, and
-                                y[t, f] = sum over k of x[t, k] W[f, k], times x_scales[t], times scales[f]
-                              before bias, activation and the rest. Sums of TS_INT8 are exact: in_features
-                              is below 2^17. result_dtype is TS_FLOAT32, TS_FLOAT16 or TS_BFLOAT16. */
+    ts_operand x;        /* [tokens, in_features]. Of 8 bits: row-major */
+    ts_operand y;        /* [tokens, out_features] */
+    ts_operand values;   /* of the kept blocks, contiguous, see TS_STORAGE_DENSE */
+    ts_operand bias;     /* [out_features]. Its gradient is the sums over tokens of y, in a fixed order; also
+                            of block rows without a block, and where nnz or tokens is 0 */
+    ts_operand residual; /* like y, with its own ld: added to y */
+    ts_operand gate;     /* likewise, in place of a residual: y is multiplied by activation(gate), which is
+                            rounded to its dtype before */
     const int32_t* group_offsets; /* [groups + 1], or NULL where the pattern has no groups: a grouped product.
                                      Tokens group_offsets[g] to group_offsets[g + 1] - 1 of x and y, which
                                      are row-major [tokens, features of one weight], meet the weight of group
                                      g alone. Offsets ascend from 0 to tokens and lie where the operands do.
                                      On TS_CUDA the host does not read them, and kernels touch nothing
                                      outside of x and y whatever they are. bias is [out_features]; residual
-                                     and gate are like y. x has 16 bits or more, packed and bias_gradient are
-                                     null (see ts_group_sums), and dense is never chosen */
-    int64_t x_scales_ld;          /* 0: scales of x as above. Otherwise scales inside of the sums, for x of
-                                     TS_FLOAT8_E4M3FN and blocks of 128 x 128: x_scales has one for each token and 128
-                                     of k, those of k from 128 g on at g * x_scales_ld; values have one for each block,
-                                     TS_SCALES_PER_BLOCK; and
-                                       y[t, f] = sum over g of (sum over k from 128 g to 128 g + 127 of x[t, k] W[f,
-                                     k]) times x_scales[g * x_scales_ld + t] times scales[the block's] before bias,
-                                     activation and the rest. At least tokens, and on TS_CUDA a multiple of 4 */
+                                     and gate are like y. x has 16 bits or more, prepacked and, for TS_SDD_TN,
+                                     bias are null (see ts_group_sums), and dense is never chosen */
+    ts_prepared plan; /* made by ts_plan_build or ts_plan_device_build; null where ts_plan_size gives 0 */
+    ts_prepared prepacked; /* made by ts_values_prepack of the same values, pattern and kernel, or null */
+    char prefer[64];       /* the first characters of the names of kernels that are preferred, ending in a
+                              zero; empty: those that TILESPARSE_KERNEL names */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */
@@ -228,11 +272,10 @@ typedef struct ts_device_info {
     int32_t compute_capability; /* major * 10 + minor, 10 to 999; 0 on the CPU */
     int32_t multiprocessors;    /* processors (cores) on the CPU; 1 to 65536 */
     int32_t shared_memory;      /* bytes a thread block may use, at most 2^24; 0 on the CPU */
-    int32_t reserved;           /* zero */
-    char name[64];
     int32_t max_cluster; /* thread blocks of a cluster for which the device has room, at most 16: kernels of
                             compute capability 9.0 need 2, which some slices of a GPU do not have; 0: not
                             known and taken to suffice, as of devices that are not the current one */
+    char name[64];
 } ts_device_info;
 
 /* One kernel of the library. */
@@ -250,8 +293,7 @@ typedef struct ts_kernel_info {
     char name[64];
     uint32_t storages;      /* bit 1 << storage */
     uint32_t values_dtypes; /* bit 1 << dtype; 0: that of the activations */
-    uint32_t result_dtypes; /* likewise; other ones than that of the activations for TS_SDD_TN alone */
-    int32_t reserved;       /* zero */
+    uint32_t result_dtypes; /* likewise */
 } ts_kernel_info;
 
 /* TS_VERSION and TS_ABI_VERSION of the library that is loaded. */
@@ -265,8 +307,9 @@ TS_API const char* ts_last_error(void);
 /* Comma-separated architectures the library holds code for, for example "cpu,sm_80". */
 TS_API const char* ts_architectures(void);
 
+/* Kernels by their numbers, 1 to ts_kernel_count(). */
 TS_API int32_t ts_kernel_count(void);
-TS_API ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info);
+TS_API ts_status_t ts_kernel_get(int32_t kernel, ts_kernel_info* info);
 
 /* Properties of the CPU, or of a CUDA device by its ordinal (-1: the current one). */
 TS_API ts_status_t ts_device_get(int32_t device, int32_t ordinal, ts_device_info* info);
@@ -281,9 +324,9 @@ TS_API ts_status_t ts_pattern_validate(const ts_pattern* pattern);
 TS_API ts_status_t ts_pattern_transpose(const ts_pattern* pattern, int32_t* col_ptr, int32_t* row_idx,
                                         int32_t* col_slot);
 
-/* Which kernel (index for ts_kernel_get) would compute the product on that device, and why, as text
+/* Chooses the kernel that would compute the product on that device, or TS_RUN_DENSE, and says why, as text
  * of at most reason_bytes bytes with the ending zero. Reads shapes, layouts, flags, the sizes of the
- * pattern and whether there is a residual or gate; no pointer is followed but the pattern's.
+ * pattern and whether there is a bias, residual or gate; no pointer is followed but the pattern's.
  * desc->kernel, where it is set, comes first; then TS_POLICY_DENSE; then the kernels whose names begin with
  * desc->prefer, or where that is empty with TILESPARSE_KERNEL, which is read once, if one of them computes
  * the product; then what ts_measurement_add was told; then estimates. TS_POLICY_AUTO compares with dense in
@@ -304,28 +347,28 @@ TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* 
 
 /* A number, never 0, that two plans have in common only if kernels can walk either of them: it follows from
  * the kernel's `plan`, op, and the sizes of the pattern, whose arrays are not read. 0 for a kernel without a
- * plan. ts_matmul_desc.plan_key is for it, and the plan holds it, too. */
+ * plan. ts_prepared.key is for it, and the plan holds it, too. */
 TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
 
 /* Some kernels prepack the values before every product: they copy them into the order in which they multiply
- * them. The caller may keep that copy instead, while values and plan stay as they are: `packed` of the
- * descriptor, in device memory aligned to 256 bytes. ts_values_packed_size gives 0 for kernels that have no
- * use for it; with `packed` set (its address is not followed), ts_matmul_workspace_size counts no room for
- * the copy. ts_values_pack reads values, pattern, plan and kernel of the descriptor, no activations, and does
- * nothing where the size is 0. A copy serves kernels with the ts_plan_key of the one it was made for: set
- * desc.kernel for all of these calls. With `packed_key` set ts_matmul refuses a copy for others. */
-TS_API ts_status_t ts_values_packed_size(const ts_matmul_desc* desc, size_t* bytes);
-TS_API ts_status_t ts_values_pack(const ts_matmul_desc* desc, void* packed, size_t packed_bytes,
-                                  ts_stream_t stream);
+ * them. The caller may keep that copy instead, while values and plan stay as they are: `prepacked` of the
+ * descriptor, in device memory aligned to 256 bytes. ts_values_prepacked_size gives 0 for kernels that have
+ * no use for it; with `prepacked` set (its address is not followed), ts_matmul_workspace_size counts no room
+ * for the copy. ts_values_prepack reads values, pattern, plan and kernel of the descriptor, no activations,
+ * and does nothing where the size is 0. A copy serves kernels with the ts_plan_key of the one it was made
+ * for: set desc.kernel for all of these calls. With prepacked.key set ts_matmul refuses a copy for others. */
+TS_API ts_status_t ts_values_prepacked_size(const ts_matmul_desc* desc, size_t* bytes);
+TS_API ts_status_t ts_values_prepack(const ts_matmul_desc* desc, void* prepacked, size_t prepacked_bytes,
+                                     ts_stream_t stream);
 
 /* Kernels read the storages and dtypes of values that ts_kernel_info names. For other values ts_matmul first
  * dequantizes (or decompresses) them to dense blocks in its workspace, in every product. The reason that
  * ts_matmul_select gives says so. Such kernels prepack nothing.
  *
- * ts_values_expand only dequantizes: it writes dense blocks [nnz, bn, bk] of the descriptor's dtype, from
- * values, metadata and scales of the descriptor. No activations are read. */
-TS_API ts_status_t ts_values_expand(const ts_matmul_desc* desc, void* dense, size_t dense_bytes,
-                                    ts_stream_t stream);
+ * ts_values_dequantize only dequantizes: it writes dense blocks [nnz, bn, bk] of the dtype of x (y for
+ * TS_DDS_NN), from values of the descriptor. No activations are read. */
+TS_API ts_status_t ts_values_dequantize(const ts_matmul_desc* desc, void* dense, size_t dense_bytes,
+                                        ts_stream_t stream);
 
 /* Compresses dense blocks of any dtype to TS_STORAGE_2_4: of each 4 neighbours in a row of a block, those
  * whose byte in `mask` [nnz, bn, bk] is not 0, the first two if there are more. With `transposed` of each 4
@@ -450,14 +493,14 @@ typedef struct ts_array_pair {
  * TS_UNSUPPORTED: the library was built without CUDA. */
 TS_API ts_status_t ts_arrays_compare(ts_array_pair* pairs, int32_t count, int64_t mark, ts_stream_t stream);
 
-/* Microseconds that a kernel (index for ts_kernel_get), or TS_RUN_DENSE, is estimated to take for
+/* Microseconds that a kernel, or TS_RUN_DENSE, is estimated to take for
  * a product on that device; 0 where there is no estimate. Estimates of GPUs that were not measured are scaled
  * by what these can do. They read what ts_matmul_select reads, and neither desc->kernel, prefer and policy
  * nor measurements. TS_UNSUPPORTED: the kernel does not compute the product on that device, and why. */
 TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double* microseconds);
 
-/* What an estimate is made of, for programs that fit estimates to measurements: the features of a product, a
+/* The features of an estimate, for programs that fit estimates to measurements: those of a product, a
  * kernel or TS_RUN_DENSE and a device, and the name of the coefficients that they are multiplied by
  * (docs/developers/estimates.md). Where values are dequantized first, the features of that follow, and the
  * name of their coefficients after a "+". `count` is the room in `features` and becomes their number, which
@@ -473,7 +516,7 @@ TS_API ts_status_t ts_matmul_features(const ts_matmul_desc* desc, const ts_devic
  * measurements the nearest counts), on devices with the same name, compute capability and number of
  * multiprocessors; unless the kernel does not compute the product. A second measurement of the same product
  * replaces the first. ts_measurements_clear forgets all. As both change what is chosen, set desc->kernel of
- * products whose plans, workspaces or packed values are there already. */
+ * products whose plans, workspaces or prepacked values are there already. */
 TS_API ts_status_t ts_measurement_add(const ts_matmul_desc* desc, const ts_device_info* device,
                                       int32_t kernel, double microseconds, double dense_microseconds);
 TS_API ts_status_t ts_measurements_clear(void);

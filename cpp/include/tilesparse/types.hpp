@@ -36,7 +36,7 @@ enum class Dtype : int32_t {
     int4 = TS_INT4
 };
 
-// Of values that have scales.
+// True for dtypes of values that have scales.
 constexpr bool is_quantized(Dtype dtype) {
     return dtype == Dtype::int8 || dtype == Dtype::float8_e4m3fn || dtype == Dtype::int4;
 }
@@ -47,8 +47,8 @@ constexpr std::size_t size_of(Dtype dtype) {
 }
 
 constexpr const char* name_of(Dtype dtype) {
-    constexpr const char* kNames[] = {"float64", "float32",       "float16", "bfloat16",
-                                      "int8",    "float8_e4m3fn", "int4"};
+    constexpr const char* kNames[] = {"unknown",  "float64", "float32",       "float16",
+                                      "bfloat16", "int8",    "float8_e4m3fn", "int4"};
     const auto code = static_cast<std::size_t>(dtype);
     return code < std::size(kNames) ? kNames[code] : "unknown";
 }

@@ -3,10 +3,10 @@
 #include "abi.h"
 #include "c_api/guard.h"
 #include "combine.h"
+#include "descriptors.h"
 #include "device.h"
 #include "gate.h"
 #include "operands.h"
-#include "problem.h"
 #include "quantize.h"
 #include "sums.h"
 

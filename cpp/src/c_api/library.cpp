@@ -6,7 +6,7 @@
 #include "abi.h"
 #include "c_api/guard.h"
 #include "device.h"
-#include "plan/plan.h"
+#include "plan/host_plan.h"
 #include "registry.h"
 
 namespace ts {
@@ -19,6 +19,9 @@ void copy_name(char (&target)[size], const std::string& source) {
     std::memset(target, 0, size);
     source.copy(target, size - 1);
 }
+
+// A set of dtypes by their numbers in the ABI, which begin at 1.
+uint32_t abi_bits(uint32_t dtypes) { return dtypes << 1; }
 
 }  // namespace
 
@@ -78,15 +81,15 @@ const char* ts_status_string(ts_status_t status) {
     }
 }
 
-ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
+ts_status_t ts_kernel_get(int32_t number, ts_kernel_info* info) {
     return guard([&] {
         checked_size(info, "info");
-        const Kernel& kernel = kernel_at(index);
+        const Kernel& kernel = kernel_at(number);
         ts_kernel_info result{};
         result.device = static_cast<int32_t>(kernel.device);
         result.min_compute_capability = kernel.min_compute_capability;
         result.ops = kernel.ops;
-        result.dtypes = kernel.input_dtypes;
+        result.dtypes = abi_bits(kernel.input_dtypes);
         result.precision = static_cast<int32_t>(kernel.precision);
         result.plan = plan_number(kernel.plan);
         result.tile_tokens = kernel.tile_tokens;
@@ -94,8 +97,8 @@ ts_status_t ts_kernel_get(int32_t index, ts_kernel_info* info) {
         result.max_tokens = kernel.max_tokens;
         copy_name(result.name, kernel.name);
         result.storages = kernel.storages;
-        result.values_dtypes = kernel.values_dtypes;
-        result.result_dtypes = kernel.result_dtypes;
+        result.values_dtypes = abi_bits(kernel.values_dtypes);
+        result.result_dtypes = abi_bits(kernel.result_dtypes);
         write_struct(result, info);
     });
 }

@@ -2,9 +2,9 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "descriptors.h"
 #include "pattern.h"
 #include "plan/device_plan.h"
-#include "problem.h"
 
 using namespace ts;
 

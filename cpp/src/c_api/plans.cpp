@@ -5,26 +5,26 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "descriptors.h"
 #include "pattern.h"
 #include "plan/device_plan.h"
-#include "plan/plan.h"
-#include "problem.h"
+#include "plan/host_plan.h"
 #include "registry.h"
 
 namespace ts {
 namespace {
 
-const Kernel& kernel_for(int32_t index, int32_t op) {
+const Kernel& kernel_for(int32_t number, int32_t op) {
     require(op >= TS_DDS_NT && op <= TS_SDD_TN, "op must be 0 to ", TS_SDD_TN, ", got ", op);
-    const Kernel& kernel = kernel_at(index);
+    const Kernel& kernel = kernel_at(number);
     require(kernel.covers(static_cast<Op>(op)), "op must be one that kernel ", kernel.name, " computes, got ",
             op);
     return kernel;
 }
 
-std::vector<int32_t> plan_of(const ts_pattern* source, int32_t index, int32_t op) {
+std::vector<int32_t> plan_of(const ts_pattern* source, int32_t number, int32_t op) {
     const Pattern pattern = check_pattern(source);
-    const Kernel& kernel = kernel_for(index, op);
+    const Kernel& kernel = kernel_for(number, op);
     require(pattern.cols.ptr != nullptr, "pattern.col_ptr must not be null: a plan needs both directions");
     validate_pattern(pattern);
     return build_plan(pattern, static_cast<Op>(op), kernel.plan);
@@ -54,10 +54,10 @@ ts_status_t ts_plan_build(const ts_pattern* pattern, int32_t kernel, int32_t op,
     });
 }
 
-ts_status_t ts_plan_key(const ts_pattern* source, int32_t index, int32_t op, int64_t* key) {
+ts_status_t ts_plan_key(const ts_pattern* source, int32_t number, int32_t op, int64_t* key) {
     return guard([&] {
         const Pattern pattern = check_pattern(source);
-        const Kernel& kernel = kernel_for(index, op);
+        const Kernel& kernel = kernel_for(number, op);
         check_pointer(key, "key");
         const bool has_plan = kernel.plan.tile != 0;
         if (has_plan) check_plan_shape(pattern, static_cast<Op>(op), kernel.plan);

@@ -7,10 +7,10 @@
 
 #include "abi.h"
 #include "c_api/guard.h"
+#include "descriptors.h"
 #include "device.h"
 #include "dispatch.h"
 #include "measurements.h"
-#include "problem.h"
 #include "product.h"
 #include "registry.h"
 
@@ -41,7 +41,7 @@ ts_status_t ts_matmul_select(const ts_matmul_desc* source, const ts_device_info*
         const Choice choice =
             choose(problem, device, {desc.kernel, desc.prefer, static_cast<Policy>(desc.policy)});
         log_choice(problem, device, choice);
-        *kernel = choice.index;
+        *kernel = choice.number;
         if (reason == nullptr || reason_bytes == 0) return;
         const std::string text = explain(problem, device, choice);
         reason[text.copy(reason, reason_bytes - 1)] = '\0';
@@ -70,7 +70,6 @@ ts_status_t ts_matmul_estimate(const ts_matmul_desc* source, const ts_device_inf
         check_pointer(microseconds, "microseconds");
         const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
-        if (kernel != TS_RUN_DENSE) kernel_at(kernel);
         *microseconds = estimate(problem, device.properties, kernel).value_or(0);
     });
 }
@@ -83,7 +82,6 @@ ts_status_t ts_matmul_features(const ts_matmul_desc* source, const ts_device_inf
         check_pointer(count, "count");
         const Problem problem = check_problem(desc);
         const NamedDevice device = described_device(info, problem);
-        if (kernel != TS_RUN_DENSE) kernel_at(kernel);
         const std::vector<FeatureList> found = ts::features(problem, device.properties, kernel);
         const auto needed = static_cast<int32_t>(found.size()) * kFeatureCount;
         require(*count >= needed, "count must be at least ", needed, ", got ", *count);

@@ -3,35 +3,36 @@
 #include "values.h"
 #include "abi.h"
 #include "c_api/guard.h"
+#include "checks.h"
+#include "descriptors.h"
 #include "device.h"
 #include "dispatch.h"
 #include "operands.h"
-#include "problem.h"
 #include "product.h"
 
 using namespace ts;
 
-ts_status_t ts_values_packed_size(const ts_matmul_desc* source, size_t* bytes) {
+ts_status_t ts_values_prepacked_size(const ts_matmul_desc* source, size_t* bytes) {
     return guard([&] {
         const ts_matmul_desc desc = read_struct(source, "desc");
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc);
-        *bytes = packed_size(problem, choose(problem, device_of(problem), wish_of(desc)));
+        *bytes = prepacked_size(problem, choose(problem, device_of(problem), wish_of(desc)));
     });
 }
 
-ts_status_t ts_values_pack(const ts_matmul_desc* source, void* packed, size_t packed_bytes,
-                           ts_stream_t stream) {
-    return guard([&] { prepack_values(read_struct(source, "desc"), packed, packed_bytes, stream); });
+ts_status_t ts_values_prepack(const ts_matmul_desc* source, void* prepacked, size_t prepacked_bytes,
+                              ts_stream_t stream) {
+    return guard([&] { prepack_values(read_struct(source, "desc"), prepacked, prepacked_bytes, stream); });
 }
 
-ts_status_t ts_values_expand(const ts_matmul_desc* source, void* dense, size_t dense_bytes,
-                             ts_stream_t stream) {
+ts_status_t ts_values_dequantize(const ts_matmul_desc* source, void* dense, size_t dense_bytes,
+                                 ts_stream_t stream) {
     return guard([&] {
         const Problem problem = check_problem(read_struct(source, "desc"));
         require(problem.op != Op::sdd_tn, "op must be dds_nt or dds_nn, got ", TS_SDD_TN);
-        require(!is_quantized(problem.input_dtype), "dtype must be 0 to 3, got ",
-                static_cast<int32_t>(problem.input_dtype));
+        require(!is_quantized(problem.input_dtype), "x.dtype must be 1 to ", kActivationDTypes, ", got ",
+                abi_number(problem.input_dtype));
         check_dequantization(problem, dense, dense_bytes);
         dequantize_values(problem, dense, stream);
     });

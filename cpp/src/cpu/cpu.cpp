@@ -67,7 +67,7 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     return 0;
 }
 
-// Of whatever dtypes inputs are; which results go with which, refuses says.
+// Input dtypes in any combination; refuses() says which results go with which.
 template <const InstructionSet& set>
 constexpr Kernel row(const char* name, uint32_t ops, uint32_t inputs, uint32_t results) {
     Kernel row{
@@ -83,7 +83,7 @@ constexpr uint32_t kEightBits = bits_of(DType::int8, DType::float8_e4m3fn);
 constexpr uint32_t kEightBitResults = bits_of(DType::float32, DType::float16, DType::bfloat16);
 constexpr uint32_t kEveryResult = kEightBitResults | bits_of(DType::float64);
 
-// Of 8 bits with dds_nt alone.
+// Inputs of 8 bits with dds_nt only.
 template <const InstructionSet& set>
 constexpr Kernel every_dtype(const char* name) {
     Kernel row = ts::cpu::row<set>(name, kEveryOp, kEveryResult | kEightBits, kEveryResult);

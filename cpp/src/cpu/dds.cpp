@@ -181,7 +181,7 @@ class Dds {
         }
     }
 
-    // What the offset of x adds to the sums of a row tile: the sums of a token of zeros.
+    // The offset of x adds the sums of a token of zeros to the sums of a row tile.
     void sum_offsets(const RowTile& t, int32_t* sums) const {
         steps_.multiply_decode({zeros_, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
                                 t.depth * steps_.pair, rows_, 1, sums, 0, rows_, 0, t.entries});

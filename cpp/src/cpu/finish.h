@@ -269,7 +269,7 @@ TS_INLINE void store_rescaled(const Output& o) {
     }
 }
 
-// Of a copy, which no store can change: what is read of it stays in registers.
+// Takes the output by value: no store can change a copy, so what is read of it stays in registers.
 template <class Codec, class Square>
 TS_INLINE void finish(Output o) {
     if constexpr (sizeof(element_t<typename Square::V>) == sizeof(float))

@@ -25,7 +25,7 @@ class Groups {
           team_bytes_(bytes_for(p_.tokens, team_)),
           alone_bytes_(round_up(bytes_for(most_alone_, alone_), 256)) {}
 
-    // That of all groups of few tokens at a time, or of one of many.
+    // The workspace of all groups of few tokens at a time, or of one group of many tokens.
     size_t workspace_size() const {
         return std::max<size_t>(team_bytes_, team_.multiprocessors * alone_bytes_);
     }

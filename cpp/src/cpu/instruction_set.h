@@ -1,4 +1,4 @@
-// What files of instruction sets have in common: each compiles the steps for its own. Include this first.
+// Shared by the files of instruction sets: each compiles the steps for its own. Include this first.
 #pragma once
 
 // A multiplication and the addition of its result are one instruction where the processor has it, in

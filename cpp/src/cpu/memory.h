@@ -76,8 +76,7 @@ struct Rectangle {
     int64_t token, tokens, padded_tokens;
 };
 
-// What makes results, from a token and a feature on, of sums that are not results; `offsets` are those of the
-// features.
+// Turns sums into results, from a token and a feature on; `offsets` are those of the features.
 Rescale rescale_of(const Problem& problem, int64_t token, int64_t feature, const int32_t* offsets);
 
 // Copies a rectangle of an operand to [features, tokens], or to [tokens, features] if tokens_first; the

@@ -14,13 +14,13 @@ namespace ts::cpu {
 template <class V>
 constexpr int kDecodeSums = sizeof(V) == 64 ? 16 : 8;  // in registers
 
-// Of values without scales in each row of a block.
+// Products of values without a scale for each row of a block.
 struct Unscaled {
     static constexpr int kPerValue = 1;  // weights to a stored value
     struct Row {};
 };
 
-// What is done with vectors of values stored as Codec has them and x packed as XCodec has it.
+// Operations on vectors of values stored as Codec has them and x packed as XCodec has it.
 template <class Codec, class XCodec>
 struct DecodeProducts : Unscaled {
     using Value = typename Codec::Stored;
@@ -63,8 +63,8 @@ TS_INLINE void multiply_decode_rows(const DecodeTile& s, int64_t row, int64_t to
     const int64_t row_values = s.depth / P::kPerValue;
     const int64_t ahead = std::max<int64_t>(
         1, kDecodeAheadBytes / (kMinRows * row_values * static_cast<int64_t>(sizeof(Value))));
-    // What is multiplied so many entries later: of this row, the next rows of these blocks, or the next block
-    // row.
+    // Prefetches the operands of that many entries later: of this row, the next rows of these blocks, or the
+    // next block row.
     const auto fetched_of = [&](int64_t e) {
         const int64_t next = e + ahead, over = next - s.entries;
         if (over < 0) return values_of(next, row);

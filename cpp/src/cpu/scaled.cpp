@@ -19,7 +19,7 @@ int64_t value_bytes(const Problem& problem) {
 }
 
 // The same product of factors in float32.
-Problem expanded(const Problem& problem, std::byte* input, std::byte* values) {
+Problem dequantized(const Problem& problem, std::byte* input, std::byte* values) {
     Problem result = problem;
     result.input_dtype = DType::float32;
     result.x = {input, problem.k_size(), Layout::row_major};
@@ -29,7 +29,7 @@ Problem expanded(const Problem& problem, std::byte* input, std::byte* values) {
     return result;
 }
 
-void expand_input(const Steps& steps, const Problem& problem, std::byte* to) {
+void dequantize_input(const Steps& steps, const Problem& problem, std::byte* to) {
     const int64_t k_size = problem.k_size();
     for_each(problem.tokens, [&](int64_t token) {
         const auto* const from = static_cast<const uint8_t*>(problem.x.data) + token * problem.x.ld;
@@ -40,7 +40,7 @@ void expand_input(const Steps& steps, const Problem& problem, std::byte* to) {
     });
 }
 
-void expand_values(const Steps& steps, const Problem& problem, std::byte* to) {
+void dequantize_values(const Steps& steps, const Problem& problem, std::byte* to) {
     constexpr int64_t kBlock = kScaleGroup * kScaleGroup;
     const auto* const from = static_cast<const uint8_t*>(problem.values.data);
     for_each(problem.pattern.nnz, [&](int64_t block) {
@@ -52,7 +52,7 @@ void expand_values(const Steps& steps, const Problem& problem, std::byte* to) {
 }  // namespace
 
 size_t scaled_workspace_size(const Steps& steps, const Problem& problem, const Device& device) {
-    const Problem product = expanded(problem, nullptr, nullptr);
+    const Problem product = dequantized(problem, nullptr, nullptr);
     const size_t own = suits_decode(steps, product) ? decode_workspace_size(steps, product, device)
                                                     : dds_workspace_size(steps, product, device);
     return static_cast<size_t>(input_bytes(problem) + value_bytes(problem)) + own;
@@ -63,9 +63,9 @@ void scaled(const Steps& steps, Finish finish, const Problem& problem, const Dev
     auto* const input = static_cast<std::byte*>(workspace);
     std::byte* const values = input + input_bytes(problem);
     void* const rest = values + value_bytes(problem);
-    expand_input(steps, problem, input);
-    expand_values(steps, problem, values);
-    const Problem product = expanded(problem, input, values);
+    dequantize_input(steps, problem, input);
+    dequantize_values(steps, problem, values);
+    const Problem product = dequantized(problem, input, values);
     if (suits_decode(steps, product))
         decode(steps, finish, product, device, rest);
     else

@@ -18,7 +18,7 @@ constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a 
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
 constexpr int64_t kDecodeAheadBytes = 8 << 10;  // of values, between those multiplied and those fetched
 constexpr int kMostDecodeTokens = 12;
-// Where the value at k of a block lies in packed x for int4, of whose bytes the low halves are multiplied,
+// Position of the value at k of a block in packed x for int4, of whose bytes the low halves are multiplied,
 // then the high ones: the even k of every so many come first.
 constexpr int64_t int4_position(int64_t k, int64_t together) {
     return k / together * together + k % together / 2 + k % 2 * (together / 2);
@@ -86,16 +86,16 @@ struct DecodeTile {
     int64_t rows, tokens;  // features: 16 or 32; at most decode_tokens
     void* sums;
     int64_t sums_ld;
-    // What is read next: rows of these blocks below the tile's first one, the rows above it, and entries of
-    // this block row and all below.
+    // Next reads: rows of these blocks below the tile's first one, the rows above it, and entries of this
+    // block row and all below.
     int64_t block_rows, within, entries_left;
-    // Of int4, of which a byte holds two: that of row f of the block at a slot lies at
+    // For int4, of which a byte holds two values: row f of the block at a slot lies at
     // scales[slot * scale_entry + f * scale_row].
     const float* scales = nullptr;
     int64_t scale_entry = 0, scale_row = 0;
 };
 
-// What makes results of sums of products of 8 bits: sums less the offset of their feature, times the scale of
+// Turns sums of products of 8 bits into results: sums less the offset of their feature, times the scale of
 // their token, times the scale of their feature.
 struct Rescale {
     const float* token_scales;  // null where sums are results
@@ -157,7 +157,7 @@ struct Steps {
     // The bits of the largest magnitude in float32, in which a NaN is above infinity. Not of float64.
     uint32_t (*largest_magnitude)(const void* x, int64_t count) = nullptr;
     void (*quantize)(const Quantizing&) = nullptr;  // not of float64
-    // What packing adds to x, so that its bytes have no sign. It adds to sums what `multiply_decode` gives
+    // Packing adds this to x, so that its bytes have no sign. It adds to sums what `multiply_decode` gives
     // for a token of which every byte is this.
     int32_t x_offset = 0;
     // multiply_decode of values of int4, for packed x in the order that int4_position says. Not of 8 bits and

@@ -172,7 +172,7 @@ TS_INLINE void transpose_stage(V (&rows)[Count]) {
     }
 }
 
-// Of each square of Count lanes that lie side by side in the rows.
+// Transposes each square of Count lanes that lie side by side in the rows.
 template <class V, int Count>
 TS_INLINE void transpose(V (&rows)[Count]) {
     transpose_stage<1>(rows);

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "problem.h"
+#include "descriptors.h"
 
 namespace ts {
 namespace {

@@ -8,12 +8,12 @@
 #include <cstddef>
 #include <limits>
 
+#include "descriptors.h"
 #include "device.h"
 #include "operands.h"
 #include "pattern.h"
-#include "plan/plan.h"
+#include "plan/host_plan.h"
 #include "plans/plans.h"
-#include "problem.h"
 
 namespace ts {
 namespace {

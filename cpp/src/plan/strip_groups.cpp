@@ -1,7 +1,7 @@
 // Plans by strips of several weights: those of each, one after another.
 #include <cstddef>
 
-#include "plan/strip_plan.h"
+#include "plan/strip_builder.h"
 
 namespace ts {
 namespace {

@@ -15,11 +15,11 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 BLOCK_SIZES = (16, 32, 64, 128)
 INT32_MAX = 2**31 - 1
 POLICIES = ("sparse", "auto", "dense")
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-QUANTIZED = {torch.int8: 4, torch.float8_e4m3fn: 5}  # of values and activations that have scales
+DTYPES = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+QUANTIZED = {torch.int8: 5, torch.float8_e4m3fn: 6}  # of values and activations that have scales
 PACKED = torch.uint8  # two values of int4, the first in the low four bits
 SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of scales inside of the sums
-SCALED = {**QUANTIZED, PACKED: 6}  # of all values that have scales
+SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
 

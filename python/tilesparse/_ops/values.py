@@ -32,10 +32,10 @@ def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor 
 
 
 def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
-    if not 0 <= code < len(DTYPES):
-        raise InvalidArgumentError(f"dtype must be a number from 0 to {len(DTYPES) - 1}, got {code}")
+    if not 1 <= code <= len(DTYPES):
+        raise InvalidArgumentError(f"dtype must be a number from 1 to {len(DTYPES)}, got {code}")
     check_stored(values, metadata, scales)
-    return list(DTYPES)[code]
+    return list(DTYPES)[code - 1]
 
 
 COMPRESS = register_plainly("compress", _compress, _compress_fake)

@@ -25,7 +25,7 @@ class Packed:
             if self._of == of and self._values() is values:
                 return
             self._of, self._values = of, weakref.ref(values)
-        self.product.pack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
+        self.product.prepack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
 
 
 class Derived:

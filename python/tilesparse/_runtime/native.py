@@ -7,7 +7,7 @@ from .. import _C
 from .private import current_device, tf32_allowed
 
 DDS_NT, DDS_NN, SDD_TN = range(3)
-SCALES_PER_FEATURE = 2  # of ts_matmul_desc.row_scales; 1 is one for each row of a block, 0 for each block
+SCALES_PER_BLOCK, SCALES_PER_ROW, SCALES_PER_FEATURE = range(1, 4)  # granularities of scales; 0: no scales
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 
 # The native reader of tensors, the patterns that it finds, and activations that it quantizes. PyTorch before

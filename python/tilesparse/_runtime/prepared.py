@@ -357,7 +357,7 @@ class Prepared:
 
         Not while a graph is captured: its replays would not see the values change.
         """
-        size = product.packed_size()  # 0 on the CPU
+        size = product.prepacked_size()  # 0 on the CPU
         if size == 0 or torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(self.device)
@@ -367,7 +367,7 @@ class Prepared:
             (memory,) = allocate((size,), self.device)
             memory.record_stream(stream)
             packed = self._packed[key] = Packed(product, memory, plan_key)
-        product.use_packed(packed.memory.data_ptr(), size, packed.plan_key)
+        product.use_prepacked(packed.memory.data_ptr(), size, packed.plan_key)
         return packed
 
 

@@ -215,8 +215,8 @@ def _write_sdd(
         (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
         if usable_y is not y or usable_x is not x:
             return _write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
-        result_dtype = -1 if out.dtype == x.dtype else DTYPES[out.dtype]
-        bias_dtype = -1 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
+        result_dtype = 0 if out.dtype == x.dtype else DTYPES[out.dtype]
+        bias_dtype = 0 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
         product = _product(
             SDD_TN,
             pattern,

@@ -15,7 +15,7 @@ from .._checks import (
 from . import kernels as _kernels
 from . import values as _values
 from .layout import aligned, empty, group_scales, like_result, result_form, row_major
-from .native import DDS_NT, SCALES_PER_FEATURE
+from .native import DDS_NT, SCALES_PER_BLOCK, SCALES_PER_FEATURE
 from .prepared import Prepared
 from .products import Context, context_of, dds_product, form_of
 from .requests import QuantizedRequest
@@ -93,7 +93,7 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
         stored = {
             "storage": int(metadata is not None),
             "values_dtype": QUANTIZED[values.dtype],
-            "row_scales": 0 if inside else SCALES_PER_FEATURE,
+            "granularity": SCALES_PER_BLOCK if inside else SCALES_PER_FEATURE,
             "result_dtype": DTYPES[x.dtype],
             "x_scales_ld": scales_ld,
         }

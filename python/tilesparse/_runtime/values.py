@@ -21,7 +21,7 @@ from ..errors import InvalidArgumentError
 from .device import on
 from .indices import blocks_of
 from .layout import aligned
-from .native import DDS_NT
+from .native import DDS_NT, SCALES_PER_BLOCK, SCALES_PER_ROW
 from .prepared import Prepared
 from .private import current_stream
 
@@ -66,7 +66,7 @@ def expand_values(
             metadata = None if metadata is None else aligned(metadata)
         metadata_at = 0 if metadata is None else metadata.data_ptr()
         scales_at = 0 if scales is None else scales.data_ptr()
-        product.expand(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
+        product.dequantize(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
     return plain
 
 
@@ -143,8 +143,8 @@ def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -
     """Return the storage of values as arguments of `_C.Product`."""
     return {
         "storage": int(metadata is not None),
-        "values_dtype": -1 if scales is None else SCALED[values.dtype],
-        "row_scales": scales is not None and scales.dim() == 2,
+        "values_dtype": 0 if scales is None else SCALED[values.dtype],
+        "granularity": 0 if scales is None else (SCALES_PER_BLOCK, SCALES_PER_ROW)[scales.dim() - 1],
     }
 
 

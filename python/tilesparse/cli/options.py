@@ -15,7 +15,8 @@ DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
 VALUES_DTYPES = {
     "int4" if dtype == _checks.PACKED else dtype_name(dtype): code for dtype, code in _checks.SCALED.items()
 }
-KERNEL_DTYPES = tuple(map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))  # in the order of their numbers
+# In the order of their numbers.
+KERNEL_DTYPES = ("default", *map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))
 
 
 def parse_count(text: str) -> int:

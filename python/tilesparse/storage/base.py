@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import SCALED
-from .._runtime.native import SCALES_PER_FEATURE
+from .._runtime.native import SCALES_PER_BLOCK, SCALES_PER_FEATURE, SCALES_PER_ROW
 from .values import expand
 
 if TYPE_CHECKING:
@@ -116,8 +116,11 @@ class Storage(ABC):
 
     def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
+        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.scales else SCALES_PER_BLOCK
+        if activations is not None:
+            granularity = SCALES_PER_FEATURE
         return {
             "storage": int(nm is not None),
-            "values_dtype": -1 if self.dtype is None else SCALED[self.dtype],
-            "row_scales": SCALES_PER_FEATURE if activations is not None else int(bool(self.scales)),
+            "values_dtype": 0 if self.dtype is None else SCALED[self.dtype],
+            "granularity": granularity,
         }

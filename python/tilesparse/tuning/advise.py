@@ -47,7 +47,7 @@ CAVEATS = (
     "for some models, and on which texts.",
 )
 _BLOCKS = {"cpu": 32, "cuda": 64}
-_DENSE_8_BITS = {"cpu": "int8", "cuda": "float8_e4m3fn"}  # what PyTorch multiplies fastest
+_DENSE_8_BITS = {"cpu": torch.int8, "cuda": torch.float8_e4m3fn}  # what PyTorch multiplies fastest
 _SPARSE_8_BITS = {"cpu": ("int8",), "cuda": ("int8", "float8_e4m3fn")}
 _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there
 _SECONDS = 40.0  # for the calls of all layers, about
@@ -319,7 +319,7 @@ def _called_layers(
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
         for name, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(_noted, note, name), with_kwargs=True)
+            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
             stack.callback(hook.remove)
         call_model(model, batch)
     if not found:
@@ -400,10 +400,6 @@ def _candidates(
     return found
 
 
-def _noted(note: Callable[..., None], name: str, module: Any, args: Any, kwargs: Any) -> None:
-    note(name, module, args, kwargs)
-
-
 # ---- report ----
 
 
@@ -481,7 +477,7 @@ class AdviceReport:
         return None
 
     @checked
-    def slower_than_dense(self, contender: Way) -> list[str]:
+    def slower_than_dense(self, contender: BlockSparseConfig | torch.dtype | None) -> list[str]:
         """Return the names of layers that are no faster by a contender than by the fastest dense one."""
         return [
             name

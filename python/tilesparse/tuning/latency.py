@@ -160,7 +160,7 @@ class LatencyTable:
         ((tokens, dtype),) = sizes
         times = {
             (measured.shape[0], measured.shape[1]): {
-                way: time for way, time in measured.milliseconds.items() if not isinstance(way, str)
+                way: time for way, time in measured.milliseconds.items() if not isinstance(way, torch.dtype)
             }
             for measured in found
         }

@@ -8,7 +8,7 @@ package; a measured time then comes before estimates, in C++ as well as here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,9 @@ from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
 from ..storage.values import expand, row_scales
 from .choose import choose, is_converted_in_calls
-from .product import KINDS, OPS, Device, Product, Way, default_device, multiplied
+from .product import KINDS, OPS, Device, Product, Way, default_device, product_of_spec
 from .store import Measurement, add_to_file, count_measurement, file, kernel_number, measurements, read, write
 from .timing import Call, milliseconds, own_numbers
-
-Timer = Callable[[Sequence[Call], torch.device, int], list[float]]
 
 
 @checked
@@ -47,7 +45,6 @@ def tune(
     *,
     candidates: int = 3,
     repetitions: int = 21,
-    timer: Timer = milliseconds,
 ) -> list[Measurement]:
     """Measure kernels for products on a device that is there, and keep the fastest.
 
@@ -62,8 +59,6 @@ def tune(
             warning says so if there is a GPU all the same.
         candidates: number of kernels to measure for each product.
         repetitions: number of times each call is measured; on a GPU the median counts, on the CPU the least.
-        timer: function of calls, a device and a number of repetitions that returns the milliseconds of each
-            call.
 
     Raises:
         InvalidArgumentError: an argument is invalid; for example, a product is column-major and not stored
@@ -87,7 +82,7 @@ def tune(
         write(path, read(path))  # fail before anything is measured
     found = []
     for product in wanted:
-        found.append(_measured(product, on, described, candidates, repetitions, timer))
+        found.append(_measured(product, on, described, candidates, repetitions))
         count_measurement(found[-1])
         measurements_changed()
         if path is not None:
@@ -116,14 +111,14 @@ def _check_measurable(product: object, device: torch.device) -> None:
 
 
 def _measured(
-    product: Product, device: torch.device, described: Device, count: int, repetitions: int, timer: Timer
+    product: Product, device: torch.device, described: Device, count: int, repetitions: int
 ) -> Measurement:
     names = [candidate.kernel for candidate in choose(product, described).candidates[:count]]
     with own_numbers(device):
         one = product_calls(product, device)
     calls = [_on_kernel(1 + kernel_number(name), one.sparse) for name in names]
     calls.append(_on_kernel(0, one.expanded))  # so that none has more to do than another
-    *times, dense_time = (1e3 * time for time in timer(calls, device, repetitions))
+    *times, dense_time = (1e3 * time for time in milliseconds(calls, device, repetitions))
     fastest_first = dict(sorted(zip(names, times, strict=True), key=lambda each: each[1]))
     return Measurement(product, described, fastest_first, dense_time)
 
@@ -301,19 +296,12 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}
-    for form in checkpoint.forms(Path(folder)).values():
-        (rows, columns), (bn, bk) = form.shape, form.block_shape
-        if form.nnz == 0:
-            continue
-        density = form.nnz / (rows // bn * (columns // bk))
-        for op in ops:
-            if op == "wgrad" and not storage_of(form.storage).trainable:
-                continue
-            storage, nm = multiplied(op, form.storage, form.nm)
-            sizes = density, (bn, bk), form.dtype, op, storage, nm
+    for spec in checkpoint.forms(Path(folder)).values():
+        gradients = storage_of(spec.storage).trainable
+        for op in [op for op in ops if spec.nnz and (op != "wgrad" or gradients)]:
             for count in tokens:
-                if form.activations is None or op != "forward" or count <= DECODE_TOKENS:
-                    found[Product(columns, rows, count, *sizes)] = None
-                if form.activations is not None and op == "forward":
-                    found[Product(columns, rows, count, *sizes, activations=form.activations)] = None
+                # Few tokens are multiplied in their own dtype on a GPU, and in 8 bits on the CPU.
+                if spec.activations is None or op != "forward" or count <= DECODE_TOKENS:
+                    found[product_of_spec(spec, count, op, None)] = None
+                found[product_of_spec(spec, count, op, spec.activations)] = None
     return list(found)

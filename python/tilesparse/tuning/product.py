@@ -17,7 +17,14 @@ from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
 from .._runtime.choice import DECODE_TOKENS
 from .._runtime.private import tf32_allowed
-from ..config import BlockSparseConfig, check_nm, check_nm_blocks, check_quantized_activations, check_storage
+from ..config import (
+    BlockSparseConfig,
+    LayerSpec,
+    check_nm,
+    check_nm_blocks,
+    check_quantized_activations,
+    check_storage,
+)
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..storage.registry import storage_of
@@ -51,9 +58,9 @@ GPUS: dict[str, tuple[tuple[int, int], int, int]] = {
 # The GPUs that estimates were fitted on, as in cuda/common/coefficients.inc; the first stands for others.
 MEASURED = ("H100", "H200")
 
-# A way to compute a layer: block-sparse as this config says, dense with both factors in 8 bits ("int8" or
-# "float8_e4m3fn"), or dense in the dtype of the layer, None.
-Way: TypeAlias = BlockSparseConfig | str | None
+# A way to compute a layer: block-sparse as a config says, dense with both factors in 8 bits of this dtype, or
+# dense in the dtype of the layer, None.
+Way: TypeAlias = BlockSparseConfig | torch.dtype | None
 
 _MOST = (1 << 31) - 1  # tokens or features
 
@@ -312,22 +319,8 @@ class Product:
         Raises:
             InvalidArgumentError: ``layer`` is not a BlockSparseLinear, or another argument is invalid.
         """
-        bn, bk = layer.block_shape
-        blocks = layer.out_features // bn * (layer.in_features // bk)
-        storage, nm = multiplied(op, layer.storage, layer.nm)
         few = layer.weight.is_cuda and tokens <= DECODE_TOKENS
-        return cls(
-            layer.in_features,
-            layer.out_features,
-            tokens,
-            layer.col_indices.shape[0] / blocks if blocks else 0.0,
-            (bn, bk),
-            layer.spec.dtype,
-            op,
-            storage,
-            nm,
-            activations=None if few or op != "forward" else layer.activations,
-        )
+        return product_of_spec(layer.spec, tokens, op, None if few else layer.activations)
 
     @property
     def nnz(self) -> int:
@@ -366,7 +359,7 @@ class Product:
             device.device,
             self.tokens,
             precision=int(bool(fast) and on_cuda),
-            result_dtype=-1 if eight is None else DTYPES[self.dtype],
+            result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
             ldx=ldx,
@@ -392,11 +385,23 @@ class Product:
         return ", ".join(words)
 
 
-def multiplied(op: str, storage: str, nm: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
-    """Return the storage and nm of the values that a layer multiplies; the gradient of W is plain."""
-    if op == "wgrad":
-        return "plain", None
-    return storage_of(storage).multiplied(nm), nm
+def product_of_spec(spec: LayerSpec, tokens: int, op: str, activations: str | None) -> Product:
+    """Describe a product of a layer; gradients know no 8-bit activations, and that of W no 2:4."""
+    (rows, columns), (bn, bk) = spec.shape, spec.block_shape
+    blocks = rows // bn * (columns // bk)
+    nm = None if op == "wgrad" else spec.nm
+    return Product(
+        columns,
+        rows,
+        tokens,
+        spec.nnz / blocks if blocks else 0.0,
+        (bn, bk),
+        spec.dtype,
+        op,
+        "plain" if op == "wgrad" else storage_of(spec.storage).multiplied(nm),
+        nm,
+        activations=activations if op == "forward" else None,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -407,7 +412,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe_way(way: Way) -> str:
     """Describe a way to compute a layer: "dense", "dense int8" or "density 0.5, 32x32, int8 W8A8"."""
     if not isinstance(way, BlockSparseConfig):
-        return "dense" if way is None else f"dense {way.removesuffix('_e4m3fn')}"
+        return "dense" if way is None else f"dense {dtype_name(way).removesuffix('_e4m3fn')}"
     bn, bk = check_block_shape(way.block_shape)
     storage = storage_of(way.storage)
     extra = "" if storage.trainable and way.nm is None else f", {storage.describe(way.nm, way.activations)}"

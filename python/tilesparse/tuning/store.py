@@ -23,7 +23,7 @@ import torch
 
 from .. import _C
 from .._arguments import checked
-from .._checks import DTYPES, as_integer, as_number, checked_number
+from .._checks import DTYPES, QUANTIZED, as_integer, as_number, checked_number
 from .._files import replacing
 from .._runtime.choice import add_measurement, measurements_changed
 from ..config import BlockSparseConfig
@@ -74,8 +74,9 @@ class MeasuredLayers:
             projection.
         tokens: rows of x.
         dtype: of x and the weights, as "bfloat16".
-        milliseconds: time by the way to compute the layer: a `BlockSparseConfig`, None for dense, or the
-            dtype of dense factors in 8 bits, "int8" or "float8_e4m3fn"; without those that do not fit.
+        milliseconds: time by the way to compute the layer: a `BlockSparseConfig`, None for dense, or
+            torch.int8 or torch.float8_e4m3fn for dense with both factors in 8 bits; without those that do
+            not fit.
         names: names of the layers in a model; none for a shape alone.
         calls: how often a call of the model computes it.
     """
@@ -88,7 +89,7 @@ class MeasuredLayers:
     calls: int = 1
 
     @checked
-    def time(self, way: Way) -> float:
+    def time(self, way: BlockSparseConfig | torch.dtype | None) -> float:
         """Return milliseconds of a call.
 
         Without a measurement of that way for this shape it is the time of the same blocks in the dtype of the
@@ -342,8 +343,7 @@ def save_layers(
     entries = []
     for measured in layers:
         times = [
-            {"way": asdict(way) if isinstance(way, BlockSparseConfig) else way, "ms": milliseconds}
-            for way, milliseconds in measured.milliseconds.items()
+            {"way": _entry_of(way), "ms": milliseconds} for way, milliseconds in measured.milliseconds.items()
         ]
         fields = {name: getattr(measured, name) for name in ("shape", "tokens", "dtype", "names", "calls")}
         entries.append({**fields, "milliseconds": times})
@@ -379,9 +379,17 @@ def _layers_of(entry: Mapping[str, Any]) -> MeasuredLayers:
     return MeasuredLayers(shape, *sizes, times, names, as_integer(entry["calls"]))
 
 
+def _entry_of(way: Way) -> Any:
+    if isinstance(way, torch.dtype):
+        return dtype_name(way)
+    return None if way is None else asdict(way)
+
+
 def _way_of(entry: Any) -> Way:
-    if entry is None or isinstance(entry, str):
-        return entry
+    if entry is None:
+        return None
+    if isinstance(entry, str):
+        return {dtype_name(dtype): dtype for dtype in QUANTIZED}[entry]
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
     config = BlockSparseConfig(**{**entry, "block_shape": (bn, bk), "nm": nm})

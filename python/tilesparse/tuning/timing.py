@@ -44,7 +44,7 @@ def _on_cuda(calls: Sequence[Call], device: torch.device, repetitions: int) -> l
         for _ in calls
     ]
     with torch.cuda.device(device):
-        flush = torch.zeros(FLUSH_BYTES >> 2, device=device)
+        flush = torch.zeros(FLUSH_BYTES >> 2, dtype=torch.float32, device=device)
         for turn in range(repetitions):
             for call, of_call in zip(calls, events, strict=True):
                 start, end = of_call[turn]

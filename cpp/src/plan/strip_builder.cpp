@@ -1,4 +1,4 @@
-#include "plan/strip_plan.h"
+#include "plan/strip_builder.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-#include "plan/plan.h"
+#include "plan/host_plan.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -8,8 +8,8 @@
 #include "error.h"
 #include "plan/block_rows.h"
 #include "plan/builders.h"
-#include "plan/list_plan.h"
-#include "plan/strip_plan.h"
+#include "plan/list_builder.h"
+#include "plan/strip_builder.h"
 
 namespace ts {
 namespace {

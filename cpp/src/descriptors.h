@@ -56,7 +56,7 @@ NamedDevice check_device(const ts_device_info& info);
 inline int64_t block_row_count(const Pattern& pattern) { return pattern.out_features / pattern.block_rows; }
 inline int64_t block_col_count(const Pattern& pattern) { return pattern.in_features / pattern.block_cols; }
 
-// Of one group; and lines of the column arrays, which go by group.
+// Block rows of one group; and lines of the column arrays, which go by group.
 inline int64_t group_row_count(const Pattern& pattern) { return block_row_count(pattern) / pattern.groups; }
 inline int64_t column_count(const Pattern& pattern) { return block_col_count(pattern) * pattern.groups; }
 

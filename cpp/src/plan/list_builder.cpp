@@ -1,4 +1,4 @@
-#include "plan/list_plan.h"
+#include "plan/list_builder.h"
 
 #include <algorithm>
 #include <tuple>

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "plan/plan.h"
+#include "plan/host_plan.h"
 
 namespace ts {
 namespace {
