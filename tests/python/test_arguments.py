@@ -622,7 +622,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 # Aliases in annotations, and what of an annotation makes a value of `HOSTILE` one of the right type.
 ALIASES = {"Forward": "Callable", "Loss": "Callable", "Timer": "Callable", "_Model": "Module", "Figure": ""}
-ALIASES |= {"Snapshots": "Sequence", "Device": "None"}
+ALIASES |= {"Snapshots": "Sequence", "Device": "None", "Filter": "Callable"}
 RIGHT = {
     "none": {"None"},
     "text": {"str"},

@@ -991,7 +991,7 @@ def test_an_interruption_leaves_modules_with_two_names(error: type[BaseException
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_models_are_pruned_as_others(whole: bool) -> None:
     """Compiled code does not call hooks that are set afterwards."""
-    made = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    made = nn.ModuleList([nn.Sequential(nn.Linear(64, 64)) for _ in range(2)])
     model, expected = Listed(made), Listed(copy.deepcopy(made))
     if whole:
         model.compile(backend="aot_eager")
@@ -1002,6 +1002,10 @@ def test_compiled_models_are_pruned_as_others(whole: bool) -> None:
     report = prune_(model, Config(0.5, 16), vectors())
     assert report.layers == prune_(expected, Config(0.5, 16), vectors()).layers
     torch.testing.assert_close(model(vectors()[0]), expected(vectors()[0]))
+    compiled = mlp()
+    compiled[0].compile(backend="aot_eager")
+    report = prune_(compiled, Config(0.5, 16), vectors())
+    assert "compiled by itself" in {one.name: one.reason for one in report.skipped}["0"]
 
 
 def test_layers_that_never_run_are_named() -> None:

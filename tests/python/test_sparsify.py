@@ -183,14 +183,13 @@ CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     (HALF, {"layers": ["up", r"blocks\.\d"]}, {"up": 0.5, "blocks.0.up": 0.5, "blocks.0.down": 0.5}),
     (HALF, {"exclude": "blocks"}, {"up": 0.5}),
     (HALF, {"exclude": ["down", "up"]}, {"blocks.0.up": 0.5}),
-    (HALF, {"layers": "0.up", "exclude": "9", "strict": False}, {"blocks.0.up": 0.5}),
     (HALF, {"filter_fn": lambda _, name: name.endswith("up")}, {"up": 0.5, "blocks.0.up": 0.5}),
     ({"up": None, ".*": HALF}, {}, {"blocks.0.up": 0.5, "blocks.0.down": 0.5}),
     ({"0.up": HALF, ".*up": WHOLE}, {}, {"blocks.0.up": 0.5, "up": 1.0}),
     ({"up": WHOLE, "blocks": HALF}, {"exclude": "down"}, {"blocks.0.up": 0.5, "up": 1.0}),
 ]
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (HALF, {"exclude": "9"}, "exclude must match modules of the model, got '9'"),
+    (HALF, {"exclude": "9", "strict": False}, "exclude must match modules of the model, got '9'"),
     (HALF, {"exclude": "("}, "exclude must be a name or a regular expression"),
     (HALF, {"layers": "9"}, "'9'|no layer is left"),
     ({"up": HALF}, {"layers": "up"}, "layers must be None beside a mapping"),

@@ -158,7 +158,6 @@ def refusal_of(
     reason_not: Callable[[nn.Module], str | None],
     exclude: str | Sequence[str] | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
-    strict: bool,
 ) -> Refusal:
     """Return why modules are not replaced: for a reason of their own, or for what the user leaves out.
 
@@ -167,16 +166,16 @@ def refusal_of(
         reason_not: why a module cannot be replaced, or None.
         exclude: names or regular expressions of layers that stay as they are.
         filter_fn: returns True for a layer, and its name, that is to be replaced.
-        strict: each of `exclude` has to match a module.
+
+    Raises:
+        InvalidArgumentError: one of `exclude` matches no module.
     """
     patterns = [] if exclude is None else parsed("exclude", exclude)
     places = matching(patterns, names) if patterns else {}
     used = {place for own in places.values() for place in own}
     for place, pattern in enumerate(patterns):
-        if strict and place not in used:
-            raise InvalidArgumentError(
-                f"exclude must match modules of the model, got {pattern.text!r}; strict=False goes on without"
-            )
+        if place not in used:
+            raise InvalidArgumentError(f"exclude must match modules of the model, got {pattern.text!r}")
 
     def refusal(name: str, module: nn.Module) -> str | None:
         reason = reason_not(module)

@@ -47,24 +47,23 @@ def sparsify_(
             not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
             which take a config of their name.
         dry_run: only report what would be done.
-        strict: raise if a config makes no layer block-sparse, or `exclude` matches nothing. False leaves that
-            to the report.
+        strict: raise if a config makes no layer block-sparse. False leaves that to the report.
 
     Returns:
         The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
         blocks.
 
     Raises:
-        InvalidArgumentError: see ``strict``; or a layer that a name in `config` spells out cannot be cut into
-            blocks; or a weight has NaN, has infinities and is to be stored in 8 or 4 bits, or is on the meta
-            device.
+        InvalidArgumentError: see ``strict``; or `exclude` has what matches nothing; or a layer that a name in
+            `config` spells out cannot be cut into blocks; or a weight has NaN, has infinities and is to be
+            stored in 8 or 4 bits, or is on the meta device.
 
     Examples:
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
         >>> print(report)
     """
     rules = rules_of(config, layers)
-    refusal = refusal_of(names_of_modules(model), reason_not_patchable, exclude, filter_fn, strict)
+    refusal = refusal_of(names_of_modules(model), reason_not_patchable, exclude, filter_fn)
 
     def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
         return sparse_layer(module, options)

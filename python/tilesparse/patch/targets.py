@@ -54,7 +54,7 @@ def chosen_layers(
     """
     names, rules = names_of_modules(model), rules_of(config, layers)
     reads = weight_reads(model) if reads is None else reads
-    refusal = refusal_of(names, reason_not_linear, exclude, filter_fn, strict)
+    refusal = refusal_of(names, reason_not_linear, exclude, filter_fn)
 
     def refusal_in_experts(name: str, module: nn.Module) -> str | None:
         home = name.rpartition(".")[0].rpartition(".")[0]

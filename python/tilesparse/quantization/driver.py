@@ -165,7 +165,6 @@ def _targets(
         lambda module: _reason_to_skip(module, owners, storage, activations),
         exclude,
         filter_fn,
-        strict,
     )
     for module, places in matching(patterns, names).items():
         stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
