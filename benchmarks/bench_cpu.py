@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, BlockSparseMatrix
 from tilesparse._checks import DTYPES as CODES
-from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.functional import dds, linear, sdd
 
 OPS = ("forward", "dgrad", "wgrad")  # numbered as in ts_matmul_desc.op

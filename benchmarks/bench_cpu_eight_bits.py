@@ -27,8 +27,8 @@ from torch.ao.quantization import quantize_dynamic
 
 from tilesparse import _C, BlockPattern, functional
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NT
+from tilesparse._runtime.device import DDS_NT
+from tilesparse._runtime.pattern_cache import prepared
 
 SHAPES = ((768, 3072), (3072, 768), (4096, 4096))  # in_features, out_features
 OWN = (torch.bfloat16, torch.float32)  # in which the same patterns are multiplied

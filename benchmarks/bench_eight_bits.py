@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesparse import functional, storage
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.scaled import dds_quantized
+from tilesparse._runtime.launch import dds_quantized
+from tilesparse._runtime.pattern_cache import prepared
 
 SHAPES = {
     shape.name: shape

@@ -22,8 +22,8 @@ from harness import CudaTimer, HostTimer, host_batch, parsed, positive, recordin
 from torch import Tensor
 
 from tilesparse import BlockSparseLinear
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import KNOWN
+from tilesparse._runtime.device import KNOWN
+from tilesparse._runtime.pattern_cache import prepared
 
 LAYERS = ((4096, 4096, 64), (28672, 8192, 32), (28672, 8192, 64))  # output and input features, block size
 SECONDS = 0.25  # of calls in a row: several intervals between comparisons

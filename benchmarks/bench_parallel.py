@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilesparse import BlockPattern, BlockSparseLinear
-from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
+from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
 
 CONTENDERS = ("dense", "sparse")
 WAYS = ("one", "ddp", "fsdp", "tp")

@@ -43,11 +43,10 @@ from torch.nn import functional as F
 
 from tilesparse import _C, BlockSparseMatrix, functional, storage
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.kernels import use_kernel
-from tilesparse._runtime.values import storage_of
+from tilesparse._runtime.launch import storage_of, use_kernel
 from tilesparse.config import LayerSpec
 from tilesparse.errors import UnsupportedError
-from tilesparse.storage import registry
+from tilesparse.storage import formats
 
 DTYPE = torch.bfloat16
 TOLERANCE = problems.PRECISIONS["bf16"].tolerance
@@ -143,7 +142,7 @@ class Layer:
                 dtype=plain.dtype,
                 nm=None if mask is None else (2, 4),
             ).with_storage(kind)
-            tensors = registry.storage_of(kind).store(plain, mask, spec)
+            tensors = formats.storage_of(kind).store(plain, mask, spec)
             self._stored[name] = tensors["weight"], tensors.get("metadata"), tensors.get("scales")
         return self._stored[name]
 

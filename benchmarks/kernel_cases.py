@@ -16,13 +16,11 @@ from torch.nn import functional as F
 
 from tilesparse import _C, BlockPattern, functional, storage
 from tilesparse._checks import DTYPES, QUANTIZED
-from tilesparse._runtime import values as _values
-from tilesparse._runtime.grouped import grouped_dds, grouped_sdd
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.products import dds, sdd
-from tilesparse._runtime.scaled import dds_quantized
+from tilesparse._runtime import launch
+from tilesparse._runtime.launch import dds, dds_quantized, grouped_dds, grouped_sdd, sdd
+from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.config import LayerSpec
-from tilesparse.storage.registry import storage_of
+from tilesparse.storage.formats import storage_of
 from tilesparse.tuning.product import GPUS
 
 LAYERS = (
@@ -234,7 +232,7 @@ class Calls:
         weight = self._randn(*self.pattern.shape)
         if op == "sdd_tn":
             self.dense = lambda: y.t() @ x
-            self.expanded = lambda: _values.gather(y.t() @ x, self._kept)
+            self.expanded = lambda: launch.gather(y.t() @ x, self._kept)
             return lambda: sdd(y, x, self._kept)
         forward, source = op == "dds_nt", x if op == "dds_nt" else y
 
@@ -246,7 +244,7 @@ class Calls:
             (lambda: values) if kind.storage == "plain" else partial(storage.expand, *stored, values.dtype)
         )
         self.dense = partial(multiply, weight)
-        self.expanded = lambda: multiply(_values.expand(blocks(), self._kept))
+        self.expanded = lambda: multiply(launch.expand(blocks(), self._kept))
         number = OPS.index(op)
         return lambda: dds(number, source, stored[0], self._kept, metadata=stored[1], scales=stored[2])
 

@@ -1,23 +1,20 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import _belongs  # isort: split
-
 from . import (
-    checkpoint,
+    _belongs,
+    distributed,
     errors,
     export,
     functional,
-    parallel,
+    io,
     plot,
     prune,
-    quantization,
+    quantize,
     recover,
     storage,
     train,
     tuning,
 )
-from ._libraries import checkpoint_hooks, inductor_hooks, transformers_hooks
-from .checkpoint import load, save
 from .config import BlockSparseConfig, LayerSpec
 from .errors import (
     CheckpointError,
@@ -34,34 +31,36 @@ from .errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from .inference import prepare_for_inference
-from .integrations import accelerate, diffusers, peft_hooks
+from .integrations import accelerate, diffusers, hooks, peft_hooks
+from .io import load, save
 from .matrix import BlockSparseMatrix
+from .model import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
+from .model.inference import prepare_for_inference
 from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
-from .patch import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
 from .pattern import BlockPattern
 from .prune import prune_
-from .quantization import quantize_
+from .quantize import quantize_
 from .recover import distill
-from .tuning import tune
-from .tuning.advise import advise
-from .tuning.choose import choose, kernels, prefer
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
-from .tuning import Measurement as Measurement  # isort: skip
-from .tuning.product import Device as Device  # isort: skip
-from .tuning.product import Product as Product  # isort: skip
-from .tuning.choose import KernelChoice as KernelChoice, KernelInfo as KernelInfo  # isort: skip
+from .tuning import Measurement as Measurement
+from .tuning import tune
+from .tuning.advise import advise
+from .tuning.choose import KernelChoice as KernelChoice
+from .tuning.choose import KernelInfo as KernelInfo
+from .tuning.choose import choose, kernels, prefer
+from .tuning.product import Device as Device
+from .tuning.product import Product as Product
 
 __version__ = _belongs.VERSION
 
 tuning.load_on_import()
 accelerate.register()
-checkpoint_hooks.register()
 diffusers.register()
-inductor_hooks.register()
+hooks.register_checkpoints()
+hooks.register_configurations()
+hooks.register_inductor()
 peft_hooks.register()
-transformers_hooks.register()
 
 __all__ = [
     "BlockPattern",
@@ -90,22 +89,22 @@ __all__ = [
     "UnsynchronizedPatternError",
     "__version__",
     "advise",
-    "checkpoint",
     "choose",
     "concatenate",
     "distill",
+    "distributed",
     "errors",
     "export",
     "functional",
+    "io",
     "kernels",
     "load",
-    "parallel",
     "plot",
     "prefer",
     "prepare_for_inference",
     "prune",
     "prune_",
-    "quantization",
+    "quantize",
     "quantize_",
     "recover",
     "save",

@@ -1,10 +1,12 @@
 """Check that Python files, native module and library have one version; imported before all other modules."""
 
+from __future__ import annotations
+
+import os
 import sys
 import warnings
 from pathlib import Path
-
-from . import _interrupt  # noqa: F401  # before PyTorch, which takes seconds
+from types import TracebackType
 
 VERSION = "0.1.0"  # of these Python files; that of the library is in tilesparse.h
 
@@ -56,3 +58,28 @@ def check_copies() -> None:
 
 check_version()
 check_copies()
+
+
+STATUS = 130  # as shells have it of what SIGINT ends
+
+
+def say() -> int:
+    """Print that the command was interrupted; return its exit status."""
+    print("\ninterrupted", file=sys.stderr, flush=True)
+    return STATUS
+
+
+def _is_command() -> bool:
+    """Return True if this process is the command, or ``python -m tilesparse``, which has no name yet."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return name == __package__ or (name == "-m" and __package__ in sys.orig_argv)
+
+
+def _except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(say())  # Python would send itself the signal once more, and C++ libraries are half loaded
+    sys.__excepthook__(kind, error, trace)
+
+
+if _is_command():
+    sys.excepthook = _except_hook

@@ -91,7 +91,7 @@ class UnsynchronizedPatternError(TileSparseError, RuntimeError):
     """Processes that train one model together may have different patterns.
 
     Raised by the first training step of a layer whose pattern was drawn in this process only, and by
-    `tilesparse.parallel.synchronize_patterns` if the layers differ in size.
+    `tilesparse.distributed.synchronize_patterns` if the layers differ in size.
     """
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ._checks import LARGEST, PACKED, QUANTIZED, SCALE_GROUP, Index, is_inside
-from ._ops.activations import activated
+from ._ops.epilogue import activated
 from ._ops.schemas import DdsOptions
-from ._runtime.native import ACTIVATIONS
-from ._runtime.quantization import least_scale
+from ._runtime.device import ACTIVATIONS
+from ._runtime.launch import least_scale
 from .errors import UnsupportedError
 
 __all__ = ["decompositions"]

@@ -32,18 +32,14 @@ from torch import Tensor
 
 from ._arguments import check_types, check_types_after
 from ._checks import check_like_product, check_policy
-from ._ops import gates as _gates
-from ._ops import quantization as _quantization
-from ._ops.activations import activation_code
-from ._ops.autocast import autocast
-from ._ops.autograd import call, records_gradient
-from ._ops.grouped import grouped_linear_on
-from ._ops.linear import extras_of, linear_on
+from ._ops import epilogue
+from ._ops.autograd import autocast, call, records_gradient
+from ._ops.epilogue import activation_code
+from ._ops.linear import extras_of, grouped_linear_on, linear_on, quantized_linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO
-from ._ops.scaled import quantized_linear_on
-from ._runtime.private import is_any_autocast_enabled
+from ._runtime.torch_private import is_any_autocast_enabled
 from .errors import InvalidArgumentError
-from .pattern.block_pattern import BlockPattern
+from .pattern import BlockPattern
 
 
 def linear(
@@ -240,7 +236,7 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
             raise InvalidArgumentError(
                 f"y must have an even number of features without a gate, got shape {tuple(y.shape)}"
             )
-        return _gates.gated(y, gate, activation)
+        return epilogue.gated(y, gate, activation)
     except Exception as error:
         check_types_after(error, gated, locals())
         raise
@@ -267,7 +263,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") 
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
     try:
-        return _quantization.quantize(x, dtype, per)
+        return epilogue.quantize(x, dtype, per)
     except Exception as error:
         check_types_after(error, quantize, locals())
         raise

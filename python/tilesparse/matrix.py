@@ -16,8 +16,7 @@ from ._checks import DTYPES, as_number, check_factor, check_like_product, check_
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
-from .pattern.block_pattern import BlockPattern
-from .pattern.choosing import canonical_bsr, canonical_scipy
+from .pattern import BlockPattern, canonical_bsr, canonical_scipy
 
 
 class BlockSparseMatrix:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ._arguments import checked, shown
 from ._checks import as_integer
-from ._names import NamePattern
-from ._runtime.tensor_files import few
+from ._files import few
 from .errors import InvalidArgumentError, UnsupportedError
+from .model.modules import NamePattern
 from .nn.linear import BlockSparseLinear
 
 if TYPE_CHECKING:

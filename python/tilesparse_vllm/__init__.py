@@ -22,7 +22,7 @@ def register() -> None:
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:
             """Return the config that a section of ``config.json`` describes."""
-            from tilesparse.integrations.vllm.config import TileSparseConfig
+            from tilesparse.integrations.vllm.method import TileSparseConfig
 
             return TileSparseConfig.from_config(config)
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesparse import BlockPattern, storage
 from tilesparse._checks import PACKED
-from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilesparse.checkpoint.files import CONFIG, INDEX, WEIGHTS
+from tilesparse.io.manifest import CONFIG, INDEX, WEIGHTS
 
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"

@@ -39,7 +39,7 @@ from zoo import BLOCK, ZOO, Kind, linear_layers
 import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
 from tilesparse.integrations.peft import merge_loss
-from tilesparse.nn.known_experts import projections_of
+from tilesparse.nn.experts import projections_of
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill, reconstruct
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import tilesparse as ts
 from tilesparse import BlockSparseConfig, InvalidArgumentError, InvalidTypeError, TuneFileError, advise
-from tilesparse.cli import command as cli
+from tilesparse.cli import command
 from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
 from tilesparse.tuning import advise as advising
 from tilesparse.tuning.advise import call_of, contenders_for, left_out
@@ -314,12 +314,12 @@ def test_the_command_takes_a_config_alone_and_writes_what_it_is_told_to(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     asked = ["advise", folder, "--tokens", "16", "--device", "cpu", "--density", "0.5", "--block", "32"]
-    assert cli.main(asked) == 0
+    assert command.main(asked) == 0
     out = capsys.readouterr().out
     assert "random weights, input_ids 1x16, on cpu" in out and "bfloat16" in out
     assert "model.layers.*.mlp.up_proj (2)" in out and "recommendation" in out
     assert sorted(tmp_path.rglob("*")) == before
-    assert cli.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0
+    assert command.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0
     found = AdviceReport.load("a.json")
     assert found.dtype == "float32" and {one.tokens for one in found.layers} == {16}
     assert all(".mlp." in name for one in found.layers for name in one.names)
@@ -329,11 +329,14 @@ def test_the_command_takes_saved_models_and_images(
     known_times: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "llama")
-    assert cli.main(["advise", str(tmp_path / "llama"), "--tokens", "8", "--device", "cpu"]) == 0
+    assert command.main(["advise", str(tmp_path / "llama"), "--tokens", "8", "--device", "cpu"]) == 0
     assert "random weights" not in capsys.readouterr().out
     vit = transformers.ViTConfig(**SIZES, image_size=32, patch_size=16, architectures=["ViTModel"])
     folder = folder_of(vit, tmp_path / "vit")
-    assert cli.main(["advise", folder, "--batch", "3", "--device", "cpu", "--json", str(tmp_path / "a")]) == 0
+    assert (
+        command.main(["advise", folder, "--batch", "3", "--device", "cpu", "--json", str(tmp_path / "a")])
+        == 0
+    )
     tokens = {one.tokens for one in AdviceReport.load(tmp_path / "a").layers}
     assert 3 * 5 in tokens  # patches and the class of each image
 
@@ -352,6 +355,6 @@ def test_the_command_refuses_what_it_cannot_run(tmp_path: Path, capsys: pytest.C
         ([llama, "--layers", "nothing", "--tokens", "8"], "model must have a linear layer"),
         ([whisper_folder], "model must take tokens or images"),
     ):
-        assert cli.main(["advise", *arguments, "--device", "cpu"]) == 2
+        assert command.main(["advise", *arguments, "--device", "cpu"]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith(f"tilesparse advise: {said}")

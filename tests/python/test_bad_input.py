@@ -15,13 +15,7 @@ from helpers import DEVICES, make_pattern, randn, random_values
 from torch import Tensor
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    InvalidArgumentError,
-    InvalidPatternError,
-    TileSparseError,
-    functional,
-)
+from tilesparse import BlockPattern, InvalidArgumentError, InvalidPatternError, TileSparseError, functional
 
 SHAPE, BLOCK_SHAPE = (48, 64), (16, 32)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from tilesparse import InvalidArgumentError
-from tilesparse._ops.combine import combine, spread
+from tilesparse._ops.epilogue import combine, spread
 
 OPS: Any = torch.ops.tilesparse
 # Tokens, choices, features: a vector, many of a warp, and what is not a multiple of what threads read.

@@ -26,12 +26,11 @@ from tilesparse import (
     InvalidPatternError,
     PatternChangedError,
 )
-from tilesparse._runtime import writes
-from tilesparse._runtime.lock import exclusive
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import TENSORS
+from tilesparse._runtime import pattern_cache
+from tilesparse._runtime.device import TENSORS, exclusive
+from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.prune.driver import Progress
 from tilesparse.prune.obs import Solution
-from tilesparse.prune.resume import Progress
 from tilesparse.tuning import Device, LatencyTable
 
 SIZE = 512
@@ -41,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
 @pytest.fixture
 def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every call on a GPU compare all patterns with their copies, or ask for the answer."""
-    monkeypatch.setattr(writes, "INTERVAL", 0.0)
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(pattern_cache, "INTERVAL", 0.0)
+    monkeypatch.setattr(pattern_cache, "PAUSE", 0.0)
 
 
 def patterns() -> list[BlockPattern]:
@@ -167,7 +166,7 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
 # ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
 
 
-class Comparison(writes.Comparison):
+class Comparison(pattern_cache.Comparison):
     """Comparisons whose answer is given."""
 
     def __init__(self) -> None:
@@ -189,7 +188,7 @@ class Comparison(writes.Comparison):
 class Entry:
     """What is kept of a pattern, which was written to."""
 
-    def __init__(self, watch: writes.Watch, uncounted: bool = True, valid: bool = True) -> None:
+    def __init__(self, watch: pattern_cache.Watch, uncounted: bool = True, valid: bool = True) -> None:
         self.use, self.noted = _C.Use(watch.clock), 0.0
         self.uncounted, self.valid, self.followed = uncounted, valid, 0
         watch.add(self)
@@ -216,15 +215,15 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(writes, "monotonic", clock)
-    monkeypatch.setattr(writes, "INTERVAL", 0.1)
-    monkeypatch.setattr(writes, "PAUSE", 0.001)
+    monkeypatch.setattr(pattern_cache, "monotonic", clock)
+    monkeypatch.setattr(pattern_cache, "INTERVAL", 0.1)
+    monkeypatch.setattr(pattern_cache, "PAUSE", 0.001)
     return clock
 
 
 def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
     comparison = Comparison()
-    watch = writes.Watch(comparison)
+    watch = pattern_cache.Watch(comparison)
     entries = [Entry(watch) for _ in range(30)]
     asked = 0
     for number in range(10_000):  # a call in .1 ms, which asks for nothing before the clock says so
@@ -241,7 +240,7 @@ def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
 @pytest.mark.parametrize("end", [0.01, 5.0])
 def test_another_is_begun_once_the_last_has_ended(clock: Time, end: float) -> None:
     comparison = Comparison()
-    watch = writes.Watch(comparison)
+    watch = pattern_cache.Watch(comparison)
     entry = Entry(watch)
     watch.use(entry)
     clock.now += end
@@ -270,7 +269,7 @@ FINDINGS = {
 def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
     used, noted, uncounted, message = FINDINGS[name]
     comparison = Comparison()
-    watch = writes.Watch(comparison)
+    watch = pattern_cache.Watch(comparison)
     other, entry = Entry(watch), Entry(watch, uncounted)
     start = clock.now
     entry.use.last = start - 1
@@ -296,7 +295,7 @@ def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
 
 def test_a_finding_that_is_no_pattern_raises_and_is_not_trusted(clock: Time) -> None:
     comparison = Comparison()
-    watch = writes.Watch(comparison)
+    watch = pattern_cache.Watch(comparison)
     entry = Entry(watch, valid=False)
     watch.use(entry)
     comparison.differing = [0]
@@ -308,7 +307,7 @@ def test_a_finding_that_is_no_pattern_raises_and_is_not_trusted(clock: Time) -> 
 
 def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
     comparison = Comparison()
-    watch = writes.Watch(comparison)
+    watch = pattern_cache.Watch(comparison)
     first, second = Entry(watch), Entry(watch)
     watch.use(second)
     watch.remove(0)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NT
+from tilesparse._runtime.device import DDS_NT
+from tilesparse._runtime.pattern_cache import prepared
 
 PAGE = mmap.PAGESIZE
 PRIVATE_ANONYMOUS = 0x22

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, DTYPES
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.pattern_cache import prepared
 
 CPU = 0
 # By the size of an element.

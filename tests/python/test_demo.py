@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tilesparse import _progress
-from tilesparse.cli import command as cli
-from tilesparse.cli import demo
+from tilesparse.cli import command, demo
 
 TINY = ["demo", "--size", "tiny", "--device", "cpu"]
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_trains_both_models_on_the_standard_library_and_compares_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main([*TINY, "--steps", "60", "--density", "0.5"]) == 0
+    assert command.main([*TINY, "--steps", "60", "--density", "0.5"]) == 0
     output = capsys.readouterr()
     rows = dict(re.findall(r"^(\D[^\d]*?)\s{2,}(\S.*)$", output.out, re.MULTILINE))
     losses = [float(cell) for cell in rows["validation loss (nats per byte)"].split()]
@@ -35,7 +34,7 @@ def test_progress_is_said_without_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_progress, "SECONDS", 0)
-    assert cli.main([*TINY, "--steps", "2"]) == 0
+    assert command.main([*TINY, "--steps", "2"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
 
@@ -47,10 +46,10 @@ def test_the_text_is_always_the_same() -> None:
 
 
 def test_bad_block_shapes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*TINY, "--block", "128"]) == 2
+    assert command.main([*TINY, "--block", "128"]) == 2
     assert "blocks.0.attention" in capsys.readouterr().err
 
 
 def test_a_density_that_keeps_no_block_is_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*TINY, "--density", "0.01"]) == 2
+    assert command.main([*TINY, "--density", "0.01"]) == 2
     assert "density 0.01 of its 12 blocks" in capsys.readouterr().err

@@ -23,9 +23,9 @@ import torch
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.private import tf32_allowed
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.pattern_cache import prepared
+from tilesparse._runtime.torch_private import tf32_allowed
 
 KERNELS = _C.kernels()
 CUDA = 1

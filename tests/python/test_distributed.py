@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError
-from tilesparse._runtime import agreement as _agreement
-from tilesparse._runtime import lookup as _lookup
-from tilesparse.parallel import synchronize_patterns
+from tilesparse._runtime import agreement, pattern_cache
+from tilesparse.distributed import synchronize_patterns
 from tilesparse.train import MaskSchedule
 
 IN, OUT = 96, 64
@@ -93,9 +92,9 @@ def by_default(rank: int) -> None:
         optimizer.step()
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
-    entries = [_lookup.prepared(layer.index()) for layer in sparse_layers(model)]
+    entries = [pattern_cache.prepared(layer.index()) for layer in sparse_layers(model)]
     train(wrapped)
-    assert [_lookup.prepared(layer.index()) for layer in sparse_layers(model)] == entries
+    assert [pattern_cache.prepared(layer.index()) for layer in sparse_layers(model)] == entries
     # The first process broadcasts what it has: what was prepared elsewhere changed at most once, before.
     assert all(entry.generation <= 1 for entry in entries)
 
@@ -195,7 +194,7 @@ def broadcast_by_hand(rank: int) -> None:
 def of_a_silent_process(rank: int) -> None:
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_agreement, "PATIENCE", datetime.timedelta(seconds=0.5))
+            patch.setattr(agreement, "PATIENCE", datetime.timedelta(seconds=0.5))
             with pytest.raises(UnsynchronizedPatternError, match=r"processes \[1\] have not said"):
                 train(make(rank))
     dist.barrier()

@@ -46,7 +46,7 @@ from tilesparse import (
     sparsify_,
     storage,
 )
-from tilesparse._runtime import choice
+from tilesparse._runtime import select
 from tilesparse.cli import main
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError
@@ -171,7 +171,7 @@ def test_layouts_and_numbers_of_tokens(device: str, name: str) -> None:
         y = functional.quantized_linear(some, values, pattern, scales)
         assert y.shape == (*shape, OUT)
         wanted = whole[: math.prod(shape)].reshape(y.shape)
-        if device == "cuda" and math.prod(shape) <= choice.DECODE_TOKENS:
+        if device == "cuda" and math.prod(shape) <= select.DECODE_TOKENS:
             of_rows = storage.row_scales(scales, pattern)
             wanted = functional.linear(some, values, pattern, scales=of_rows)
         torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
@@ -344,8 +344,8 @@ def test_the_dense_policy_multiplies_by_the_dequantized_weight(device: str, name
 @both
 def test_few_tokens_on_a_gpu_are_multiplied_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product that is chosen is computed on every device, and follows pattern and scales."""
-    assert not choice.multiplies_as_decode(tokens(1), make(name).index())
-    monkeypatch.setattr("tilesparse._ops.scaled.multiplies_as_decode", lambda x, index: True)
+    assert not select.multiplies_as_decode(tokens(1), make(name).index())
+    monkeypatch.setattr("tilesparse._ops.linear.multiplies_as_decode", lambda x, index: True)
     layer, x = make(name), tokens(3).requires_grad_()
     for change in (
         lambda: None,
@@ -381,7 +381,7 @@ def make_pattern_like(layer: Any, seed: int) -> BlockPattern:
 @both
 def test_the_number_of_tokens_decides_on_a_gpu(name: str) -> None:
     layer = make(name, device="cuda")
-    for count, wanted in ((choice.DECODE_TOKENS, set()), (choice.DECODE_TOKENS + 1, {"quantize"})):
+    for count, wanted in ((select.DECODE_TOKENS, set()), (select.DECODE_TOKENS + 1, {"quantize"})):
         with Recorder() as recorder:
             layer(tokens(count, device="cuda"))
         assert recorder.seen & {"quantize"} == wanted
@@ -422,7 +422,7 @@ def test_graphs_follow_scales_and_patterns(count: int, name: str) -> None:
 @both
 @on_every_device
 def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device: str, name: str) -> None:
-    from tilesparse._ops.scaled import row_scales_on
+    from tilesparse._ops.linear import row_scales_on
 
     layer = make(name, device=device)
 

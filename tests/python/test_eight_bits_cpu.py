@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, DTYPES
-from tilesparse._runtime.native import ACTIVATIONS, DDS_NT
+from tilesparse._runtime.device import ACTIVATIONS, DDS_NT
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 CODES = {INT8: 5, FLOAT8: 6}

@@ -25,10 +25,10 @@ from tilesparse import (
     sparsify_,
     storage,
 )
-from tilesparse._ops.quantization import _last
-from tilesparse._runtime import quantization
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import TENSORS
+from tilesparse._ops.epilogue import _last
+from tilesparse._runtime import launch
+from tilesparse._runtime.device import TENSORS
+from tilesparse._runtime.pattern_cache import prepared
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70
@@ -52,13 +52,13 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets an entry whenever activations are quantized."""
     calls: list[int] = []
-    of_library = quantization.quantize
+    of_library = launch.quantize
 
     def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         calls.append(x.numel())
         return of_library(x, dtype)
 
-    monkeypatch.setattr(quantization, "quantize", quantize)
+    monkeypatch.setattr(launch, "quantize", quantize)
     return calls
 
 

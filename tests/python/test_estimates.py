@@ -17,7 +17,7 @@ from report import rows_of
 
 from tilesparse import _C, Device, UnsupportedError
 from tilesparse._checks import DTYPES
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse.tuning import product as devices
 
 ROOT = Path(__file__).parents[2]

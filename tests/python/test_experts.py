@@ -20,8 +20,7 @@ from zoo import ZOO
 
 import tilesparse as ts
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.nn.experts_linear import ExpertsLinear
-from tilesparse.nn.known_experts import projections_of
+from tilesparse.nn.experts import ExpertsLinear, projections_of
 from tilesparse.prune import allocate, measure_errors, prune_
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss"]

@@ -16,9 +16,8 @@ from zoo import ZOO
 
 import tilesparse as ts
 from tilesparse.errors import UnsupportedError
-from tilesparse.integrations.peft import MergeLossWarning, merge_loss
-from tilesparse.integrations.peft_experts import LoraExperts
-from tilesparse.nn.experts_linear import ExpertsLinear
+from tilesparse.integrations.peft import LoraExperts, MergeLossWarning, merge_loss
+from tilesparse.nn.experts import ExpertsLinear
 
 TARGETS = ["gate_up", "down"]
 

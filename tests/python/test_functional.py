@@ -28,9 +28,9 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
-from tilesparse._ops import linear as _linear
-from tilesparse._runtime import activations as _activations
-from tilesparse._runtime import native as _native
+from tilesparse._ops import linear
+from tilesparse._runtime import device as _native
+from tilesparse._runtime import launch
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]
@@ -610,7 +610,7 @@ def test_gradients_of_biases_and_activations(
     device: str, dtype: torch.dtype, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64, of many tokens and of none, also where block rows are empty; the same every time."""
-    monkeypatch.setattr(_activations, "MANY_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     pattern = make_pattern("empty rows and columns", (21, 4), (16, 16))
     values = random_values(pattern, dtype=dtype, device=device).requires_grad_()
     bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3).requires_grad_()
@@ -648,12 +648,12 @@ def test_second_gradients_through_activations(
     pattern = make_pattern("random 50%", (4, 3), (16, 16))
     x = randn(9, pattern.in_features, dtype=torch.float32, device=device, seed=1)
     if device == "cpu":
-        monkeypatch.setattr(_activations, "activation_gradient", _gradient_by_pytorch)
+        monkeypatch.setattr(launch, "activation_gradient", _gradient_by_pytorch)
     found = []
     for many in (0, 1 << 62):
-        monkeypatch.setattr(_activations, "MANY_ELEMENTS", many)
+        monkeypatch.setattr(launch, "MANY_ELEMENTS", many)
         if device == "cpu":
-            monkeypatch.setattr(_linear, "sums_with_activation", lambda *_, many=many: many == 0)
+            monkeypatch.setattr(linear, "sums_with_activation", lambda *_, many=many: many == 0)
         values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
         bias = randn(pattern.out_features, dtype=torch.float32, device=device, seed=3).requires_grad_()
         y = functional.linear(x, values, pattern, bias, activation)
@@ -666,8 +666,8 @@ def test_second_gradients_through_activations(
 
 def test_a_bias_may_change_before_its_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch.nn.Linear, whose gradients do not depend on it; the kernel's place is taken."""
-    monkeypatch.setattr(_activations, "activation_gradient", _gradient_by_pytorch)
-    monkeypatch.setattr(_linear, "sums_with_activation", lambda *_: True)
+    monkeypatch.setattr(launch, "activation_gradient", _gradient_by_pytorch)
+    monkeypatch.setattr(linear, "sums_with_activation", lambda *_: True)
     pattern = make_pattern("random 50%", (4, 3), (16, 16))
     x = randn(9, pattern.in_features, dtype=torch.float32, seed=1)
     values = random_values(pattern, dtype=torch.float32).requires_grad_()

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tilesparse import _C, InvalidArgumentError, functional
 from tilesparse._checks import DTYPES
-from tilesparse._runtime import activations as _activations
+from tilesparse._runtime import launch
+from tilesparse._runtime.device import ACTIVATIONS
 from tilesparse._runtime.layout import row_stride
-from tilesparse._runtime.native import ACTIVATIONS
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,
@@ -50,11 +50,11 @@ def gradient_by_pytorch(grad: Tensor, y: Tensor, by: Tensor | None, code: int) -
 def calls(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Those of kernels, which take all gates they can; on the CPU PyTorch takes their place."""
     called: list[str] = []
-    kernels: list[Any] = [_activations.gate, _activations.gate_gradient]
+    kernels: list[Any] = [launch.gate, launch.gate_gradient]
     if device == "cpu":
         kernels = [gate_by_pytorch, gradient_by_pytorch]
         monkeypatch.setattr(
-            _activations,
+            launch,
             "multiplies_by_gate",
             lambda y, by: row_stride(y) is not None and (by is None or row_stride(by) is not None),
         )
@@ -64,8 +64,8 @@ def calls(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             called.append(name)
             return kernel(*arguments)
 
-        monkeypatch.setattr(_activations, name, counted)
-    monkeypatch.setattr(_activations, "MANY_ELEMENTS", 0)
+        monkeypatch.setattr(launch, name, counted)
+    monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     return called
 
 
@@ -154,7 +154,7 @@ def test_second_gradients_are_those_of_pytorch(
     found = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr(_activations, "multiplies_by_gate", lambda *_: False)
+            monkeypatch.setattr(launch, "multiplies_by_gate", lambda *_: False)
         leaves = [random_values(pattern, **like), randn(64, seed=3, **like), gate.clone()]
         values, bias, by = (leaf.requires_grad_() for leaf in leaves)
         y = functional.linear(x, values, pattern, bias, activation, gate=by)
@@ -222,8 +222,8 @@ def test_columns_of_wider_matrices(activation: str, dtype: torch.dtype) -> None:
             kernel(*common, *others, stream)
     graph.replay()
     dy, y, by = (matrix.contiguous() for matrix in (dy, y, by))
-    of_y, of_by = _activations.gate_gradient(dy, y, by, code)
-    for result, expected in zip(results, (of_by, of_y, _activations.gate(y, by, code)), strict=True):
+    of_y, of_by = launch.gate_gradient(dy, y, by, code)
+    for result, expected in zip(results, (of_by, of_y, launch.gate(y, by, code)), strict=True):
         assert expected is not None and torch.equal(result, expected)
     assert (room[..., :16] == 7).all() and (room[..., -16:] == 7).all()
 

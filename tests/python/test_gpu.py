@@ -41,10 +41,10 @@ from tilesparse import (
     functional,
 )
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime import writes
-from tilesparse._runtime.kernels import use_kernel
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime import pattern_cache
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.launch import use_kernel
+from tilesparse._runtime.pattern_cache import prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -744,12 +744,12 @@ def twin(layer: Any, pattern: BlockPattern) -> Any:
     return made
 
 
-def assert_found(call: Callable[[], object], interval: float = writes.INTERVAL) -> None:
+def assert_found(call: Callable[[], object], interval: float = pattern_cache.INTERVAL) -> None:
     """A write that PyTorch does not count is found once the first call after the interval has compared."""
     time.sleep(interval)
     call()
     torch.cuda.synchronize()
-    time.sleep(writes.PAUSE)
+    time.sleep(pattern_cache.PAUSE)
     with pytest.raises(PatternChangedError, match=r"between .* ms ago.* may have read the former one since"):
         call()
 
@@ -757,8 +757,8 @@ def assert_found(call: Callable[[], object], interval: float = writes.INTERVAL) 
 @pytest.fixture
 def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every call begin a comparison, or ask for the answer."""
-    monkeypatch.setattr(writes, "INTERVAL", 0.0)
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(pattern_cache, "INTERVAL", 0.0)
+    monkeypatch.setattr(pattern_cache, "PAUSE", 0.0)
 
 
 def through_another_library(buffer: Tensor, value: Tensor) -> None:
@@ -797,11 +797,11 @@ def test_a_write_that_is_not_counted_is_found_in_every_layer() -> None:
     layers = [make_layer() for _ in range(40)]  # more than there is room for at first
     for turn in range(3):
         patterns = [another(layer, 100 * turn + i) for i, layer in enumerate(layers)]
-        time.sleep(writes.INTERVAL)  # the calls below begin a comparison, and none is due at the writes
+        time.sleep(pattern_cache.INTERVAL)  # the calls below begin a comparison: none is due at the writes
         for layer in layers:
             layer(x)
         torch.cuda.synchronize()
-        time.sleep(writes.PAUSE)
+        time.sleep(pattern_cache.PAUSE)
         layers[0](x)
         for layer, pattern in zip(layers, patterns, strict=True):
             write_uncounted(layer, pattern)
@@ -1027,11 +1027,11 @@ def test_each_device_is_compared_by_itself() -> None:
         layer(x)
     pattern = BlockPattern.random((384, 256), block_shape=32, nnz=layers[1].pattern.nnz, generator=seeded(7))
     write_uncounted(layers[1], pattern)
-    time.sleep(writes.INTERVAL)
+    time.sleep(pattern_cache.INTERVAL)
     for device in (0, 1, 0):
         layers[device](inputs[device])
     torch.cuda.synchronize(1)
-    time.sleep(writes.PAUSE)
+    time.sleep(pattern_cache.PAUSE)
     with pytest.raises(PatternChangedError):
         layers[1](inputs[1])
     assert torch.cuda.current_device() == 0
@@ -1186,7 +1186,7 @@ def test_a_foreign_plan_ends_in_an_error() -> None:
     code = """
 import torch
 from tilesparse import BlockPattern, _C
-from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.pattern_cache import prepared
 a, b = (BlockPattern.random((1024, 1024), block_shape=64, density=d, device="cuda") for d in (0.25, 0.5))
 x, y = (torch.zeros(8192, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 values = torch.zeros(b.nnz, 64, 64, dtype=torch.bfloat16, device="cuda")

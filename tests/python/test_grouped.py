@@ -38,9 +38,9 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._runtime.kernels import known_kernels, use_kernel
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.launch import known_kernels, use_kernel
+from tilesparse._runtime.pattern_cache import prepared
 
 OPS = torch.ops.tilesparse
 DENSITIES = [0.0, 0.1, 0.5, 1.0]  # of one expert after another

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE
-from tilesparse._runtime.native import ACTIVATIONS, SDD_TN
+from tilesparse._runtime.device import ACTIVATIONS, SDD_TN
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from test_plan import (
 )
 
 from tilesparse import _C, BlockPattern, UnsupportedError
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 
 GROUPS = 5
 GRID = (12, 7)  # of one weight; strips of 64 features begin with it whatever the block

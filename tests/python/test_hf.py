@@ -157,7 +157,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
         assert tensor.dtype == theirs[name].dtype, name
         both = (state[name].cpu().reshape(-1).view(torch.uint8) for state in (mine, theirs))
         assert torch.equal(*both), name
-    assert tilesparse.checkpoint.section(model) == tilesparse.checkpoint.section(expected)
+    assert tilesparse.io.section(model) == tilesparse.io.section(expected)
 
 
 def written(folder: Path) -> dict[str, Any]:
@@ -667,7 +667,7 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
     tilesparse.save(old, tmp_path)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
     with monkeypatch.context() as patching:
-        patching.setattr(tilesparse.checkpoint.files, "_sync", fail)
+        patching.setattr(tilesparse.io.manifest, "_sync", fail)
         with pytest.raises(OSError, match="No space left"):
             tilesparse.save(new, tmp_path)
     with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):

@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 from tilesparse import BlockSparseLinear, UnsupportedError
-from tilesparse._libraries.hooks import adapt, revert, when_imported
+from tilesparse._hooks import adapt, revert, when_imported
 from tilesparse.integrations import diffusers
 
 
@@ -168,7 +168,7 @@ def test_what_takes_long_is_imported_by_who_needs_it() -> None:
 import sys, tilesparse
 late = {"torch._dynamo", "torch.distributed.tensor", "transformers", "peft", "accelerate"} & set(sys.modules)
 assert not late, late
-from tilesparse.parallel import ColwiseParallel
+from tilesparse.distributed import ColwiseParallel
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

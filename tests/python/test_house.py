@@ -42,7 +42,7 @@ FOREIGN = {
     "_getframe": "sys",
 }
 
-PRIVATE = "tilesparse._runtime.private"  # the one module for what is not public in PyTorch
+PRIVATE = "tilesparse._runtime.torch_private"  # the one module for what is not public in PyTorch
 
 
 @cache

@@ -765,7 +765,7 @@ def test_a_failure_on_the_way_changes_nothing(error: BaseException, monkeypatch:
         assert merged(model) and isinstance(model.rest[2], BlockSparseMLP)
         raise error
 
-    monkeypatch.setattr("tilesparse.inference.tune", fail)
+    monkeypatch.setattr("tilesparse.model.inference.tune", fail)
     with pytest.raises(type(error)):
         prepare_for_inference(model, tokens())
     assert all(map(operator.is_, model.modules(), modules))

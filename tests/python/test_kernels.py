@@ -43,9 +43,8 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.prepared import Prepared
+from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.pattern_cache import Prepared, prepared
 from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, PseudoBlockSparseLinear, sparsify_
-from tilesparse._runtime.lookup import prepared
+from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,

@@ -41,7 +41,7 @@ from tilesparse import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from tilesparse._runtime import activations as _activations
+from tilesparse._runtime import launch
 
 ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda t: t),
@@ -96,7 +96,7 @@ def test_computes_its_function(
     device: str, activation: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients and without, and a residual in place."""
-    monkeypatch.setattr(_activations, "MANY_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     given, act = ACTIVATIONS[activation]
     made = (
         of_halves(device, activation=given)
@@ -134,7 +134,7 @@ def test_layers_in_every_storage(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_to_the_second_order(device: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, with block rows of ``up`` that are empty, whose biases have gradients all the same."""
-    monkeypatch.setattr(_activations, "MANY_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     pattern = make_pattern("empty rows and columns", (6, 4), (16, 16))
     up: Any = layer(64, 96, device, pattern=pattern)
     made = BlockSparseMLP(up, layer(96, 64, device, 3), activation=activation).double()
@@ -154,7 +154,7 @@ def test_gradients_to_the_second_order(device: str, activation: str, monkeypatch
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_layer_stands_for_gate_and_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as of two, with the gradients of both, wherever blocks move."""
-    monkeypatch.setattr(_activations, "MANY_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     made, two = of_halves(device, activation="silu"), mlp(device, activation="silu")
     x = randn(9, 64, dtype=torch.float32, device=device, seed=1)
     results = []

@@ -14,17 +14,10 @@ from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, rando
 from torch import Tensor, func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilesparse import (
-    _C,
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    UnsupportedError,
-    functional,
-)
-from tilesparse._runtime.kernels import use_kernel
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import ACTIVATIONS, TENSORS
+from tilesparse import _C, BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
+from tilesparse._runtime.device import ACTIVATIONS, TENSORS
+from tilesparse._runtime.launch import use_kernel
+from tilesparse._runtime.pattern_cache import prepared
 
 OPS = torch.ops.tilesparse
 EXCHANGE = "__dlpack_c_exchange_api__"  # of PyTorch 2.10 and later
@@ -280,7 +273,7 @@ def test_eager_products_in_inference_mode(device: str) -> None:
 
 
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilesparse._runtime.prepared.MAX_CALLS", 4)
+    monkeypatch.setattr("tilesparse._runtime.pattern_cache.MAX_CALLS", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
     values = random_values(pattern, dtype=torch.float32)
     for tokens in range(1, 12):

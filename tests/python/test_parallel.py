@@ -42,10 +42,10 @@ from tilesparse import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from tilesparse.checkpoint import prepare, section
-from tilesparse.parallel import ColwiseParallel, RowwiseParallel, synchronize_patterns
-from tilesparse.parallel import shards as _shards
-from tilesparse.pattern.indices import moved_index
+from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
+from tilesparse.distributed import tensor_parallel as _shards
+from tilesparse.io import load, section
+from tilesparse.pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256
 BATCH = 8  # sequences of all processes together
@@ -664,7 +664,7 @@ def checkpoints_of_other_forms(rank: int) -> None:
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
-    prepare(model, json.loads((folder / "tilesparse.json").read_text()))
+    load(model, json.loads((folder / "tilesparse.json").read_text()))
     alone = copy.deepcopy(model).to_empty(device=here())
     for layer in layers_of(alone):
         layer.reset_parameters()

@@ -41,14 +41,19 @@ from transformers import (
     UMT5ForConditionalGeneration,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, PseudoBlockSparseLinear
-from tilesparse import _progress as progress
+from tilesparse import (
+    BlockPattern,
+    BlockSparseLinear,
+    BlockSparseModelPatcher,
+    PseudoBlockSparseLinear,
+    _progress,
+)
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.patch import SkippedLayer
+from tilesparse.model import SkippedLayer
 from tilesparse.prune import prune_
-from tilesparse.quantization import quantize_
+from tilesparse.quantize import quantize_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -704,7 +709,7 @@ def test_long_patching_says_how_far_it_is(
 ) -> None:
     patcher().patch_model(gpt())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(_progress, "SECONDS", 0)
     patcher().patch_model(gpt())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]

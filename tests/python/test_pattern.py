@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.lookup import entries, prepared
+from tilesparse._runtime.pattern_cache import entries, prepared
 
 block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
 from tilesparse._checks import BLOCK_SIZES, DTYPES, QUANTIZED
-from tilesparse._runtime.lookup import prepared
-from tilesparse._runtime.native import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.prepared import Prepared
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.pattern_cache import Prepared, prepared
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of the first kernel for each plan shape and set of products: later ones are for groups.

@@ -35,13 +35,12 @@ from transformers import (
 
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
-from tilesparse.calibrate.moments import Moments
+from tilesparse.calibrate.moments import Damped, Moments
 from tilesparse.calibrate.stream import Stream
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.prune import PruneReport, measure_errors, prune_, refit, scores
-from tilesparse.prune import obs as exact
+from tilesparse.prune import PruneReport, measure_errors, obs, prune_, refit, scores
 
 B = 16
 
@@ -64,7 +63,7 @@ def layer_problem(rows: int = 3, cols: int = 5) -> tuple[Tensor, Tensor, Tensor]
     return x, weight, x.T @ x / len(x)
 
 
-def least_squares(weight: Tensor, moment: exact.Damped, mask: Tensor) -> Tensor:
+def least_squares(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
     """Row by row, by a least-squares solver, of the factor of H in place of X."""
     root = torch.linalg.cholesky(moment.matrix).T
     solution = torch.zeros_like(weight)
@@ -75,7 +74,7 @@ def least_squares(weight: Tensor, moment: exact.Damped, mask: Tensor) -> Tensor:
     return solution
 
 
-def loss(weight: Tensor, other: Tensor, moment: exact.Damped) -> float:
+def loss(weight: Tensor, other: Tensor, moment: Damped) -> float:
     wrong = weight.double() - other.double()
     return float(((wrong @ moment.matrix) * wrong).sum())
 
@@ -89,7 +88,7 @@ def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) ->
     _, weight, second = layer_problem()
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.5, generator=seeded())
     found = refit(weight.to(device, dtype), second.to(device), pattern).to_dense().cpu().double()
-    expected = least_squares(weight.to(dtype).double(), exact.damped(second), pattern.to_mask())
+    expected = least_squares(weight.to(dtype).double(), obs.damped(second), pattern.to_mask())
     assert float((found - expected).norm() / expected.norm()) < 1e-5
     assert found[~pattern.to_mask()].count_nonzero() == 0
 
@@ -97,7 +96,7 @@ def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) ->
 def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
     x, weight, second = layer_problem()
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.4, generator=seeded())
-    added = exact.damped(second, 0.05).added
+    added = obs.damped(second, 0.05).added
     stacked = torch.cat([x / len(x) ** 0.5, added**0.5 * torch.eye(x.shape[1], dtype=torch.float64)])
     found = refit(weight, second, pattern, damping=0.05).to_dense()
     for row, kept in enumerate(pattern.to_mask()):
@@ -116,8 +115,8 @@ def test_empty_rows_and_all_blocks() -> None:
 
 def test_first_block_to_go_is_the_one_that_costs_least() -> None:
     _, weight, second = layer_problem()
-    moment = exact.damped(second)
-    elimination = exact.eliminate(weight, moment, (B, B))
+    moment = obs.damped(second)
+    elimination = obs.eliminate(weight, moment, (B, B))
     for row in range(3):
         own = weight[row * B : (row + 1) * B]
         losses = []
@@ -133,21 +132,21 @@ def test_first_block_to_go_is_the_one_that_costs_least() -> None:
 def test_costs_add_up_to_what_the_refit_leaves(cols: int) -> None:
     """With 40 columns several blocks go together in a round."""
     _, weight, second = layer_problem(2, cols)
-    moment = exact.damped(second)
-    order, costs = exact.eliminate(weight.float(), moment, (B, B))
+    moment = obs.damped(second)
+    order, costs = obs.eliminate(weight.float(), moment, (B, B))
     assert [sorted(row) for row in order.tolist()] == [list(range(cols))] * 2
     for count in (1, 2, cols // 2, cols - 1, cols):
         mask = torch.ones(2, cols, dtype=torch.bool)
         mask.scatter_(1, order[:, :count], False)
-        left = exact.solve(weight, moment, BlockPattern.from_block_mask(mask, block_shape=B))
+        left = obs.solve(weight, moment, BlockPattern.from_block_mask(mask, block_shape=B))
         assert float(costs[:, :count].sum()) == pytest.approx(loss(weight, left, moment), rel=1e-4)
 
 
 def test_one_by_one_it_is_greedy_as_solved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "GROUP", 0.01)
+    monkeypatch.setattr(obs, "GROUP", 0.01)
     _, weight, second = layer_problem(1, 6)
-    moment = exact.damped(second)
-    order = exact.eliminate(weight, moment, (B, B)).order[0].tolist()
+    moment = obs.damped(second)
+    order = obs.eliminate(weight, moment, (B, B)).order[0].tolist()
     mask = torch.ones(B, 6 * B, dtype=torch.bool)
     for gone in order:
         losses = {}
@@ -163,21 +162,21 @@ def test_one_by_one_it_is_greedy_as_solved_anew(monkeypatch: pytest.MonkeyPatch)
 def test_rows_keep_blocks_where_they_cost_most_and_ties_are_cut_alike() -> None:
     order = torch.tensor([[0, 1, 2], [2, 1, 0]])
     costs = torch.tensor([[3.0, 1.0, 9.0], [1.0, 4.0, 8.0]], dtype=torch.float64)
-    elimination = exact.Elimination(order, costs)
+    elimination = obs.Elimination(order, costs)
     masks = {kept: elimination.pattern(kept, (B, B)).to_block_mask().tolist() for kept in range(7)}
     assert masks[5] == [[True, True, True], [True, True, False]]
     assert masks[3] == [[False, False, True], [True, True, False]]  # the cheap block behind the dear one
     assert masks[6] == [[True] * 3] * 2 and masks[0] == [[False] * 3] * 2
-    equal = exact.Elimination(order, torch.ones(2, 3, dtype=torch.float64))
+    equal = obs.Elimination(order, torch.ones(2, 3, dtype=torch.float64))
     assert equal.pattern(4, (B, B)).to_block_mask().tolist() == [[False, False, True], [True] * 3]
 
 
 def test_rows_computed_apart_are_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight, second = layer_problem(4, 6)
-    moment = exact.damped(second)
-    together = exact.eliminate(weight, moment, (B, B))
-    monkeypatch.setattr(exact, "_CPU_WORKSPACE", 1)
-    apart = exact.eliminate(weight, moment, (B, B))
+    moment = obs.damped(second)
+    together = obs.eliminate(weight, moment, (B, B))
+    monkeypatch.setattr(obs, "_CPU_WORKSPACE", 1)
+    apart = obs.eliminate(weight, moment, (B, B))
     assert torch.equal(together.order, apart.order)
     torch.testing.assert_close(together.costs, apart.costs, rtol=1e-4, atol=0)
 
@@ -185,18 +184,18 @@ def test_rows_computed_apart_are_as_together(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_float32_fails_float64_takes_over() -> None:
     _, weight, _ = layer_problem(2, 4)
     x = inputs(30, 64)  # fewer tokens than features: nearly singular
-    moment = exact.damped(x.T @ x / 30, 1e-9)
-    order, costs = exact.eliminate(weight, moment, (B, B))
+    moment = obs.damped(x.T @ x / 30, 1e-9)
+    order, costs = obs.eliminate(weight, moment, (B, B))
     assert bool(costs.isfinite().all()) and sorted(order[0].tolist()) == [0, 1, 2, 3]
     assert float(costs.sum()) == pytest.approx(loss(weight, torch.zeros_like(weight), moment), rel=1e-3)
 
 
 def test_damping_grows_where_it_is_too_weak() -> None:
     x = inputs(8, 64)
-    moment = exact.damped(x.T @ x / 8, 0.0)
+    moment = obs.damped(x.T @ x / 8, 0.0)
     assert moment.damping > 0 and bool(moment.inverse.isfinite().all())
-    assert exact.damped(x.T @ x / 8, 0.01).damping == 0.01
-    nothing = exact.damped(torch.zeros(32, 32))
+    assert obs.damped(x.T @ x / 8, 0.01).damping == 0.01
+    nothing = obs.damped(torch.zeros(32, 32))
     assert torch.equal(nothing.matrix, torch.eye(32, dtype=torch.float64))
 
 
@@ -207,7 +206,7 @@ def test_damping_grows_where_it_is_too_weak() -> None:
 )
 def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="second_moment"):
-        exact.damped(second)
+        obs.damped(second)
     with pytest.raises(InvalidArgumentError, match="second_moment"):
         refit(torch.randn(16, 32), second, BlockPattern.full((16, 32), block_shape=B))
 
@@ -216,7 +215,7 @@ def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
     _, weight, second = layer_problem()
     pattern = BlockPattern.full(weight.shape, block_shape=B)
     assert not refit(nn.Parameter(weight), second, pattern).values.requires_grad
-    assert exact.damped(second, 1e9).damping == 1e9
+    assert obs.damped(second, 1e9).damping == 1e9
     for damping in (-1, float("nan"), "much"):
         with pytest.raises(InvalidArgumentError, match="damping must be a finite"):
             refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
@@ -229,27 +228,27 @@ def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
     x, weight, _ = layer_problem()
     x[:, : 2 * B] = 0
-    moment = exact.damped(x.T @ x / len(x))
-    pattern = exact.eliminate(weight, moment, (B, B)).pattern(9, (B, B))
+    moment = obs.damped(x.T @ x / len(x))
+    pattern = obs.eliminate(weight, moment, (B, B)).pattern(9, (B, B))
     assert not pattern.to_block_mask()[:, :2].any()
-    full = exact.solve(weight, moment, BlockPattern.full(weight.shape, block_shape=B))
+    full = obs.solve(weight, moment, BlockPattern.full(weight.shape, block_shape=B))
     torch.testing.assert_close(full, weight)
 
 
 def test_masked_rows_are_solved_exactly() -> None:
     _, weight, second = layer_problem(2, 4)
-    moment = exact.damped(second)
+    moment = obs.damped(second)
     mask = torch.rand(weight.shape, generator=seeded(4)) < 0.5
     mask[3] = False
-    found = exact.solve_masked(weight, moment, mask)
+    found = obs.solve_masked(weight, moment, mask)
     torch.testing.assert_close(found, least_squares(weight, moment, mask), rtol=1e-7, atol=1e-9)
 
 
 def test_two_of_four_are_chosen_in_kept_blocks_only() -> None:
     _, weight, second = layer_problem(2, 4)
-    moment = exact.damped(second)
+    moment = obs.damped(second)
     pattern = BlockPattern.random(weight.shape, block_shape=32, density=0.5, generator=seeded())
-    mask = exact.choose_two_of_four(exact.solve(weight, moment, pattern), moment, pattern)
+    mask = obs.choose_two_of_four(obs.solve(weight, moment, pattern), moment, pattern)
     groups = mask.view(32, -1, 4).sum(2)
     assert torch.equal(groups == 2, pattern.to_mask().view(32, -1, 4).all(2))
 
@@ -682,12 +681,12 @@ def test_the_page_runs() -> None:
 
 def test_elimination_is_exact_whatever_the_settings() -> None:
     _, weight, second = layer_problem(2, 5)
-    moment = exact.damped(second)
-    plain = exact.eliminate(weight, moment, (B, B))
+    moment = obs.damped(second)
+    plain = obs.eliminate(weight, moment, (B, B))
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            found = exact.eliminate(weight, moment, (B, B))
+            found = obs.eliminate(weight, moment, (B, B))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -793,7 +792,7 @@ def test_precision_set_for_one_backend_stays() -> None:
     before = backend.fp32_precision
     try:
         backend.fp32_precision = "tf32"
-        with exact.exact_products(torch.device("cpu")):
+        with obs.exact_products(torch.device("cpu")):
             assert backend.fp32_precision == "ieee"
         assert backend.fp32_precision == "tf32"
     finally:
@@ -812,7 +811,7 @@ def test_resumed_is_as_uninterrupted_bit_for_bit(tmp_path: Path, monkeypatch: py
     expected = prune_(whole.model, Config(0.5, 32, nm=(2, 4)), whole.batches)
     case = CASES["llama"]()
     before = state(case.model)
-    solve, solved = exact.solve, []
+    solve, solved = obs.solve, []
 
     def failing(*args: Any) -> Tensor:
         solved.append(args)

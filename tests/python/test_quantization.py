@@ -14,11 +14,9 @@ from zoo import ZOO
 import tilesparse as ts
 from tilesparse import BlockSparseConfig, BlockSparseLinear, InvalidArgumentError, UnsupportedError
 from tilesparse.calibrate.stream import tensors_in
-from tilesparse.quantization import quantize_
-from tilesparse.quantization.samples import Samples
-from tilesparse.quantization.search import Search
-from tilesparse.storage.quantized import QuantizedStorage
-from tilesparse.storage.registry import storage_of
+from tilesparse.quantize import quantize_
+from tilesparse.quantize.smooth import Samples, Search
+from tilesparse.storage.formats import QuantizedStorage, storage_of
 
 WIDTH, HIDDEN, HEADS, SHARED, HEAD = 64, 96, 4, 2, 16
 OUTLIERS = 40.0

@@ -23,7 +23,7 @@ from tilesparse import (
     Product,
     UnsupportedError,
 )
-from tilesparse._runtime.kernels import use_kernel
+from tilesparse._runtime.launch import use_kernel
 from tilesparse.tuning.product import OPS
 
 # Made anew, after a change that is meant to be one, by: python tests/python/test_selection.py
@@ -323,13 +323,13 @@ def test_a_product_is_that_of_a_layer() -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of kernels that products were resolved to, as they are."""
     names: list[str] = []
-    call = tilesparse._runtime.prepared.Prepared.call
+    call = tilesparse._runtime.pattern_cache.Prepared.call
 
     def recording(self: object, key: object, product: _C.Product, *rest: object) -> object:
         names.append(_C.kernels()[product.resolve()[0]].name)
         return call(self, key, product, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tilesparse._runtime.prepared.Prepared, "call", recording)
+    monkeypatch.setattr(tilesparse._runtime.pattern_cache.Prepared, "call", recording)
     return names
 
 

@@ -19,10 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
 from tilesparse._checks import check_block_shape
-from tilesparse._names import NamePattern, matching
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.patch import DEFAULT_OPTIONS, sparsify_
+from tilesparse.model import DEFAULT_OPTIONS, sparsify_
+from tilesparse.model.modules import NamePattern, matching
 from tilesparse.prune import prune_
 from tilesparse.tuning.product import Product
 
@@ -168,7 +168,7 @@ def test_thousands_of_names_are_looked_up_and_not_tried(monkeypatch: pytest.Monk
     texts = [own[0] for own in names.values()] + ["experts.3.up", r".*\.7\.up"]
     patterns, tried = [NamePattern.parse(text) for text in texts], []
     match = NamePattern.match
-    monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))
+    monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))  # type: ignore[func-returns-value]
     found = matching(patterns, names)
     assert len(tried) == len(names) + 1  # by the regular expression
     assert found[3] == [3, 4099] and found[7] == [7, 4100] and found[64 + 3] == [64 + 3, 4098, 4099]
@@ -289,7 +289,7 @@ def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
 
 def test_block_shape_has_one_default() -> None:
     owners = [getattr(tilesparse, name) for name in tilesparse.__all__]
-    owners += [tilesparse.patch, BlockSparseConfig, Product]
+    owners += [tilesparse.model, BlockSparseConfig, Product]
     modules = [owner for owner in owners if inspect.ismodule(owner)]
     owners += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
     owners = [one for one in owners if not (inspect.isclass(one) and issubclass(one, Exception))]

@@ -38,10 +38,10 @@ from torch import Tensor, func
 from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.linear import linear_through
-from tilesparse._runtime.kernels import use_kernel
-from tilesparse._runtime.native import ACTIVATIONS, TENSORS
+from tilesparse._runtime.device import ACTIVATIONS, TENSORS
+from tilesparse._runtime.launch import use_kernel
 from tilesparse.storage import compress, expand, quantize, quantize_int4, row_scales, two_of_four
-from tilesparse.storage.clipping import clip_limits
+from tilesparse.storage.quantize import clip_limits
 
 OPS = torch.ops.tilesparse
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]

@@ -24,7 +24,7 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._runtime.choice import DECODE_TOKENS
+from tilesparse._runtime.select import DECODE_TOKENS
 from tilesparse.config import LayerSpec
 from tilesparse.storage import STORAGES, two_of_four
 
@@ -219,7 +219,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
 def compressed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether masked layers multiply compressed values, as where a kernel reads them."""
     if request.param:
-        monkeypatch.setattr("tilesparse.nn.masks.multiplies_compressed", lambda x, index: True)
+        monkeypatch.setattr("tilesparse.nn.linear.multiplies_compressed", lambda x, index: True)
     return bool(request.param)
 
 

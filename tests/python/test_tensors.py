@@ -27,8 +27,8 @@ from tilesparse import (
     UnsupportedError,
     functional,
 )
-from tilesparse._runtime import writes
-from tilesparse._runtime.lookup import entries, prepared
+from tilesparse._runtime import pattern_cache
+from tilesparse._runtime.pattern_cache import entries, prepared
 
 IN, OUT = 96, 64
 ARRAYS = ("crow_indices", "col_indices", "slot")
@@ -37,8 +37,8 @@ ARRAYS = ("crow_indices", "col_indices", "slot")
 @pytest.fixture(autouse=True)
 def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every call on a GPU begin a comparison, or ask for the answer."""
-    monkeypatch.setattr(writes, "INTERVAL", 0.0)
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(pattern_cache, "INTERVAL", 0.0)
+    monkeypatch.setattr(pattern_cache, "PAUSE", 0.0)
 
 
 def make(seed: int = 0, **options: Any) -> Any:

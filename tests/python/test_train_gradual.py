@@ -25,7 +25,7 @@ from tilesparse import (
     PatternChangedError,
     UnsupportedError,
 )
-from tilesparse.nn.state import keep_blocks
+from tilesparse.nn.linear import keep_blocks
 from tilesparse.train import (
     BlockGates,
     Gradual,

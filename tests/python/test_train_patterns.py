@@ -28,7 +28,7 @@ from tilesparse import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from tilesparse.parallel import synchronize_patterns
+from tilesparse.distributed import synchronize_patterns
 from tilesparse.train import (
     BlockGates,
     Gradual,
@@ -36,11 +36,11 @@ from tilesparse.train import (
     MaskSchedule,
     PatternSchedule,
     block_gradient_norms,
-    gradients,
     learning_rate_factor,
     parameter_groups,
     snapshot,
 )
+from tilesparse.train import patterns as gradients
 
 IN, OUT, BLOCK = 96, 64, 16
 RATE = 0.01

@@ -26,7 +26,7 @@ from tilesparse import (
     UnsupportedError,
     tuning,
 )
-from tilesparse.cli import command as cli
+from tilesparse.cli import command
 from tilesparse.tuning import Measurement, store
 from tilesparse.tuning.product import OPS
 
@@ -127,13 +127,13 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
     layer(x)
     tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     resolved = []
-    call = tilesparse._runtime.prepared.Prepared.call
+    call = tilesparse._runtime.pattern_cache.Prepared.call
 
     def recording(self: Any, key: Any, product: _C.Product, *rest: Any) -> Any:
         resolved.append(_C.kernels()[product.resolve()[0]].name)
         return call(self, key, product, *rest)
 
-    monkeypatch.setattr(tilesparse._runtime.prepared.Prepared, "call", recording)
+    monkeypatch.setattr(tilesparse._runtime.pattern_cache.Prepared, "call", recording)
     layer(x)
     assert resolved == [names()[1]]
 
@@ -444,35 +444,37 @@ def test_the_command_measures_and_says_where_it_is_kept(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     layer = ["--in-features", "64", "--out-features", "128", "--op", "forward", "--repetitions", "1"]
-    assert cli.main(["tune", *layer, "--tokens", "1", "8", "--device", "cpu", "--candidates", "2"]) == 0
+    assert command.main(["tune", *layer, "--tokens", "1", "8", "--device", "cpu", "--candidates", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("2 products, on CPU") and text.count("  dense ") == 2
     assert all(text.count(f"  {name} ") == 2 for name in names()[:2])
     assert text.splitlines()[-1] == f"measured kernels: 2 products on CPU; {path}"
     tilesparse.save(BlockSparseLinear(64, 128, block_shape=32), tmp_path / "model")
     model = ["--model", str(tmp_path / "model"), "--op", "dgrad", "--repetitions", "1"]
-    assert cli.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
+    assert command.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
     assert "1 products, on CPU" in capsys.readouterr().out
     assert len(tuning.load()[0]) == 3
     tilesparse.save(torch.nn.Linear(4, 4), tmp_path / "dense")
-    assert cli.main(["tune", "--model", str(tmp_path / "dense"), "--device", "cpu"]) == 2
+    assert command.main(["tune", "--model", str(tmp_path / "dense"), "--device", "cpu"]) == 2
     assert "no block-sparse layer has such a product" in capsys.readouterr().err
     path.write_text("{")
-    assert cli.main(["tune", *layer, "--device", "cpu"]) == 2
+    assert command.main(["tune", *layer, "--device", "cpu"]) == 2
     assert "delete it, or name another file" in capsys.readouterr().err
 
 
 def test_info_tells_of_other_gpus_and_of_what_was_measured(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["info", "--gpu", "A100", "--gpu", "7.5", "--dtype", "bfloat16", "--op", "wgrad"]) == 0
+    assert (
+        command.main(["info", "--gpu", "A100", "--gpu", "7.5", "--dtype", "bfloat16", "--op", "wgrad"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert f"measured kernels: none, there is no {path} (tilesparse tune makes it)" in lines
     rows = {line.split()[0]: line for line in lines if line.split()[1:2] == ["wgrad"]}
     if "sm_80" in _C.architectures():
         assert "sm80_sdd_tn_bf16" in rows["A100"] and "; next: sm80_sdd_tn_bf16" in rows["A100"]
         assert "this CUDA device has compute capability 7.5" in rows["T4"]
-    assert cli.main(["info", "--gpu", "A1000"]) == 2
+    assert command.main(["info", "--gpu", "A1000"]) == 2
     assert "got 'A1000'" in capsys.readouterr().err
 
 

@@ -74,7 +74,8 @@ def make_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import linear
 
-    from tilesparse.integrations.vllm import config, method
+    from tilesparse.integrations.vllm import method
+    from tilesparse.integrations.vllm import method as config
 
     def make(kind: str, shards: dict[str, Any], rank: int = 0, ranks: int = 1, **sizes: Any) -> Any:
         monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda: rank)

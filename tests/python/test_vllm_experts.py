@@ -19,8 +19,8 @@ from test_vllm_method import STORED
 from torch import nn
 
 from tilesparse import BlockSparseExperts, CheckpointError, UnsupportedError
-from tilesparse.integrations.vllm.config import TileSparseConfig
-from tilesparse.nn.experts_linear import ExpertsLinear
+from tilesparse.integrations.vllm.method import TileSparseConfig
+from tilesparse.nn.experts import ExpertsLinear
 
 pytestmark = pytest.mark.vllm
 EXPERTS = r".*\.experts"
@@ -121,7 +121,7 @@ def projections(name: str, bias: bool = False, seed: int = 0) -> dict[str, Exper
 
 def loaded(layers: dict[str, ExpertsLinear], layer: Any, **sizes: Any) -> Any:
     """Load experts into a layer as vLLM does, and make it ready."""
-    from tilesparse.integrations.vllm.experts import TileSparseExpertsMethod
+    from tilesparse.integrations.vllm.method import TileSparseExpertsMethod
 
     specs = {name: each.spec for name, each in layers.items()}
     config = TileSparseConfig({})

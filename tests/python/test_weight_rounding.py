@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, InvalidArgumentError, quantize_
 from tilesparse.calibrate.moments import damped
-from tilesparse.quantization.rounding import RoundedWeight, round_weight
-from tilesparse.storage.quantized import QuantizedStorage
-from tilesparse.storage.registry import storage_of
+from tilesparse.quantize.weights import RoundedWeight, round_weight
+from tilesparse.storage.formats import QuantizedStorage, storage_of
 
 STORAGES = ("int4", "int8", "float8_e4m3fn")
 IN, OUT, BLOCK = 128, 64, 16

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .._checks import ALIGNMENT, Index, is_misaligned
-from .._runtime.lookup import prepared
-from .._runtime.private import is_leaf_added_to, transforms_active
-from .._runtime.products import write_sdd
+from .._runtime.launch import write_sdd
+from .._runtime.pattern_cache import prepared
+from .._runtime.torch_private import is_leaf_added_to, transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import check_unchanged
-from .bias import bias_gradient
+from .epilogue import bias_gradient
 
 
 class GradientOf:

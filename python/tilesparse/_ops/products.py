@@ -1,5 +1,7 @@
 """The products as operators: kernels, gradients, and counts of their work."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -9,23 +11,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import Index
-from .._runtime import native as _native
-from .._runtime.prepared import Prepared
-from .._runtime.products import dds, sdd, sdd_into
-from .._runtime.values import expand, gather
-from ..errors import UnsupportedError
-from . import fakes as _fakes
+from .._checks import DTYPES, Index, block_columns, check_mask, check_stored
+from .._runtime import device, launch
+from .._runtime.launch import compress, dds, empty_compressed, expand, gather, sdd, sdd_into
+from .._runtime.pattern_cache import Prepared
+from ..errors import InvalidArgumentError, UnsupportedError
+from . import schemas
 from .autograd import Tensors, call, records_gradient
-from .bias import bias_gradient, weight_and_bias_gradients
-from .register import differentiable, register
-from .values import expand_values
+from .epilogue import bias_gradient, weight_and_bias_gradients
+from .schemas import differentiable, register, register_plainly
 
 # ---- kernels: take two factors, or one and None, a pattern, and the rest of `call`'s arguments ----
 
 
-_dds_nt = partial(dds, _native.DDS_NT)
-_dds_nn = partial(dds, _native.DDS_NN)
+_dds_nt = partial(dds, device.DDS_NT)
+_dds_nn = partial(dds, device.DDS_NN)
 
 
 def _dds_nt_through(
@@ -160,14 +160,14 @@ def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: 
 # ---- registration ----
 
 
-DDS_NT = differentiable("dds_nt", 2, (_dds_nt, _fakes.dds_nt_fake, _dds_nt_gradients), 2, 2, looks=True)
-DDS_NN = differentiable("dds_nn", 2, (_dds_nn, _fakes.dds_nn_fake, _dds_nn_gradients), 0, 1)
-_THROUGH = _dds_nt_through, _fakes.dds_nt_through_fake, _dds_nt_through_gradients
+DDS_NT = differentiable("dds_nt", 2, (_dds_nt, schemas.dds_nt_fake, _dds_nt_gradients), 2, 2, looks=True)
+DDS_NN = differentiable("dds_nn", 2, (_dds_nn, schemas.dds_nn_fake, _dds_nn_gradients), 0, 1)
+_THROUGH = _dds_nt_through, schemas.dds_nt_through_fake, _dds_nt_through_gradients
 DDS_NT_THROUGH = differentiable("dds_nt_through", 2, _THROUGH, 2, 2, looks=True)
-SDD_TN = differentiable("sdd_tn", 2, (_sdd_tn, _fakes.sdd_tn_fake, _sdd_tn_gradients))
-EXPAND = differentiable("expand", 1, (_expand, _fakes.expand_fake, _expand_gradients), looks=True)
-GATHER = differentiable("gather", 1, (_gather, _fakes.gather_fake, _gather_gradients))
-SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, _fakes.sdd_tn_into_fake)
+SDD_TN = differentiable("sdd_tn", 2, (_sdd_tn, schemas.sdd_tn_fake, _sdd_tn_gradients))
+EXPAND = differentiable("expand", 1, (_expand, schemas.expand_fake, _expand_gradients), looks=True)
+GATHER = differentiable("gather", 1, (_gather, schemas.gather_fake, _gather_gradients))
+SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, schemas.sdd_tn_into_fake)
 
 
 # ---- work ----
@@ -184,3 +184,45 @@ def flops(
 
 for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(flops)
+
+
+def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return compress(values, mask, transposed)
+
+
+def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    check_mask(values, mask, transposed)
+    return empty_compressed(values, transposed)
+
+
+def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
+    return launch.expand_values(values, metadata, scales, dtype)
+
+
+def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+    dtype = _checked_dtype(values, metadata, scales, code)
+    of_values = values.dtype if scales is None else dtype
+    return values.new_empty(*values.shape[:2], block_columns(values, metadata), dtype=of_values)
+
+
+def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
+    if not 1 <= code <= len(DTYPES):
+        raise InvalidArgumentError(f"dtype must be a number from 1 to {len(DTYPES)}, got {code}")
+    check_stored(values, metadata, scales)
+    return list(DTYPES)[code - 1]
+
+
+COMPRESS = register_plainly("compress", _compress, _compress_fake)
+_EXPAND_VALUES = register_plainly("expand_values", _expand_values, _expand_values_fake)
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Dequantize and decompress stored values; see `storage.expand`."""
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {dtype}")
+    plain: Tensor = _EXPAND_VALUES(values, metadata, scales, DTYPES[dtype])
+    return plain

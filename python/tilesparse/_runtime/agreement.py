@@ -13,13 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from .._checks import Index
+from .._files import chunks
 from ..errors import UnsynchronizedPatternError
-from .private import default_store
-from .tensor_files import chunks
+from .torch_private import default_store
 
 PATIENCE = timedelta(minutes=2)  # the first step of another process may compile
 _REMEDY = (
-    "call tilesparse.parallel.synchronize_patterns(model) before training, or let DistributedDataParallel "
+    "call tilesparse.distributed.synchronize_patterns(model) before training, or let DistributedDataParallel "
     "broadcast buffers"
 )
 _counted: tuple[Any, int] = None, 0  # the store, and how many layers were published in it

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape
-from .._names import names_of_modules, set_submodule
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.experts import experts_like
-from ..nn.experts_linear import ExpertsLinear
-from ..nn.known_experts import (
+from ..model.modules import names_of_modules, set_submodule
+from ..nn.experts import (
     NORM,
+    ExpertsLinear,
     Projections,
     dense_weight_of,
+    experts_like,
     has_norm,
     projections_of,
     reason_not_known,
 )
 from ..nn.linear import BlockSparseLinear
-from ..pattern.block_pattern import BlockPattern
+from ..pattern import BlockPattern
 from .moments import Moments
 
 _SAME = ("block_shape", "nm", "storage", "transposable", "scales", "policy", "activations")

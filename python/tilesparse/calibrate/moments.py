@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._checks import checked_number
-from .._runtime.private import exact_float32
+from .._runtime.torch_private import exact_float32
 from ..errors import InvalidArgumentError
-from ..pattern.block_pattern import BlockPattern
+from ..pattern import BlockPattern
 
 DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens
 _STRONGER = 10.0  # what damping is multiplied by where it was too weak

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from .._arguments import shown
 from .._checks import checked_device
-from .._runtime.private import version
+from .._runtime.torch_private import version
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from ..nn.state import evaluating
+from ..nn.linear import evaluating
 
 # Keywords of Transformers' models: of a block's input, and of caches, whose name is another one since 5.24.
 _HIDDEN = "hidden_states"

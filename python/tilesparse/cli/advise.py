@@ -9,8 +9,15 @@ import torch
 
 from .._checks import check_writable
 from ..tuning.advise import DENSITIES, advise
-from .models import load_or_make_model, random_batch
-from .options import DTYPES, add_device, parse_block, parse_count, parse_density
+from .command import (
+    DTYPES,
+    add_device,
+    load_or_make_model,
+    parse_block,
+    parse_count,
+    parse_density,
+    random_batch,
+)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

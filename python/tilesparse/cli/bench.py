@@ -8,7 +8,7 @@ import torch
 
 from ..tuning.measure import product_calls
 from ..tuning.timing import milliseconds, own_numbers
-from .options import add_device, add_layer, chosen_ops, describe_layer, product_of
+from .command import add_device, add_layer, chosen_ops, describe_layer, product_of
 
 REPETITIONS = 21
 

@@ -7,14 +7,19 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from .. import _C, _interrupt
+from .. import _C, _belongs, _checks
+from .._checks import BLOCK_SIZES
 from .._progress import logger
-from ..errors import TileSparseError
-from ..tuning.product import default_device
+from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
+from ..tuning.product import KINDS, OPS, Product, default_device, dtype_name
 
 UNWRITABLE = 1  # the status of the system's own commands where stdout is full or closed
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        return _interrupt.say()
+        return _belongs.say()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             logger.error("tilesparse: stdout cannot be written: %s", error.strerror)
@@ -88,3 +93,224 @@ def _default_device() -> torch.device:
     for warning in caught:
         logger.warning(warning.message)
     return device
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
+VALUES_DTYPES = {
+    "int4" if dtype == _checks.PACKED else dtype_name(dtype): code for dtype, code in _checks.SCALED.items()
+}
+# In the order of their numbers.
+KERNEL_DTYPES = ("default", *map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))
+
+
+def parse_count(text: str) -> int:
+    """Return a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
+
+
+def parse_density(text: str) -> float:
+    """Return a fraction from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
+    return number
+
+
+def parse_block(text: str) -> tuple[int, int]:
+    """Return the (bn, bk) of "32" or "32x64"."""
+    sizes = {str(size): size for size in BLOCK_SIZES}
+    sides = text.split("x")
+    if len(sides) > 2 or not set(sides) <= set(sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a block such as 32 or 32x64, of sizes {', '.join(sizes)}"
+        )
+    return sizes[sides[0]], sizes[sides[-1]]
+
+
+def parse_device(text: str) -> torch.device:
+    """Return a device that is there."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda") from None
+    if device.type not in KINDS:
+        raise argparse.ArgumentTypeError(f"{text} is neither cpu nor cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"PyTorch finds no device {text}")
+    return device
+
+
+def add_layer(command: argparse.ArgumentParser, tokens: Sequence[int] = ()) -> None:
+    """Add the options of one layer and one number of tokens, or where some are given, of several."""
+    command.add_argument("--in-features", type=parse_count, default=1024, help="(%(default)s)")
+    command.add_argument("--out-features", type=parse_count, default=4096, help="(%(default)s)")
+    if tokens:
+        shown = " ".join(map(str, tokens))
+        command.add_argument(
+            "--tokens", type=parse_count, nargs="+", default=tokens, help=f"rows of x ({shown})"
+        )
+    else:
+        command.add_argument("--tokens", type=parse_count, default=1024, help="rows of x (%(default)s)")
+    command.add_argument(
+        "--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)"
+    )
+    command.add_argument("--block", type=parse_block, default=(64, 64), help="64, or 64x32 for out x in (64)")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    command.add_argument("--op", choices=OPS, help="one product (default: all)")
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    """Add the device to compute on."""
+    command.add_argument(
+        "--device", type=parse_device, help="cpu or cuda (default: cuda if kernels run there)"
+    )
+
+
+def chosen_ops(arguments: argparse.Namespace) -> Sequence[str]:
+    """Return the products asked for."""
+    return [arguments.op] if arguments.op else OPS
+
+
+def describe_layer(arguments: argparse.Namespace) -> str:
+    """Return the layer in words, as the title of a table."""
+    bn, bk = arguments.block
+    return (
+        f"{arguments.in_features} -> {arguments.out_features} features, {arguments.tokens} tokens, "
+        f"density {arguments.density:g}, blocks {bn}x{bk}, {arguments.dtype}"
+    )
+
+
+def product_of(arguments: argparse.Namespace, op: str, tokens: int) -> Product:
+    """Return the product of the layer and so many tokens."""
+    return Product(
+        arguments.in_features,
+        arguments.out_features,
+        tokens,
+        arguments.density,
+        arguments.block,
+        DTYPES[arguments.dtype],
+        op,
+    )
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+def load_model(name: str, command: str) -> Any:
+    """Return a model of the class that its config names.
+
+    Args:
+        name: a folder that from_pretrained loads, or a name on the Hub.
+        command: for the message if there is no Transformers.
+
+    Raises:
+        UnsupportedError: Transformers is not installed.
+        InvalidArgumentError: it cannot be loaded.
+    """
+    kind, _ = _class_and_config(name, command)
+    with _reported():
+        return kind.from_pretrained(name, dtype="auto")
+
+
+def load_tokenizer(name: str, command: str) -> Any:
+    """Return the tokenizer of a model, see `load_model`."""
+    transformers = _transformers(command)
+    with _reported():
+        return transformers.AutoTokenizer.from_pretrained(name)
+
+
+def load_or_make_model(
+    name: str, command: str, device: torch.device, dtype: torch.dtype | None
+) -> tuple[nn.Module, bool]:
+    """Return a model in evaluation mode on a device, and True if its weights are random.
+
+    They are where the folder has a config alone, or the name is that of the config's file.
+
+    Raises:
+        UnsupportedError: Transformers is not installed.
+        InvalidArgumentError: it can neither be loaded nor made.
+    """
+    kind, config = _class_and_config(name, command)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # which would keep what each call adds to it
+    path = Path(name)
+    alone = path.is_file() or (path.is_dir() and not any(any(path.glob(text)) for text in _WEIGHTS))
+    if not alone:
+        with _reported():
+            model = kind.from_pretrained(name, config=config, dtype="auto" if dtype is None else dtype)
+        return model.to(device).eval(), False
+    with _reported(), device, _default(dtype or getattr(config, "dtype", None) or torch.float32):
+        model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    return model.to(device).eval(), True
+
+
+def random_batch(model: Any, batch: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
+    """Return random tokens, or images where the model takes these.
+
+    Args:
+        model: of Transformers.
+        batch: number of sequences or images.
+        tokens: tokens of a sequence.
+        device: where they are.
+
+    Raises:
+        InvalidArgumentError: the model has no positions for so many tokens.
+        UnsupportedError: it takes something else.
+    """
+    config, name = model.config, model.main_input_name
+    if name == "pixel_values":
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {name: torch.randn(batch, channels, height, width, device=device, dtype=model.dtype)}
+    if name != "input_ids":
+        raise UnsupportedError(
+            f"model must take tokens or images, got one that takes {name}: call tilesparse.advise in Python, "
+            "with a batch of yours"
+        )
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise InvalidArgumentError(f"--tokens must be at most {positions}, the positions of the model")
+    ids = torch.randint(text.vocab_size, (batch, tokens), device=device)
+    found = {name: ids, "attention_mask": torch.ones_like(ids)}
+    return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+
+
+def _class_and_config(name: str, command: str) -> tuple[Any, Any]:
+    transformers = _transformers(command)
+    with _reported():
+        config = transformers.AutoConfig.from_pretrained(name)
+    architecture = (config.architectures or ["AutoModel"])[0]
+    return getattr(transformers, architecture, transformers.AutoModel), config
+
+
+def _transformers(command: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"tilesparse {command} needs Transformers: pip install transformers"
+        ) from error
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"model cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

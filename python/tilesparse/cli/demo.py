@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from .._progress import Progress
 from ..errors import InvalidArgumentError
+from ..model.patcher import BlockSparseModelPatcher
 from ..nn.linear import BlockSparseLinear
-from ..patch.patcher import BlockSparseModelPatcher
-from .options import add_device, parse_block, parse_count, parse_density
+from .command import add_device, parse_block, parse_count, parse_density
 
 TEXT_BYTES, VALIDATION_BATCHES, LEARNING_RATE = 8 << 20, 16, 1e-3
 

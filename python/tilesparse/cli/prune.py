@@ -15,8 +15,7 @@ from ..errors import InvalidArgumentError
 from ..prune.driver import prune_
 from ..prune.obs import METHODS
 from ..storage.traits import STORAGES
-from .models import load_model, load_tokenizer
-from .options import add_device, parse_block, parse_count, parse_density
+from .command import add_device, load_model, load_tokenizer, parse_block, parse_count, parse_density
 
 SAMPLES, LENGTH = 128, 2048
 

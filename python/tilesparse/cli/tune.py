@@ -9,7 +9,7 @@ from .._progress import Progress
 from ..errors import InvalidArgumentError
 from ..tuning import measure, store
 from ..tuning.product import Device
-from .options import add_device, add_layer, chosen_ops, parse_count, product_of
+from .command import add_device, add_layer, chosen_ops, parse_count, product_of
 
 TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 

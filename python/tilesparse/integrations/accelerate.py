@@ -7,10 +7,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .._libraries.hooks import ACCELERATE, adapt, when_imported
+from .._hooks import ACCELERATE, adapt, when_imported
 from .._listeners import layers_changed
-from ..checkpoint.files import CONFIG
-from ..checkpoint.prepare import prepare_for
+from ..io.load import prepare_for
+from ..io.manifest import CONFIG
 from ..nn.linear import BlockSparseLinear
 
 
@@ -19,7 +19,7 @@ def register() -> None:
     when_imported(
         "accelerate.big_modeling",
         _prepare_before_loading,
-        "load_checkpoint_and_dispatch needs a model on which tilesparse.checkpoint.prepare was called",
+        "load_checkpoint_and_dispatch needs a model on which tilesparse.io.load was called",
     )
 
 

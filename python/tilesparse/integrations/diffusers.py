@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from .._libraries.hooks import adapt, when_imported
+from .._hooks import adapt, when_imported
 from ..errors import UnsupportedError
 from ..nn.linear import BlockSparseLinear
 

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from .._libraries.hooks import PEFT, adapt, when_imported
+from .._hooks import PEFT, adapt, when_imported
 from .._reports import listed, warn_user
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
@@ -36,8 +36,7 @@ def _adapt_layers(module: Any) -> None:
             named = tuple(getattr(lora_config, "_custom_modules", None) or ())
             if isinstance(base, BlockSparseLinear) and not isinstance(base, named):
                 # Imported where a model has such layers, whatever others ask of PEFT.
-                from .peft import LoraLinear
-                from .peft_experts import LoraExperts
+                from .peft import LoraExperts, LoraLinear
 
                 adapted = LoraExperts if base.of_experts else LoraLinear
                 return adapted(target, adapter_name, config=lora_config, **kwargs)

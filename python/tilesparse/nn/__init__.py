@@ -1,10 +1,9 @@
 """Layers with a block-sparse weight."""
 
 from .block_scales import from_block_scales
-from .experts import BlockSparseExperts
-from .experts_linear import ExpertsLinear
-from .joined import concatenate
+from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
+from .merged import concatenate
 from .mlp import BlockSparseMLP
 from .reference import PseudoBlockSparseLinear
 

@@ -9,9 +9,8 @@ from .._arguments import checked
 from .._checks import SCALE_GROUP
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
-from ..pattern.block_pattern import BlockPattern
-from .linear import BlockSparseLinear
-from .tensors import INDEX_NAMES
+from ..pattern import BlockPattern
+from .linear import INDEX_NAMES, BlockSparseLinear
 
 
 @checked

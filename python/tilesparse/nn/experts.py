@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._arguments import check_types_after, checked
-from .._checks import check_block_shape
-from ..config import checked_scales
+from .._checks import check_block_shape, checked_count
+from .._ops.autograd import autocast
+from .._ops.epilogue import combine, spread, straight_through
+from .._ops.linear import grouped_linear_on
+from ..config import check_experts, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
-from ..pattern.block_pattern import BlockPattern
-from ..pattern.choosing import check_parts_beside
-from .convert import best_blocks
-from .experts_linear import ExpertsLinear
-from .known_experts import NORM, dense_weight_of, projections_of, reason_not_known
-from .mlp_activation import name_of_activation
-from .routing import combined, gathered, routing_of
+from ..pattern import BlockPattern, check_parts_beside
+from ..storage.formats import STORED_NAMES
+from .linear import BlockSparseLinear, StoredWeight, best_blocks, is_sharded
+from .merged import concatenate
+from .mlp import name_of_activation
 
 
 class BlockSparseExperts(nn.Module):
@@ -296,3 +298,297 @@ def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
         )
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise InvalidArgumentError(f"top_k_index must be int32 or int64, got {top_k_index.dtype}")
+
+
+class ExpertsLinear(BlockSparseLinear):
+    """y[t] = x[t] W_eᵀ + bias_e for the tokens t of each expert e, where only some blocks of W are kept.
+
+    W [experts · out, in_features] has the weights of all experts below each other: one pattern, one tensor of
+    values, and one bias [experts · out]. Experts may keep different numbers of blocks.
+
+    It is a `BlockSparseLinear` to all that stores, moves, trains or loads one. What needs one weight for all
+    tokens raises UnsupportedError: `from_linear`, `to_linear`, `to_semi_structured`, `cut`, and policies
+    other than "sparse".
+
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: rows of W: those of all experts.
+        bias: whether each expert has a bias.
+        density: fraction of the blocks to keep of each expert, drawn at random.
+        experts: how many.
+        options: as of `BlockSparseLinear`.
+    """
+
+    of_experts = True
+
+    @checked
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        density: float = 0.5,
+        *,
+        experts: int,
+        block_shape: int | Sequence[int] = (64, 64),
+        pattern: BlockPattern | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        experts = checked_count("experts", experts)
+        if pattern is None:
+            out_features = checked_count("out_features", out_features)
+            check_experts(experts, out_features, check_block_shape(block_shape)[0])
+            shape = out_features, in_features
+            drawn: Any = {"block_shape": block_shape, "density": density, "generator": generator}
+            pattern = BlockPattern.random(shape, parts=(experts, 1), **drawn)
+        super().__init__(in_features, out_features, bias, pattern=pattern, generator=generator, **options)
+        self.update_spec(experts=experts)
+
+    @classmethod
+    @checked
+    @torch.no_grad()
+    def from_layers(cls, layers: Sequence[BlockSparseLinear]) -> ExpertsLinear:
+        """Return the projection of experts that are layers of their own, see `concatenate`.
+
+        Raises:
+            InvalidArgumentError: layers differ in shape, storage, dtype, device or bias.
+        """
+        shapes = {(layer.spec.shape, layer.bias is not None) for layer in layers}
+        if len(shapes) > 1:
+            raise InvalidArgumentError(f"layers must have one shape and all or none a bias, got {shapes}")
+        whole = concatenate(layers)
+        spec = replace(whole.spec, experts=len(layers))
+        made = cls.from_state(spec, whole.state_dict())
+        assert isinstance(made, ExpertsLinear)
+        made.weight.requires_grad_(layers[0].weight.requires_grad)
+        if made.bias is not None and layers[0].bias is not None:
+            made.bias.requires_grad_(layers[0].bias.requires_grad)
+        return made.train(layers[0].training)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        assert self._experts is not None
+        return self._experts
+
+    def densities(self) -> Tensor:
+        """Return the kept fraction of the blocks of each expert [experts]."""
+        rows, columns = self.spec.grid
+        ends = self.crow_indices[:: rows // self.experts]
+        return ends.diff() / (rows // self.experts * columns)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        activation: str = "none",
+    ) -> Tensor:
+        """Compute the product, with all else as in `functional.grouped_linear`.
+
+        Args:
+            x: [tokens, in_features], sorted by expert.
+            offsets: int32 [experts + 1]: the tokens of expert e are offsets[e] to offsets[e + 1] - 1.
+            residual: [tokens, out], added to the result, or None.
+            gate: [tokens, out], by which the result is multiplied in the place of a residual, or None.
+            activation: of the result, or of the gate where there is one.
+
+        Returns:
+            y [tokens, out].
+        """
+        try:
+            if offsets is None:
+                raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
+            shard: Any = self.shard
+            experts = self.experts if shard is None else shard.experts
+            if offsets.numel() != experts + 1:
+                raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
+            if self.origin.pending:
+                self.validate_pattern()
+            if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
+                raise UnsupportedError(
+                    "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
+                    "have neither"
+                )
+            whole = {
+                "weight": self.weight,
+                "bias": self.bias,
+                **{name: self._buffers[name] for name in STORED_NAMES},
+            }
+            tensors: Any = whole if shard is None else shard.tensors(self)
+            index = self.index() if shard is None else shard.index(self)
+            weight: Tensor = tensors["weight"]
+            if tensors["mask"] is not None:
+                (weight,) = autocast(weight)
+                weight = straight_through(weight, tensors["mask"])
+            stored = tensors["metadata"], tensors["scales"]
+            return grouped_linear_on(
+                x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
+            )
+        except Exception as error:
+            check_types_after(error, ExpertsLinear.forward, locals())
+            raise
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, *args: Any, **options: Any) -> NoReturn:
+        """Raise UnsupportedError; see `from_layers`."""
+        raise UnsupportedError("from_linear makes one linear layer; use BlockSparseExperts.from_experts")
+
+    def to_linear(self) -> NoReturn:
+        """Raise UnsupportedError; see `BlockSparseExperts.to_dense`."""
+        raise UnsupportedError("to_linear needs one weight for all tokens; use BlockSparseExperts.to_dense")
+
+    def to_semi_structured(self) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("to_semi_structured needs one weight for all tokens, got those of experts")
+
+    @checked
+    def cut(
+        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
+    ) -> BlockSparseLinear:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("cut needs one weight for all tokens, got those of experts")
+
+    def extra_repr(self) -> str:
+        """Return the number of experts, and what `BlockSparseLinear` says."""
+        return f"experts={self.experts}, {super().extra_repr()}"
+
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+NORM = "post_expert_norm"
+
+
+class Projections(NamedTuple):
+    """Names of the parameters of experts, which are 3-D: [experts, out, in], or [experts, in, out]."""
+
+    up: str  # of gate and up, where there is a gate
+    down: str
+    transposed: bool
+    bias: bool
+
+    def names(self) -> tuple[str, str]:
+        """(up, down)."""
+        return self.up, self.down
+
+    def layers(self) -> dict[str, str]:
+        """Return the names that sparse projections have in their places, by parameter.
+
+        They differ: Transformers' conversions of checkpoints take names by their beginnings and ends.
+        """
+        return {name: name.removesuffix("_proj") for name in self.names()}
+
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases [experts, out], if there are any."""
+        return tuple(f"{name}_bias" for name in self.names()) if self.bias else ()
+
+
+def projections_of(module: nn.Module) -> Projections | None:
+    """Return the projections of a module of dense experts, None for any other module."""
+    if not all(isinstance(vars(module).get(flag), bool) for flag in FLAGS):
+        return None
+    if not callable(getattr(type(module), "_apply_gate", None)):
+        return None
+    own: Any = module
+    found = Projections(
+        "gate_up_proj" if own.has_gate else "up_proj", "down_proj", own.is_transposed, own.has_bias
+    )
+    weights = [module._parameters.get(name) for name in found.names()]
+    if any(weight is None or weight.dim() != 3 for weight in weights):
+        return None
+    return found
+
+
+def reason_not_known(module: nn.Module) -> str | None:
+    """Say what keeps experts, which `projections_of` knows, from being replaced; None if nothing does."""
+    found = projections_of(module)
+    assert found is not None
+    parameters = module.parameters(recurse=False)
+    if getattr(module, "_is_expert_parallel", False) or any(map(is_sharded, parameters)):
+        return "its experts are spread over processes; convert the model before they are"
+    if "forward" in vars(module) or "_apply_gate" in vars(module):
+        return "its forward or _apply_gate was replaced by another function, which would be lost"
+    known = {*found.names(), *found.biases()}
+    unknown = sorted({*module._parameters, *module._buffers} - known)
+    if unknown:
+        return f"it holds {', '.join(unknown)}, which would be lost"
+    missing = sorted(known - {*module._parameters})
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    experts = {len(parameter) for parameter in module._parameters.values() if parameter is not None}
+    if len(experts) > 1:
+        return f"its parameters are of different numbers of experts, {sorted(experts)}"
+    return None
+
+
+def has_norm(module: nn.Module) -> bool:
+    """Return True if experts, which `projections_of` knows, have a norm behind each."""
+    return bool(vars(module).get("has_post_expert_norm", False))  # Transformers 5.17 knows none
+
+
+def dense_weight_of(module: nn.Module, name: str) -> Tensor:
+    """Return W [experts · out, in] of a projection without gradient; a copy where it lies transposed."""
+    found = projections_of(module)
+    assert found is not None
+    weight = module.get_parameter(name).detach()
+    return (weight.mT if found.transposed else weight).flatten(0, 1)
+
+
+def stacked_parameters(module: nn.Module) -> list[str]:
+    """Return the names of a module's own floating parameters of three dimensions, as experts have."""
+    return [
+        name
+        for name, parameter in module.named_parameters(recurse=False)
+        if not nn.parameter.is_lazy(parameter)
+        and parameter.dim() == 3
+        and torch.is_floating_point(parameter)
+        and not isinstance(module, nn.modules.conv._ConvNd)
+    ]
+
+
+def stacked_in(model: nn.Module) -> dict[str, list[str]]:
+    """Return `stacked_parameters` of the dense modules of a model by the names of modules."""
+    dense = {name: module for name, module in model.named_modules() if not isinstance(module, StoredWeight)}
+    found = {name: stacked_parameters(module) for name, module in dense.items()}
+    return {name: parameters for name, parameters in found.items() if parameters}
+
+
+class Routing(NamedTuple):
+    """Where the rows of a grouped product come from, and where they go."""
+
+    offsets: Tensor  # int32 [experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1] - 1
+    rows: Tensor  # int64 [tokens, k]: the sorted row of each choice
+
+
+def routing_of(top_k_index: Tensor, experts: int) -> Routing:
+    """Sort the choices of tokens by expert.
+
+    Args:
+        top_k_index: [tokens, k] integers from 0 to experts - 1.
+        experts: how many there are.
+    """
+    chosen = top_k_index.reshape(-1).to(torch.int16)  # a quarter of the passes that sorting int64 takes
+    chosen, order = chosen.sort(stable=True)
+    numbers = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
+    offsets = torch.searchsorted(chosen, numbers, out_int32=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return Routing(offsets, rows.view(top_k_index.shape))
+
+
+def gathered(x: Tensor, routing: Routing, given: Tensor) -> Tensor:
+    """Return the rows [tokens * k, features] of x [tokens, features], sorted by expert.
+
+    Choices that are not ``given`` [tokens, k] get zeros: an expert is finite there, and so is zero times it.
+    The gradient of a token is the sum of those of its rows, in a fixed order.
+    """
+    return spread(x, given.to(x.dtype), routing.rows)
+
+
+def combined(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    """Return the sum [tokens, features] over each token's rows of y, times its weights [tokens, k].
+
+    Sums are taken in float32 at least and rounded once, to the dtype of y.
+    """
+    return combine(y, weights.to(y.dtype), routing.rows)

@@ -10,9 +10,8 @@ from .._arguments import checked
 from .._checks import check_activations
 from ..errors import InvalidArgumentError
 from ..functional import quantize
-from ..storage.registry import storage_of
-from .linear import BlockSparseLinear, representation
-from .owners import note_owner
+from ..storage.formats import storage_of
+from .linear import BlockSparseLinear, note_owner, representation
 
 
 class PseudoBlockSparseLinear(nn.Module):

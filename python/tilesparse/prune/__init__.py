@@ -1,11 +1,17 @@
 """Pruning of trained models: the blocks to keep, and their weights."""
 
-from .allocation import AllocatedLayer, Allocation, allocate, erk, uniform
+from .allocate import AllocatedLayer, Allocation, ErrorProfiles, allocate, erk, measure_errors, uniform
 from .driver import PrunedLayer, PruneReport, prune_
-from .groups import PermutationGroup, Rows, find_permutation_groups, permute_
 from .obs import refit
-from .permutation import PermutationReport, PermutedGroup, permute_model
-from .profiles import ErrorProfiles, measure_errors
+from .permutation import (
+    PermutationGroup,
+    PermutationReport,
+    PermutedGroup,
+    Rows,
+    find_permutation_groups,
+    permute_,
+    permute_model,
+)
 
 __all__ = [
     "AllocatedLayer",

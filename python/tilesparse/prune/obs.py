@@ -29,11 +29,10 @@ from ..calibrate.moments import DAMPING, Damped, Moments, damped, exact_products
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
-from ..nn.convert import dense_weight, is_conv1d
-from ..nn.linear import BlockSparseLinear
-from ..patch.targets import block_shape_of
-from ..pattern.block_pattern import BlockPattern
-from ..storage.values import two_of_four
+from ..model.targets import block_shape_of
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..pattern import BlockPattern
+from ..storage.quantize import two_of_four
 from . import scores
 
 # Of what pruning has changed of a layer's inputs, how much the layer makes up for. All of it follows the

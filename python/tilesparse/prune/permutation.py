@@ -4,31 +4,317 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
+from .._arguments import check_types, checked
+from .._checks import check_text, checked_count
 from .._progress import Progress
 from .._reports import aligned
-from ..calibrate.calibration import (
-    Calibration,
-    Forward,
-    call_model,
-    check_model,
-    checked_moments,
-    collected,
-)
+from ..calibrate.calibration import Calibration, Forward, call_model, check_model, checked_moments, collected
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight
-from ..patch.targets import block_shape_of, checked_config, checked_configs, shape_of
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..model.modules import names_of_modules, owners_of_parameters
+from ..model.targets import block_shape_of, checked_config, checked_configs, shape_of
+from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 from .driver import check_numbers
-from .groups import Part, PermutationGroup, find_permutation_groups, parts_of, permute_, reason_against
 from .obs import Pruner
+
+# Names of layers within a module: those that give hidden features, and the one that takes them.
+_FEED_FORWARD = (
+    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its likes
+    (("fc1",), "fc2"),  # ViT, CLIP, OPT
+    (("c_fc",), "c_proj"),  # GPT-2
+    (("intermediate.dense",), "output.dense"),  # BERT, RoBERTa
+)
+# The layers of q, k and v, the module that computes with them, and the layer that takes the result.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"), "", "o_proj"),  # Llama and its likes, ViT
+    (("q_proj", "k_proj", "v_proj"), "", "out_proj"),  # CLIP, OPT
+    (("self.query", "self.key", "self.value"), "self", "output.dense"),  # BERT, RoBERTa
+)
+_FUSED_ATTENTION = ("c_attn", "c_proj")  # GPT-2: q, k and v are thirds of one layer
+
+
+class Rows(NamedTuple):
+    """Some of a layer's out_features, from `start` to below `stop`."""
+
+    layer: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PermutationGroup:
+    """Dimension between layers whose features may change places together.
+
+    The features of each producer are cut into ``groups``, and each group into so many ``units`` of equal
+    size, which may change places within their group. Those of the consumer are cut alike, but have every
+    group ``repeats`` times in a row, as where several heads of queries share the values of one.
+
+    Attributes:
+        producers: names of layers whose out_features these are, or `Rows` of them.
+        consumer: the name of the layer that takes them as its in_features.
+        units: how many may change places in each group.
+        groups: how many groups there are.
+        repeats: how often the consumer has each group.
+
+    Raises:
+        InvalidArgumentError: a name or a number is not one. That they fit the model is checked with it.
+    """
+
+    producers: tuple[str | Rows, ...]
+    consumer: str
+    units: int
+    groups: int = 1
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        check_types(PermutationGroup.__init__, vars(self))
+        check_text("consumer", self.consumer)
+        if not self.producers:
+            raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
+        for producer in self.producers:
+            if isinstance(producer, Rows):
+                checked_count("start", producer.start, 0)
+                checked_count("stop", producer.stop)
+        for name in ("units", "groups", "repeats"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+
+    def layers(self) -> list[str]:
+        """The names of the producers, each once, and of the consumer."""
+        names = [producer.layer if isinstance(producer, Rows) else producer for producer in self.producers]
+        return [*dict.fromkeys(names), self.consumer]
+
+
+@checked
+def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
+    """Find permutation groups by the names of a model's layers.
+
+    These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
+    grouped those of keys and values, and the queries' within each group), and the features of values within
+    each head, in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT, CLIP,
+    OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to features or
+    heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
+    code of a model does with features is not seen; `permute_model` compares outputs.
+    """
+    groups, names = [], names_of_modules(model)
+    owners = owners_of_parameters(names)
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for group in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
+            if _reason_against(model, group, names, owners) is None:
+                groups.append(group)
+    return groups
+
+
+@checked
+@torch.no_grad()
+def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
+    """Reorder the units of a permutation group in place; the model's function stays the same.
+
+    Args:
+        model: its layers are dense.
+        group: from `find_permutation_groups`, or one of your own, whose producers and consumer have nothing
+            between them that depends on the order.
+        order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
+
+    Raises:
+        InvalidArgumentError: the group does not fit the model, or the order is none. Nothing has changed.
+        UnsupportedError: a weight is sharded. Nothing has changed.
+    """
+    reason = reason_against(model, group)
+    if reason is not None:
+        raise InvalidArgumentError(f"group must fit the model: {reason}")
+    order = _checked_order(order, group)
+    parts = parts_of(model, group)
+    for part in parts:
+        if type(part.layer.weight.detach()) is not Tensor:
+            raise UnsupportedError(
+                f"model must have plain tensors as weights, got {type(part.layer.weight.detach()).__name__}"
+            )
+    for part in parts:
+        part.permute(order)
+
+
+class Part(NamedTuple):
+    """Share of one layer in a permutation group: rows of W, and of the bias, or columns of W."""
+
+    name: str
+    layer: Any
+    start: int
+    stop: int
+    repeats: int
+    rows: bool
+
+    def places(self, order: Tensor) -> Tensor:
+        """Return [stop - start]: which of these features comes where, by an order [groups, units]."""
+        groups, units = order.shape
+        features = torch.arange(self.stop - self.start, device=order.device).view(
+            groups, self.repeats, units, -1
+        )
+        return features.gather(2, order[:, None, :, None].expand_as(features)).flatten()
+
+    def permute(self, order: Tensor) -> None:
+        """Reorder weight and bias of the layer in place."""
+        weight, bias = dense_weight(self.layer), self.layer.bias
+        index = self.places(order).to(weight.device)
+        ours = weight[self.start : self.stop] if self.rows else weight[:, self.start : self.stop]
+        ours.copy_(ours.index_select(0 if self.rows else 1, index))
+        if self.rows and bias is not None:
+            bias[self.start : self.stop].copy_(bias[self.start : self.stop].index_select(0, index))
+
+
+def parts_of(model: nn.Module, group: PermutationGroup) -> list[Part]:
+    """Return the rows and columns of a model's layers that change places together."""
+    parts = []
+    for producer in group.producers:
+        name = producer.layer if isinstance(producer, Rows) else producer
+        layer = model.get_submodule(name)
+        start, stop = producer[1:] if isinstance(producer, Rows) else (0, len(dense_weight(layer)))
+        parts.append(Part(name, layer, start, stop, 1, True))
+    layer = model.get_submodule(group.consumer)
+    return [
+        *parts,
+        Part(group.consumer, layer, 0, dense_weight(layer).shape[1], group.repeats, False),
+    ]
+
+
+def reason_against(model: nn.Module, group: PermutationGroup) -> str | None:
+    """Say why a model does not have a permutation group, as far as shapes and owners of weights tell."""
+    names = names_of_modules(model)
+    return _reason_against(model, group, names, owners_of_parameters(names))
+
+
+def _reason_against(
+    model: nn.Module,
+    group: PermutationGroup,
+    names: Mapping[nn.Module, Sequence[str]],
+    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
+) -> str | None:
+    for name in group.layers():
+        layer = _below(model, name)
+        if not _is_dense(layer):
+            return f"{name!r} must be a dense linear layer with its own weight, got {type(layer).__name__}"
+        if len(names[layer]) > 1:
+            return f"layer {name!r} has another name as well"
+        if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
+            return f"layer {name!r} shares a parameter with another layer"
+    if group.consumer in group.layers()[:-1]:
+        return f"layer {group.consumer!r} is producer and consumer"
+    covered: set[tuple[str, int]] = set()
+    for part in parts_of(model, group):
+        size = len(dense_weight(part.layer)) if part.rows else part.stop
+        if not 0 <= part.start < part.stop <= size:
+            return f"rows of layer {part.name!r} must be within {size}, got {part.start} to {part.stop}"
+        if (part.stop - part.start) % (group.groups * group.units * part.repeats):
+            return (
+                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {group.groups} "
+                f"groups of {group.units} units, {part.repeats} times"
+            )
+        features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
+        if covered & features:
+            return f"rows of layer {part.name!r} are given twice"
+        covered |= features
+    return None
+
+
+def _checked_order(order: Tensor, group: PermutationGroup) -> Tensor:
+    """Return an order as [groups, units] on the host."""
+    expected = f"order must have each of {group.units} units once, for each of {group.groups} groups"
+    if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
+        raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
+    given = order[None] if order.dim() == 1 else order
+    if given.shape != (group.groups, group.units):
+        raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
+    given = given.cpu().long()
+    if not torch.equal(given.sort(1).values, torch.arange(group.units, device="cpu").expand_as(given)):
+        raise InvalidArgumentError(f"{expected}, got other or repeated numbers")
+    return given
+
+
+def _is_dense(layer: Any) -> bool:
+    """Return True for a dense linear layer whose weight is a plain tensor that no call computes anew."""
+    linear = type(layer) is nn.Linear or (isinstance(layer, nn.Module) and is_conv1d(layer))
+    return linear and "weight" in layer._parameters and not is_stored_otherwise(layer.weight)
+
+
+def _dense_below(module: nn.Module, names: Sequence[str]) -> list[Any] | None:
+    """Return the dense linear layers of these names, or None if one is missing."""
+    layers = [_below(module, name) for name in names]
+    return layers if all(map(_is_dense, layers)) else None
+
+
+def _below(module: nn.Module, name: str) -> Any:
+    """Return the module of a name in another, or None."""
+    found: nn.Module | None = module
+    for part in name.split("."):
+        found = None if found is None else found._modules.get(part)
+    return found
+
+
+def _shapes_beside(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of all parameters and buffers of a module but for those of some layers in it."""
+    theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in theirs:
+            yield tuple(tensor.shape)
+
+
+def _of_feed_forward(module: nn.Module, prefix: str) -> Iterator[PermutationGroup]:
+    for producers, consumer in _FEED_FORWARD:
+        layers = _dense_below(module, (*producers, consumer))
+        if layers is None:
+            continue
+        units = dense_weight(layers[-1]).shape[1]
+        fits = all(len(dense_weight(layer)) == units for layer in layers[:-1])
+        if fits and not any(units in shape for shape in _shapes_beside(module, layers)):
+            yield PermutationGroup(tuple(prefix + name for name in producers), prefix + consumer, units)
+
+
+def _of_attention(module: nn.Module, prefix: str) -> Iterator[PermutationGroup]:
+    for names, core, consumer in _ATTENTION:
+        layers = _dense_below(module, (*names, consumer))
+        if layers is None:
+            continue
+        q, k, v = (len(dense_weight(layer)) for layer in layers[:3])
+        head = _head_size(module.get_submodule(core), layers)
+        if head and q == dense_weight(layers[3]).shape[1] and k == v and not (q % k or k % head):
+            q_name, k_name, v_name = (prefix + name for name in names)
+            yield from _of_heads(q_name, k_name, v_name, prefix + consumer, k // head, q // k, head)
+    layers = _dense_below(module, _FUSED_ATTENTION)
+    if layers is not None:
+        whole, size = len(dense_weight(layers[0])), dense_weight(layers[1]).shape[1]
+        head = _head_size(module, layers)
+        if head and whole == 3 * size and size % head == 0:
+            fused, consumer = (prefix + name for name in _FUSED_ATTENTION)
+            q_rows, k_rows, v_rows = (Rows(fused, size * third, size * (third + 1)) for third in range(3))
+            yield from _of_heads(q_rows, k_rows, v_rows, consumer, size // head, 1, head)
+
+
+def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Return the size of a head; 0 where a module does not say, or has tensors that may belong to heads."""
+    head = getattr(core, "head_dim", getattr(core, "attention_head_size", None))
+    if type(head) is not int or head < 1 or any(shape != (head,) for shape in _shapes_beside(core, layers)):
+        return 0
+    return head
+
+
+def _of_heads(
+    q: str | Rows, k: str | Rows, v: str | Rows, consumer: str, heads: int, queries: int, size: int
+) -> Iterator[PermutationGroup]:
+    """Yield the groups of heads of keys and values, each of which has some heads of queries."""
+    if heads > 1:
+        yield PermutationGroup((q, k, v), consumer, heads)
+    if queries > 1:
+        yield PermutationGroup((q,), consumer, queries, heads)
+    if size > 1:
+        yield PermutationGroup((v,), consumer, size, heads, queries)
+
 
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number

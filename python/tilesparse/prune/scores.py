@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from .._checks import check_shapes
-from .._runtime.indices import blocks_of
+from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import Forward, Loss, call_model, own_loss
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..nn.convert import dense_weight, is_conv1d, is_stored_otherwise
-from ..patch.targets import block_shape_of
+from ..model.targets import block_shape_of
+from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 
 
 @checked

@@ -3,10 +3,9 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .distillation import DistillationHistory, distill
+from .distill import DistillationHistory, distill
 from .losses import DistillationLoss
-from .reconstruction import reconstruct
-from .report import FittedSubmodule, ReconstructionReport, SkippedSubmodule
+from .reconstruct import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct
 
 __all__ = [
     "DistillationHistory",

@@ -1,14 +1,10 @@
 """Training of sparse layers: patterns that move or shrink, gates, penalties, 2:4 masks, averages."""
 
 from .averaging import AveragedModel
-from .gates import BlockGates
-from .gradients import block_gradient_norms
+from .gates import BlockGates, GroupLasso, learning_rate_factor, parameter_groups
 from .gradual import Gradual, compact
-from .lasso import GroupLasso
 from .masks import MaskSchedule, set_nm
-from .patterns import PatternSchedule
-from .scaling import learning_rate_factor, parameter_groups
-from .snapshots import snapshot
+from .patterns import PatternSchedule, block_gradient_norms, snapshot
 
 __all__ = [
     "AveragedModel",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_fraction
-from .._names import NamePattern
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..model.modules import NamePattern
 from ..nn.linear import BlockSparseLinear
-from ..storage.registry import storage_of
+from ..storage.formats import storage_of
 
 Layers: TypeAlias = Mapping[str, BlockSparseLinear]
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from .._arguments import checked
-from .._runtime.lookup import content_of
+from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError
-from ..nn.linear import BlockSparseLinear
-from ..nn.state import make_room
+from ..nn.linear import BlockSparseLinear, make_room
 from ..storage.traits import STORED_DTYPES
 from ._layers import check_plain_storage, sparse_layers
 

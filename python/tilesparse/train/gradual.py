@@ -12,10 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .._arguments import checked
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear
-from ..nn.origin import has_peers
-from ..nn.state import keep_blocks
-from ..storage.registry import storage_of
+from ..nn.linear import BlockSparseLinear, has_peers, keep_blocks
+from ..storage.formats import storage_of
 from ._layers import (
     Layers,
     check_keys,
@@ -28,9 +26,7 @@ from ._layers import (
     sparse_layers,
     weights_of,
 )
-from .gradients import NORMS
-from .scores import SCORES, Movement, check_movement, magnitudes
-from .states import check_states, narrow_states
+from .patterns import NORMS, SCORES, Movement, check_movement, check_states, magnitudes, narrow_states
 
 
 class Gradual:

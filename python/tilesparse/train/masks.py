@@ -13,8 +13,7 @@ from .._arguments import checked
 from .._checks import check_compressible, checked_count, checked_number
 from ..config import check_nm
 from ..errors import InvalidArgumentError
-from ..nn.checks import check_whole
-from ..nn.linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear, check_whole
 from ._layers import (
     Uncopied,
     check_keys,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._arguments import checked, shown
-from .._checks import checked_count, checked_fraction, checked_number, checked_seed
+from .._checks import check_shapes, checked_count, checked_fraction, checked_number, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..nn.origin import has_peers
+from ..nn.linear import BlockSparseLinear, Source, has_peers, has_slots
 from ._layers import (
+    Layers,
     Uncopied,
     check_keys,
     check_not_removed,
@@ -22,15 +24,13 @@ from ._layers import (
     check_trainable,
     checked_choice,
     checked_optimizer,
+    closure_of,
+    gradient_of,
     matched_layers,
     precision_of,
+    sparse_layers,
     weights_of,
 )
-from .gradients import NORMS
-from .norms import GradientNorms
-from .rewiring import grid_of, move_blocks, renew
-from .scores import SCORES, Movement, check_movement, magnitudes
-from .states import check_states, states_by_slot
 
 GROWTHS = ("random", "gradient", "momentum")
 MOMENTS = ("zero", "keep")
@@ -356,3 +356,391 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         if self._movement is not None:
             self._movement.of(name).zero_()
         return useful * count
+
+
+def grid_of(layer: BlockSparseLinear) -> tuple[int, int]:
+    """Return (R, C): numbers of block rows and block columns."""
+    return layer.spec.grid
+
+
+def move_blocks(
+    layer: BlockSparseLinear, worth: Tensor, growth: Tensor, useful: Tensor, count: int
+) -> Tensor:
+    """Move the blocks of least worth to the free places of most growth, and return their slots.
+
+    Args:
+        layer: whose pattern changes in place.
+        worth: [nnz].
+        growth: [R, C].
+        useful: bool []; False leaves every block where it is.
+        count: number of blocks that move.
+    """
+    cols = grid_of(layer)[1]
+    rows, columns = layer.pattern.block_indices()
+    kept = rows * cols + columns
+    growth = growth.flatten().index_fill(0, kept, -torch.inf)
+    dropped = worth.sort(stable=True).indices[:count]
+    free = growth.sort(descending=True, stable=True).indices[:count]
+    places = torch.where(useful, free, kept.index_select(0, dropped))
+    if count:
+        shared = layer.origin.source is Source.SHARED
+        layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
+        if shared:  # and so it is now: schedules of all processes decide alike
+            layer.declare_shared()
+    return dropped
+
+
+def renew(
+    layer: BlockSparseLinear,
+    slots: Tensor,
+    useful: Tensor,
+    scale: float,
+    states: Iterable[Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Give slots new weights, and zeros in their gradients and states, if `useful`.
+
+    Weights are uniform with `scale` times the standard deviation of the layer's initialization.
+    """
+    weight = layer.weight
+    old = weight.index_select(0, slots)
+    new = torch.zeros_like(old)
+    if scale:
+        fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
+        bound = scale * fan_in**-0.5
+        new.uniform_(-bound, bound, generator=generator)
+    weight.index_copy_(0, slots, torch.where(useful, new, old))
+    gradients = weight.grad, getattr(weight, "main_grad", None)
+    for state in (*(gradient for gradient in gradients if gradient is not None), *states):
+        state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
+
+
+class GradientNorms:
+    """Observers of layers, for a step at a time.
+
+    Args:
+        layers: by name.
+        norm: of a block of the dense gradient: 1, 2 or ``math.inf``.
+        group: processes over which norms are averaged; None is the default group.
+
+    Raises:
+        UnsupportedError: a layer is one of experts.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, BlockSparseLinear], norm: float, group: dist.ProcessGroup | None
+    ) -> None:
+        for name, layer in layers.items():
+            if layer.of_experts:
+                raise UnsupportedError(
+                    f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
+                    "choose blocks by other scores"
+                )
+        self._layers, self._norm, self._group = layers, norm, group
+        self._observers: dict[str, Observer] = {}
+
+    def start(self) -> None:
+        """Take norms in the backward passes from now on."""
+        self.stop()
+        for name, layer in self._layers.items():
+            self._observers[name] = layer.observe = Observer(layer, self._norm)
+
+    def stop(self) -> None:
+        """Take no norms any more."""
+        for name, observer in self._observers.items():
+            if self._layers[name].observe is observer:  # and not that of a schedule made later
+                del self._layers[name].observe  # compiled code tells None from nothing
+        self._observers = {}
+
+    def taken(self) -> dict[str, Tensor]:
+        """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
+
+        Raises:
+            InvalidArgumentError: no backward pass has reached a layer.
+        """
+        if not self._observers:
+            return {}
+        given = {name: observer.take() for name, observer in self._observers.items()}
+        if all(one is None for one in given.values()):
+            raise InvalidArgumentError(
+                "grow by gradients needs a backward pass through the layers since the last step; step the "
+                "schedule after the backward pass and the optimizer"
+            )
+        norms = {}
+        for name, one in given.items():
+            seen = torch.zeros_like(self._observers[name].probe) if one is None else one
+            weight = self._layers[name].weight  # which may have been moved or converted since
+            norms[name] = seen.to(weight.device, precision_of(weight))
+        return self._averaged(norms) if has_peers() else norms
+
+    def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Average over the processes, with one call for all layers on a device."""
+        together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, one in norms.items():
+            together.setdefault((one.device, one.dtype), {})[name] = one
+        averaged: dict[str, Tensor] = {}
+        for ones in together.values():
+            flat = torch.cat([one.flatten() for one in ones.values()])
+            dist.all_reduce(flat, group=self._group)
+            flat /= dist.get_world_size(self._group)
+            chunks = torch.split(flat, [one.numel() for one in ones.values()])
+            averaged.update((name, own.view_as(ones[name])) for name, own in zip(ones, chunks, strict=True))
+        return averaged
+
+
+SCORES = ("magnitude", "movement")
+
+
+@torch.no_grad()
+def magnitudes(layer: BlockSparseLinear, norm: float) -> Tensor:
+    """[nnz] norms of the kept blocks, of any finite or infinite order."""
+    weight = layer.weight.detach()
+    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), norm, dim=1, dtype=precision_of(weight))
+    return norms
+
+
+class Movement(Uncopied):
+    """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
+
+    A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
+    "Movement Pruning: Adaptive Sparsity by Fine-Tuning", NeurIPS 2020). Steps that ``torch.amp.GradScaler``
+    leaves out do not count, and gradients that still have its factor are divided by it.
+    """
+
+    def __init__(self, layers: Layers, optimizer: torch.optim.Optimizer) -> None:
+        self._layers = layers
+        self._scores: dict[str, Tensor] = {}
+        self._hook = optimizer.register_step_pre_hook(self._add)
+
+    def remove(self) -> None:
+        """Stop summing."""
+        self._hook.remove()
+
+    def of(self, name: str) -> Tensor:
+        """[nnz] scores of a layer: zero before the first step, and where its number of blocks has changed."""
+        layer = self._layers[name]
+        nnz, device = layer.weight.shape[0], layer.weight.device
+        scores = self._scores.get(name)
+        if scores is None or scores.shape[0] != nnz:
+            scores = torch.zeros(nnz, dtype=precision_of(layer.weight), device=device)
+        self._scores[name] = scores = scores.to(device, precision_of(layer.weight))
+        return scores
+
+    def keep(self, name: str, slots: Tensor) -> None:
+        """Keep only these slots."""
+        self._scores[name] = self.of(name)[slots]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the scores, by names of layers."""
+        return {name: self.of(name).clone() for name in self._layers}
+
+    def check_state(self, state: Any) -> None:
+        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take."""
+        check_keys("state_dict: movement", state, self._layers)
+        for name, scores in state.items():
+            nnz = self._layers[name].weight.shape[0]
+            if not isinstance(scores, Tensor) or scores.shape != (nnz,):
+                raise InvalidArgumentError(
+                    f"state_dict: movement of layer {name!r} must be a tensor [{nnz}]; load the model first"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a `state_dict`, after `check_state`."""
+        for name, scores in state.items():
+            weight = self._layers[name].weight
+            self._scores[name] = scores.to(weight.device, precision_of(weight), copy=True)
+
+    @torch.no_grad()
+    def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            raise UnsupportedError(
+                "optimizer must step without a closure, since movement is summed before a step, when "
+                "a closure has not computed any gradient yet"
+            )
+        scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        for name, layer in self._layers.items():
+            weight, gradient = layer.weight, gradient_of(name, layer)
+            if gradient is None:
+                continue
+            moved = (weight.detach().to(precision_of(weight)) * gradient).sum((1, 2))
+            if scale is not None:
+                moved /= scale.to(moved.device, non_blocking=True)
+            if overflow is not None:
+                moved = torch.where(overflow.to(moved.device, non_blocking=True) == 0, moved, 0)
+            self.of(name).sub_(moved)
+
+
+def check_movement(movement: Movement | None, state: Any) -> None:
+    """Raise unless the state is that of these scores, or {} where there are none."""
+    if movement is None:
+        check_keys("state_dict: movement", state, ())
+    else:
+        movement.check_state(state)
+
+
+def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
+    """Raise unless every state of these weights is known to have a block for each slot.
+
+    Weights are given by the names of their layers.
+
+    Understood are tensors of the weight's shape [nnz, bn, bk], which momentum and the moments of Adam are,
+    and those of which all dimensions but the first are 1 or missing, as Adafactor's factored moments are.
+    Numbers, and tensors of one, such as counts of steps, belong to no block.
+
+    Raises:
+        UnsupportedError: another state, by its name.
+    """
+    for layer_name, weight in weights.items():
+        for name, state in optimizer.state.get(weight, {}).items():
+            if not _is_known(state, weight):
+                form = f"shape {list(state.shape)}" if type(state) is Tensor else f"a {type(state).__name__}"
+                raise UnsupportedError(
+                    f"optimizer: {type(optimizer).__name__} keeps a state {name!r} of the weight of layer "
+                    f"{layer_name!r}, {form}, of which it is not known what belongs to which block"
+                )
+
+
+def states_by_slot(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The states that have one part for each slot, by their names."""
+    for name, state in list(optimizer.state.get(weight, {}).items()):
+        if isinstance(state, Tensor) and has_slots(state, weight):
+            yield name, state
+
+
+def narrow_states(optimizer: torch.optim.Optimizer, weight: Tensor, slots: Tensor) -> None:
+    """Keep only the states of these slots. Call it before the weight is narrowed."""
+    for name, state in states_by_slot(optimizer, weight):
+        optimizer.state[weight][name] = state[slots]
+
+
+def _is_known(state: object, weight: Tensor) -> bool:
+    if isinstance(state, Tensor):
+        return type(state) is Tensor and (state.dim() == 0 or has_slots(state, weight) or state.numel() == 1)
+    return state is None or isinstance(state, bool | int | float | str)
+
+
+@checked
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Return where the blocks of every `BlockSparseLinear` are now, by the names of layers.
+
+    Returns:
+        Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
+        layers, and the host does not wait.
+
+    Raises:
+        InvalidArgumentError: ``model`` is no module.
+    """
+    return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
+
+
+NORMS = (1, 2, math.inf)
+STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
+
+
+@checked
+def block_gradient_norms(
+    dy: Tensor, x: Tensor, block_shape: int | Sequence[int], *, norm: float = 1
+) -> Tensor:
+    """Return norms of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
+
+    The gradient is computed as autograd would, in the dtype of dy, but a strip of block rows at a time: all
+    of it never lies in memory, at most 64 MiB of it do, or one block row. Nothing waits for a GPU.
+
+    Args:
+        dy: [..., out_features], the gradient of y.
+        x: [..., in_features], with the same leading dimensions.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, or one number for both.
+        norm: of a block: 1, the sum of magnitudes; 2, the Frobenius norm; or ``math.inf``, the largest
+            magnitude.
+
+    Returns:
+        [out_features / bn, in_features / bk] float32, or float64 for float64.
+
+    Raises:
+        InvalidArgumentError: the shapes or devices do not fit each other or the block shape, or there is no
+            such norm.
+    """
+    checked_choice("norm", norm, NORMS)
+    for name, operand in (("dy", dy), ("x", x)):
+        if operand.dim() == 0 or not operand.is_floating_point():
+            raise InvalidArgumentError(
+                f"{name} must be floating-point [..., features], got shape {tuple(operand.shape)} "
+                f"of {operand.dtype}"
+            )
+    if dy.shape[:-1] != x.shape[:-1] or dy.device != x.device:
+        raise InvalidArgumentError(
+            f"dy must have the leading dimensions {tuple(x.shape[:-1])} of x, on {x.device}, got "
+            f"{tuple(dy.shape[:-1])} on {dy.device}"
+        )
+    block_shape = check_shapes((dy.shape[-1], x.shape[-1]), block_shape)[1]
+    with torch.no_grad():
+        return _norms(dy, x, block_shape, norm)
+
+
+def _norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
+    """The seam for a kernel that needs no strips."""
+    bn, bk = block_shape
+    precision = precision_of(dy)
+    with torch.autocast(dy.device.type, enabled=False):
+        x = x.reshape(-1, x.shape[-1]).to(dy.dtype)
+        columns = dy.reshape(-1, dy.shape[-1]).t()
+        rows = max(1, STRIP_BYTES // (bn * x.shape[1] * dy.itemsize)) * bn
+        norms = []
+        for strip in torch.split(columns, rows):
+            blocks = (strip @ x).view(-1, bn, x.shape[1] // bk, bk)
+            norms.append(torch.linalg.vector_norm(blocks, norm, dim=(1, 3), dtype=precision))
+    return torch.cat(norms)
+
+
+class _Observed(torch.autograd.Function):
+    """y as it is. The norms come as the gradient of ``probe`` [R, C], a tensor of zeros.
+
+    So autograd adds up what comes from several calls and several backward passes, computes nothing where it
+    computes no gradients, and recomputes with activation checkpoints; compilers see a function without side
+    effects.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
+        return y.detach()  # not a view for autograd, so that what follows may write to it in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, x, probe, *how = inputs
+        ctx.save_for_backward(x)
+        ctx.how, ctx.device = how, probe.device
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():  # also where gradients are differentiated once more
+            norms = _norms(grads[0], x, *ctx.how)
+        return grads[0], None, norms.to(ctx.device), None, None  # a model may be moved in between
+
+
+_observed: Callable[..., Tensor] = _Observed.apply
+
+
+class Observer:
+    """Observer of the norms of a layer's dense gradient in the backward passes until `take`."""
+
+    def __init__(self, layer: BlockSparseLinear, norm: float) -> None:
+        (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
+        self._block_shape, self._norm = (bn, bk), norm
+        self.probe = torch.zeros(
+            out_features // bn,
+            in_features // bk,
+            dtype=precision_of(layer.weight),
+            device=layer.weight.device,
+            requires_grad=True,
+        )
+
+    def __call__(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y as it is; its gradient is observed where one is recorded."""
+        if not torch.is_grad_enabled():
+            return y
+        return _observed(y, x, self.probe, self._block_shape, self._norm)
+
+    def take(self) -> Tensor | None:
+        """Return norms [R, C], added up over the backward passes; None if there was none."""
+        return self.probe.grad

@@ -15,21 +15,18 @@ from torch import Tensor, nn
 
 from .._arguments import checked, shown
 from .._checks import check_block_shape, checked_fraction
-from .._names import matching, names_of_modules, parsed
 from .._progress import Progress
 from .._reports import aligned, listed, without_numbers
-from .._runtime.choice import DECODE_TOKENS
+from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
 from ..calibrate.stream import device_of, tensors_in, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
-from ..nn.convert import dense_weight
-from ..nn.experts import BlockSparseExperts
-from ..nn.known_experts import projections_of, reason_not_known
-from ..nn.linear import BlockSparseLinear
-from ..nn.state import evaluating
-from ..patch.targets import chosen_layers, kept_blocks, reasons
+from ..model.modules import matching, names_of_modules, parsed
+from ..model.targets import chosen_layers, kept_blocks, reasons
+from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
+from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
 from .choose import is_converted_in_calls
 from .measure import device_to_measure, layer_call
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded

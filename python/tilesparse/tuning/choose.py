@@ -18,12 +18,11 @@ import torch
 from .. import _C
 from .._arguments import checked
 from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
-from .._runtime.choice import EXPAND_AND_RUN_DENSE
-from .._runtime.kernels import prefer_kernels, preference
+from .._runtime.launch import prefer_kernels, preference
+from .._runtime.select import EXPAND_AND_RUN_DENSE
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear
-from ..nn.tensors import INDEX_NAMES
-from ..storage.registry import storage_of
+from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..storage.formats import storage_of
 from .product import KINDS, OPS, Device, Product, dtype_name
 
 

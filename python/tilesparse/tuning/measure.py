@@ -20,17 +20,16 @@ from torch.nn import functional as F
 from .. import functional
 from .._arguments import checked
 from .._checks import checked_count, checked_device
-from .._runtime import values as _values
-from .._runtime.choice import DECODE_TOKENS, measurements_changed
-from .._runtime.kernels import ask_for
-from .._runtime.lookup import prepared
-from .._runtime.values import gather
-from ..checkpoint import manifest as checkpoint
+from .._runtime import launch
+from .._runtime.launch import ask_for, gather
+from .._runtime.pattern_cache import prepared
+from .._runtime.select import DECODE_TOKENS, measurements_changed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..io import manifest
 from ..nn.linear import BlockSparseLinear
-from ..storage.registry import storage_of
-from ..storage.values import expand, row_scales
+from ..storage.formats import storage_of
+from ..storage.quantize import expand, row_scales
 from .choose import choose, is_converted_in_calls
 from .product import KINDS, OPS, Device, Product, Way, default_device, product_of_spec
 from .store import Measurement, add_to_file, count_measurement, file, kernel_number, measurements, read, write
@@ -194,7 +193,7 @@ def product_calls(product: Product, device: torch.device) -> ProductCalls:
         if scales is not None and product.activations is not None:
             of_blocks = row_scales(scales, pattern)
         plain = expand(values, metadata, of_blocks, product.dtype) if stored else values
-        return dense(_values.expand(plain, kept))
+        return dense(launch.expand(plain, kept))
 
     return ProductCalls(sparse, expanded, lambda: dense(full()))
 
@@ -296,7 +295,7 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}
-    for spec in checkpoint.forms(Path(folder)).values():
+    for spec in manifest.forms(Path(folder)).values():
         gradients = storage_of(spec.storage).trainable
         for op in [op for op in ops if spec.nnz and (op != "wgrad" or gradients)]:
             for count in tokens:

@@ -15,8 +15,8 @@ import torch
 from .. import _C
 from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
-from .._runtime.choice import DECODE_TOKENS
-from .._runtime.private import tf32_allowed
+from .._runtime.select import DECODE_TOKENS
+from .._runtime.torch_private import tf32_allowed
 from ..config import (
     BlockSparseConfig,
     LayerSpec,
@@ -27,7 +27,7 @@ from ..config import (
 )
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..storage.registry import storage_of
+from ..storage.formats import storage_of
 
 OPS = ("forward", "dgrad", "wgrad")  # in the order of the numbers of ts_matmul_desc.op
 KINDS = ("cpu", "cuda")  # likewise, device

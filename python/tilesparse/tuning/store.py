@@ -25,7 +25,7 @@ from .. import _C
 from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, as_integer, as_number, checked_number
 from .._files import replacing
-from .._runtime.choice import add_measurement, measurements_changed
+from .._runtime.select import add_measurement, measurements_changed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, TuneFileError
 from .choose import kernels

@@ -16,10 +16,9 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse needs Transformers 5.17 or newer, got {transformers.__version__}")
 from ..._listeners import Listener, add_listener
 from .card import model_card
-from .config import TileSparseConfig
 from .dense import to_dense
 from .following import TAGS, check_can_follow, follow, follow_to_save
-from .quantizer import TileSparseHfQuantizer, unregister
+from .quantizer import TileSparseConfig, TileSparseHfQuantizer, unregister
 
 __all__ = [
     "TAGS",

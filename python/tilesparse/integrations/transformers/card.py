@@ -8,8 +8,8 @@ from ..._arguments import checked
 from ..._checks import check_module, check_text
 from ...errors import InvalidArgumentError
 from ...nn.linear import BlockSparseLinear
+from .dense import sparse_layers, tensors_of
 from .following import TAGS
-from .layers import sparse_layers, tensors_of
 
 
 @checked

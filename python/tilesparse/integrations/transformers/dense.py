@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._arguments import checked
 from ..._listeners import check_can_change, layers_changed
-from ..._names import set_submodule
 from ...errors import UnsupportedError
-from ...nn.convert import is_conv1d
-from ...nn.experts import BlockSparseExperts
-from ...nn.known_experts import projections_of
-from ...nn.linear import BlockSparseLinear
-from ...patch.modules import share_hooks
-from ...patch.references import follow
-from ...storage.registry import storage_of
-from .layers import sparse_layers
+from ...model.modules import follow, set_submodule, share_hooks
+from ...nn.experts import BlockSparseExperts, projections_of
+from ...nn.linear import BlockSparseLinear, is_conv1d
+from ...storage.formats import storage_of
 
 
 @checked
@@ -95,3 +91,16 @@ def _as_dense(layer: BlockSparseLinear, there: Any) -> Any:
     there.bias = linear.bias
     there.train(linear.training)
     return there
+
+
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
+    """Yield the block-sparse layers of a model with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear):
+            yield name, module
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers with their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

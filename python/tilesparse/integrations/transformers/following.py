@@ -12,9 +12,8 @@ from ..._arguments import checked
 from ..._checks import check_module
 from ...config import METHOD
 from ...errors import UnsupportedError
-from .config import TileSparseConfig, method_of, owner_of
-from .layers import sparse_layers
-from .quantizer import TileSparseHfQuantizer
+from .dense import sparse_layers
+from .quantizer import TileSparseConfig, TileSparseHfQuantizer, method_of, owner_of
 
 TAGS = ("tilesparse", "block-sparse")
 

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..._libraries.hooks import TRANSFORMERS, revert
+from ..._checks import DTYPES
+from ..._files import StoredTensor, read_header
+from ..._hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
-from ...checkpoint.manifest import VERSION
-from ...checkpoint.prepare import prepare
 from ...config import METHOD, BlockSparseConfig
-from ...errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from ...patch.sparsify import sparsify_
-from .checks import check_files, named_as_in, settle
-from .config import TileSparseConfig
-from .dense import to_dense
-from .layers import tensors_of
+from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ...io.load import prepare
+from ...io.manifest import VERSION, check_belongs, check_section, section
+from ...model.replace import sparsify_
+from ...nn.linear import INDEX_NAMES, BlockSparseLinear, align
+from ...storage.formats import STORED_NAMES, forms_of, storage_of
+from .dense import tensors_of, to_dense
 
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
@@ -84,7 +91,7 @@ class TileSparseHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is not None:
             raise UnsupportedError(
                 "distributed_config, tp_plan: Transformers cannot split block-sparse layers; load the model "
-                "without, and see tilesparse.parallel"
+                "without, and see tilesparse.distributed"
             )
         if self._wanted is not None:
             return
@@ -127,3 +134,186 @@ def unregister() -> None:
     AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     revert(TRANSFORMERS)
+
+
+@register_quantization_config(METHOD)
+class TileSparseConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of a model with block-sparse layers, a section as in `checkpoint.section`.
+
+    One that `follow` has made reads the layers of its model whenever it is asked. Copies and pickles hold
+    what was read last, unless the model is copied along.
+
+    Args:
+        section: ``version`` and ``layers``.
+
+    Raises:
+        InvalidArgumentError: the section is of a newer version, or wrong.
+    """
+
+    quant_method = METHOD
+
+    def __init__(self, **section: Any) -> None:
+        section.pop("quant_method", None)
+        check_section(section)
+        self._section = section
+        self._model: Callable[[], nn.Module | None] = _nobody
+        self.untied: dict[str, str] = {}  # pairs that the model has shared before
+        self.instead_of: Any = None  # the configuration that the model had before, others may have it still
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TileSparseConfig:
+        """One that follows a model."""
+        config = cls(**section(model))
+        config._model = weakref.ref(model)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The section as it is written: of the layers as they are now, if the model is still there."""
+        model = self._model()
+        if model is not None:
+            self._section = section(model)
+        return {"quant_method": METHOD, **copy.deepcopy(self._section)}
+
+    def is_plain(self) -> bool:
+        """Whether all layers can be trained."""
+        return all(entry["storage"] == "plain" for entry in self.to_dict()["layers"].values())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict, which Transformers expects a configuration to be that was not loaded from a file."""
+        return self.to_dict().get(key, default)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.to_dict().items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TileSparseConfig:
+        copied = TileSparseConfig(**self.to_dict())
+        with_it = memo.get(id(self._model()))
+        if isinstance(with_it, nn.Module):
+            copied._model, copied.untied = weakref.ref(with_it), self.untied
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[dict[str, Any]]]:
+        return _rebuild, (self.to_dict(),)
+
+
+def _nobody() -> None:
+    """The model of a configuration without one."""
+
+
+def _rebuild(section: dict[str, Any]) -> TileSparseConfig:
+    return TileSparseConfig(**section)
+
+
+def method_of(config: Any) -> Any:
+    """Return the name of the method of a quantization_config, which may be a dict."""
+    if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
+        return config.get("quant_method")
+    return None if config is None else config.quant_method
+
+
+def owner_of(config: Any) -> nn.Module | None:
+    """The model that a configuration follows; another one may hold the same."""
+    return config._model() if isinstance(config, TileSparseConfig) else None
+
+
+OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tensors
+
+
+def named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of each layer that a model has, by its name there: the name in the checkpoint, and the entry.
+
+    A model without the head of the one that was saved, or with another, has names with or without the prefix
+    of the base model, and lacks some, which Transformers reports as unexpected. A layer with an adapter does
+    not lack but has another name: it would be dense and random.
+    """
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    prefix, found = f"{model.base_model_prefix}.", {}
+
+    def find(name: str, experts: bool = False) -> str | None:
+        if experts:  # projections of dense experts are no modules
+            parent, _, own = name.rpartition(".")
+            there = find(parent)
+            return find(name) or (None if there is None else f"{there}.{own}")
+        return next((own for own in (name, prefix + name, name.removeprefix(prefix)) if own in modules), None)
+
+    for name, entry in layers.items():
+        own = find(name, entry.get("experts") is not None)
+        outer = find(name.removesuffix(".base_layer"))
+        if own is None and outer is not None:
+            raise CheckpointError(
+                f"layers: {name!r} lies inside {outer!r}, which is a {type(modules[outer]).__name__} here: "
+                "the model was saved with an adapter in it; merge or remove the adapter before saving"
+            )
+        if own is not None:  # of another kind of module, `prepare` refuses it
+            dtype = _dtype_of(modules, own, entry["dtype"])
+            found[own] = name, {**entry, "dtype": str(dtype).removeprefix("torch.")}
+    if layers and not found:
+        raise InvalidArgumentError(
+            f"layers: none of them is in {type(model).__name__}, as {next(iter(layers))!r}"
+        )
+    return found
+
+
+def _dtype_of(modules: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the dtype of the weight of a layer, or of the parameters that are dense experts' there."""
+    if name in modules:
+        return getattr(getattr(modules[name], "weight", None), "dtype", default)
+    dense = modules[name.rpartition(".")[0]]
+    return next((parameter.dtype for parameter in dense.parameters(recurse=False)), default)
+
+
+def check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:
+    """That files hold what layers need, before anything is read, and belong to the configuration.
+
+    Layers that Transformers stores under other names are only checked once they are loaded.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            tensors, checksum = read_header(file)
+            check_belongs(file.name, checksum, checksums)
+            stored |= tensors
+    for name, layer in layers.items():
+        given = {own: stored[f"{name}.{own}"] for own in OWN if f"{name}.{own}" in stored}
+        if given:
+            _check_forms(name, given, dict(tensors_of(layer)))
+
+
+def _check_forms(name: str, given: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> None:
+    different = sorted(given.keys() ^ expected.keys())
+    if different:
+        there = "there, but not" if different[0] in given else "missing, but"
+        raise CheckpointError(f"{name}.{different[0]}: {there} in the form that the configuration describes")
+    for own, source in given.items():
+        shape, dtype = tuple(expected[own].shape), expected[own].dtype
+        alike = source.dtype == dtype or (source.dtype in DTYPES and dtype in DTYPES)
+        if source.shape != shape or not alike:
+            raise CheckpointError(
+                f"{source.file.name}: '{name}.{own}' must have shape {shape} of {dtype}, as the "
+                f"configuration describes it, got {source.shape} of {source.dtype}"
+            )
+
+
+def settle(name: str, layer: BlockSparseLinear) -> None:
+    """Checks what was loaded into a layer, and undoes what Transformers does to tensors of other kinds."""
+    if not hasattr(layer, "_hf_hook"):  # tensors that were moved to be offloaded have lost the mark
+        for own, tensor in tensors_of(layer):
+            if not hasattr(tensor, "_is_hf_initialized"):
+                raise CheckpointError(f"{name}.{own}: missing in the checkpoint")
+    dtypes = {own: dtype for own, (_, dtype) in forms_of(layer.spec).items()} | dict.fromkeys(
+        INDEX_NAMES, torch.int32
+    )
+    weight = layer.weight.detach().to(dtypes.pop("weight"))
+    layer.weight = nn.Parameter(weight, storage_of(layer.storage).trainable)
+    if layer.metadata is not None and layer.metadata.is_floating_point():
+        raise UnsupportedError(
+            f"{name}.metadata: rounded by Transformers, which keeps this layer in float32; load the model "
+            "with dtype=torch.float32, or store the layer plain"
+        )
+    for own, dtype in dtypes.items():  # others have survived that
+        layer._buffers[own] = layer.get_buffer(own).to(dtype)
+    align(layer)
+    try:
+        _ = layer.pattern
+    except InvalidPatternError as error:
+        raise CheckpointError(f"layer {name!r}: {error}") from error

@@ -6,25 +6,31 @@ first, their loaders keep what they are given, and a shard is cut as soon as all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from ...config import LayerSpec
-from ...errors import CheckpointError, UnsupportedError
-from ...nn.tensors import INDEX_NAMES
-from ...storage.registry import forms_of
-from .serving import Span, dense_part, for_serving, merged, multiplied, sparse_part
-
-if TYPE_CHECKING:
-    from .config import TileSparseConfig
+from ..._files import few, named
+from ...config import METHOD, LayerSpec
+from ...errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from ...io.manifest import parsed_layers
+from ...nn.experts import BlockSparseExperts, ExpertsLinear
+from ...nn.linear import INDEX_NAMES, BlockSparseLinear
+from ...nn.merged import concatenate, reason_not_one
+from ...storage.formats import forms_of
+from ...tuning.choose import stored_for_kernels
 
 # Models whose checkpoints have q, k and v, or gate and up, fused in this order. Others have them by heads,
 # and put the rows of dense weights in order while they load them, but not those of block-sparse ones.
@@ -191,3 +197,421 @@ def _whole_sizes(layer: Any, output_size: int) -> list[int]:
         sizes = layer.head_size, layer.head_size, getattr(layer, "v_head_size", layer.head_size)
         return [count * size for count, size in zip(heads, sizes, strict=True)]
     return list(getattr(layer, "output_sizes", [output_size]))
+
+
+# What models of vLLM merge that do not say so, or say so only when their layers are made.
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+# Modules that Transformers renames while it reads and writes checkpoints, whose names vLLM keeps.
+RENAMED = {"block_sparse_moe": "mlp"}
+logger = init_logger("vllm.tilesparse")  # below "vllm", whose messages are shown
+
+
+class TileSparseConfig(QuantizationConfig):
+    """The block-sparse layers of a checkpoint, by vLLM's names of them.
+
+    Args:
+        layers: spec of each layer.
+    """
+
+    def __init__(self, layers: Mapping[str, LayerSpec]) -> None:
+        super().__init__()
+        self.layers = dict(layers)
+        self._claimed: set[str] = set()  # layers of the checkpoint that vLLM's model has
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> TileSparseConfig:
+        """Return the config that a section of ``config.json`` describes.
+
+        Raises:
+            InvalidArgumentError: the section is of a newer version, or wrong.
+        """
+        return cls(parsed_layers(config))
+
+    def get_name(self) -> str:
+        """Return the name of the method."""
+        return METHOD
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the oldest compute capability with kernels, times ten."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no names: ``config.json`` says everything."""
+        return []
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of activations."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the layers as vLLM's model renames those of the checkpoint."""
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+        self._claimed = set(hf_to_vllm_mapper.apply_list(sorted(self._claimed)))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a layer; None leaves it as vLLM has it.
+
+        Raises:
+            UnsupportedError: the layer is block-sparse, and the model or the way it is served would make of
+                its tensors what they are not.
+        """
+        # Imported only now, so that others, whose models are dense, do not wait for it.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        if isinstance(layer, RoutedExperts):
+            return self._method_of_experts(layer, prefix)
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            return None
+        shards = {name: self.layers.get(name) for name in self._shards(prefix)}
+        if not any(shards.values()):
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        self._claimed |= set(shards)
+        check_can_be_served(prefix)
+        return TileSparseMethod(shards, prefix, self)
+
+    def _method_of_experts(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+
+        parent, _, last = prefix.rpartition(".")
+        before, _, module = parent.rpartition(".")
+        renamed = f"{before}.{RENAMED.get(module, module)}.{last}"
+        names = {own: f"{renamed}.{own}" for own in PROJECTIONS if f"{renamed}.{own}" in self.layers}
+        if not names:
+            logger.info("%s: experts are served dense", prefix)
+            return None
+        self._claimed |= set(names.values())
+        check_can_be_served(prefix)
+        specs = {own: self.layers[name] for own, name in names.items()}
+        return TileSparseExpertsMethod(layer, specs, prefix, self)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Return a mapper from the names of experts' tensors to those of vLLM's parameters."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper(
+            orig_to_new_substr={f".experts.{own}.": f".experts.routed_experts.{own}." for own in PROJECTIONS}
+        )
+
+    def check_claimed(self) -> None:
+        """Raise CheckpointError unless every block-sparse layer of the checkpoint is in vLLM's model."""
+        unclaimed = sorted(set(self.layers) - self._claimed)
+        if unclaimed:
+            raise CheckpointError(
+                f"layers: {few(unclaimed)}: block-sparse in the checkpoint, but not linear "
+                "layers or experts of vLLM's model"
+            )
+
+    def _shards(self, prefix: str) -> list[str]:
+        """Return the names in the checkpoint of what a layer of vLLM holds."""
+        parent, dot, name = prefix.rpartition(".")
+        packed = {**MERGED, **self.packed_modules_mapping}
+        if prefix in self.layers or name not in packed:
+            return [prefix]
+        return [f"{parent}{dot}{own}" for own in packed[name]]
+
+
+PROJECTIONS = ("gate_up", "up", "down")
+
+
+def swiglu_oai(both: Tensor) -> Tensor:
+    """Compute the activation of gpt-oss, whose gates and other features take turns."""
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def gelu_tanh(both: Tensor) -> Tensor:
+    """Compute the gated unit with GELU by its tanh."""
+    gate, up = both.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+# What is computed between the projections, by vLLM's names; None is what `BlockSparseExperts` has itself.
+ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor] | None]] = {
+    "silu": ("silu", None),
+    "gelu": ("gelu", None),
+    "gelu_tanh": ("none", gelu_tanh),
+    "swigluoai": ("none", swiglu_oai),
+    "silu_no_mul": ("silu", None),
+    "gelu_no_mul": ("gelu", None),
+    "relu2_no_mul": ("none", lambda y: F.relu(y).square()),
+}
+INTERLEAVED = {"swigluoai"}
+
+
+class TileSparseExpertsMethod(FusedMoEMethodBase):
+    """The method of a layer of block-sparse experts.
+
+    Args:
+        layer: of vLLM.
+        specs: of both projections, by their names in the layer.
+        prefix: vLLM's name of the layer.
+        config: of the model.
+
+    After loading the layer has a module ``experts``, a `BlockSparseExperts`.
+
+    Raises:
+        UnsupportedError: the layer, or the way it is served, was not tried with such experts.
+    """
+
+    def __init__(
+        self, layer: Any, specs: Mapping[str, LayerSpec], prefix: str, config: TileSparseConfig
+    ) -> None:
+        super().__init__(layer.moe_config)
+        self._specs, self._prefix, self._config = dict(specs), prefix, config
+        self._activation = layer.activation.value
+        self._gated = bool(self.moe.is_act_and_mul)
+        self._tensors: dict[str, tuple[str, ...]] = {}
+        self._given: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
+        self._cut: dict[str, Any] = {}
+        reason = self._reason_not_served(layer)
+        if reason is not None:
+            raise UnsupportedError(f"{prefix}: {reason}")
+
+    def _reason_not_served(self, layer: Any) -> str | None:
+        parallel = self.moe.moe_parallel_config
+        if self._activation not in ACTIVATIONS:
+            return f"the activation {self._activation!r} of its experts is not known"
+        if self.moe.swiglu_limit is not None and self._activation not in INTERLEAVED:
+            return f"its activation has a limit of {self.moe.swiglu_limit}, which is not known"
+        if layer.apply_router_weight_on_input:
+            return "it multiplies the inputs of experts, not their results, by the weights of the router"
+        if parallel.use_ep:
+            return "expert parallelism is not supported with block-sparse experts; use tensor parallelism"
+        if parallel.dp_size > 1 or parallel.is_sequence_parallel:
+            return "data and sequence parallelism were not tried with block-sparse experts"
+        if self.moe.is_lora_enabled:
+            return "vLLM has LoRA for experts by its own kernels alone, not for block-sparse ones"
+        wanted = {"gate_up" if self._gated else "up", "down"}
+        if wanted != {*self._specs}:
+            return f"its experts need {' and '.join(sorted(wanted))}, got {' and '.join(sorted(self._specs))}"
+        return None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register an empty parameter for each tensor of both projections; see vLLM's base class.
+
+        Raises:
+            CheckpointError: the projections are of other sizes than vLLM's layer.
+        """
+        self._own_features, self._dtype = intermediate_size_per_partition, params_dtype
+        features = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
+        shapes = {
+            name: (num_experts * hidden_size, features)
+            if name == "down"
+            else (num_experts * features * (1 + self._gated), hidden_size)
+            for name in self._specs
+        }
+        for name, spec in self._specs.items():
+            if spec.experts != num_experts or spec.shape != shapes[name]:
+                raise CheckpointError(
+                    f"{self._prefix}.{name}: must be {num_experts} experts of {shapes[name]} in all in vLLM, "
+                    f"got {spec.experts} of {spec.shape}"
+                )
+            bias = ("bias",) if self.moe.has_bias else ()
+            self._tensors[name] = (*tensors_of(spec), *bias)
+            projection = nn.Module()
+            for own in self._tensors[name]:
+                parameter = nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+                parameter.weight_loader = partial(self._load, name, own)  # type: ignore[attr-defined]
+                projection.register_parameter(own, parameter)
+            layer.add_module(name, projection)
+        # vLLM's own looks for projections by the names of dense ones.
+        layer.load_weights = partial(self._load_weights, layer)
+
+    def _load_weights(self, layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Keep the tensors that vLLM finds for the layer, and return their names."""
+        for name, tensor in weights:
+            own = name.removeprefix("routed_experts.")
+            projection, _, last = own.rpartition(".")
+            if last not in self._tensors.get(projection, ()):
+                raise CheckpointError(f"{self._prefix}.{own}: must not be there: experts are block-sparse")
+            self._load(projection, last, layer.get_parameter(own), tensor)
+            yield own
+
+    def _load(self, name: str, own: str, parameter: nn.Parameter, loaded: Tensor) -> None:
+        given, spec = self._given[name], self._specs[name]
+        given[own] = loaded
+        if len(given) < len(self._tensors[name]):
+            return
+        columns = self._span_of_rank() if name == "down" else (0, spec.shape[1])
+        rows = [(0, spec.shape[0])] if name == "down" else self._rows(spec)
+        part = experts_part(f"{self._prefix}.{name}", spec, given, rows, columns, self._dtype)
+        self._cut[name] = part.to(parameter.device)
+        self._given[name] = {}
+
+    def _span_of_rank(self) -> Span:
+        rank = self.moe.moe_parallel_config.tp_rank
+        return rank * self._own_features, (rank + 1) * self._own_features
+
+    def _rows(self, spec: LayerSpec) -> list[Span]:
+        """Return the features of all experts, gates and others, that this process needs."""
+        begin, end = self._span_of_rank()
+        halves = 1 + self._gated
+        if self._activation in INTERLEAVED:
+            begin, end, halves = 2 * begin, 2 * end, 1
+        assert spec.experts is not None
+        parts = spec.experts * halves
+        size = spec.shape[0] // parts
+        if size == end - begin:
+            return [(0, spec.shape[0])]
+        return [(part * size + begin, part * size + end) for part in range(parts)]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Make the experts ready to compute; vLLM calls it once everything is loaded.
+
+        Raises:
+            CheckpointError: a tensor is missing, or a layer of the checkpoint is not in the model.
+        """
+        if "experts" in layer._modules:
+            return
+        self._config.check_claimed()
+        for name, wanted in self._tensors.items():
+            if name not in self._cut:  # which vLLM does not look for in quantized models
+                missing = sorted(set(wanted) - set(self._given[name]))
+                raise CheckpointError(
+                    f"{self._prefix}.{name}: {', '.join(missing)} must be in the checkpoint"
+                )
+        down, up = (experts_for_serving(self._cut.pop(name)) for name in sorted(self._tensors))
+        for name in self._tensors:
+            del layer._modules[name]
+        activation, function = ACTIVATIONS[self._activation]
+        apply_gate = None if function is None else lambda _, both: function(both)
+        layer.experts = BlockSparseExperts(
+            up, down, gated=self._gated, activation=activation, apply_gate=apply_gate
+        )
+        layer.experts.requires_grad_(False).eval()
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        """Return vLLM's config of experts that are not quantized: its kernels do not run."""
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """Compute the sum [tokens, hidden] of the results of each token's experts, times their weights.
+
+        Args:
+            layer: that vLLM has.
+            x: [tokens, hidden].
+            topk_weights: [tokens, k], of vLLM's router.
+            topk_ids: [tokens, k], the experts that it has chosen.
+            shared_experts: which vLLM computes by itself.
+            shared_experts_input: of these.
+        """
+        return layer.experts(x, topk_ids, topk_weights)  # type: ignore[no-any-return]
+
+
+Span = tuple[int, int]
+MANY = 4096  # tokens of a prompt
+
+
+def sparse_part(
+    name: str,
+    spec: LayerSpec,
+    state: Mapping[str, Tensor],
+    rows: Sequence[Span],
+    columns: Span,
+    dtype: torch.dtype,
+) -> BlockSparseLinear:
+    """Return rows and columns of a layer of a checkpoint; several spans of rows become one layer.
+
+    Args:
+        name: of the layer, for errors.
+        spec: of the whole layer.
+        state: its tensors.
+        rows: (begin, end) of output features.
+        columns: (begin, end) of input features.
+        dtype: of the weight, but for values in 8 bits.
+
+    Raises:
+        CheckpointError: the tensors are not those that the spec describes.
+        UnsupportedError: a span lies inside blocks that cannot be divided there.
+    """
+    with named(name):
+        layer = BlockSparseLinear.from_state(spec, state, dtype)
+    part = _cut(name, layer, rows, columns)
+    # Where the number of tokens decides, compiled code would keep the decision of one number for all.
+    part.policy = "sparse" if part.policy == "auto" else part.policy
+    return part
+
+
+def experts_part(
+    name: str,
+    spec: LayerSpec,
+    state: Mapping[str, Tensor],
+    rows: Sequence[Span],
+    columns: Span,
+    dtype: torch.dtype,
+) -> ExpertsLinear:
+    """Return rows and columns of a projection of all experts; each expert has as many spans of rows.
+
+    Arguments and errors are those of `sparse_part`; the numbers of rows are of all experts together.
+    """
+    with named(name):
+        layer = BlockSparseLinear.from_state(replace(spec, experts=None), state, dtype)
+    part = _cut(name, layer, rows, columns)
+    made = ExpertsLinear.from_state(replace(part.spec, experts=spec.experts), part.state_dict())
+    assert isinstance(made, ExpertsLinear)
+    return made
+
+
+def _cut(name: str, layer: BlockSparseLinear, rows: Sequence[Span], columns: Span) -> BlockSparseLinear:
+    """Return spans of rows below each other, and columns of them."""
+    if [*rows] == [(0, layer.out_features)] and columns == (0, layer.in_features):
+        return layer
+    try:
+        parts = [layer.cut(span, columns) for span in rows]
+    except InvalidArgumentError as error:
+        raise UnsupportedError(f"{name}: it cannot be cut so for tensor parallelism: {error}") from error
+    return parts[0] if len(parts) == 1 else concatenate(parts)
+
+
+def dense_part(weight: Tensor, rows: Sequence[Span], columns: Span, dtype: torch.dtype) -> nn.Linear:
+    """Return rows and columns of a dense weight [out_features, in_features] as a layer."""
+    own = torch.cat([weight[slice(*span), slice(*columns)] for span in rows])
+    linear = nn.Linear(own.shape[1], own.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(own.to(dtype), requires_grad=False)
+    return linear
+
+
+def merged(parts: list[nn.Module]) -> list[nn.Module]:
+    """Return one layer in place of several, where they can be one."""
+    layers = [part for part in parts if isinstance(part, BlockSparseLinear)]
+    if len(parts) == 1 or reason_not_one(parts) is not None:
+        return parts
+    return [concatenate(layers)]
+
+
+def for_serving(part: nn.Module) -> nn.Module:
+    """Return a layer whose values no call has to convert: kernels on its device read them so."""
+    return stored_for_kernels(part) if isinstance(part, BlockSparseLinear) else part
+
+
+def experts_for_serving(part: ExpertsLinear) -> ExpertsLinear:
+    """Return a projection of experts that no call has to convert, however many tokens they have."""
+    made = stored_for_kernels(part, tokens=MANY)
+    assert isinstance(made, ExpertsLinear)
+    return made
+
+
+def multiplied(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Return x Wᵀ of all parts, one after the other: [..., rows of all]."""
+    results = [part(x) for part in parts]
+    return results[0] if len(results) == 1 else torch.cat(results, -1)

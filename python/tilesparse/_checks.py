@@ -1,0 +1,727 @@
+"""Validation of arguments and operands, fake tensors included, before anything is computed or written."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
+
+BLOCK_SIZES = (16, 32, 64, 128)
+INT32_MAX = 2**31 - 1
+POLICIES = ("sparse", "auto", "dense")
+DTYPES = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+QUANTIZED = {torch.int8: 5, torch.float8_e4m3fn: 6}  # of values and activations that have scales
+PACKED = torch.uint8  # two values of int4, the first in the low four bits
+SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of scales inside of the sums
+SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
+EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
+
+
+def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
+    """Return (bn, bk); one number stands for square blocks."""
+    sizes = block_shape if isinstance(block_shape, Sequence | Tensor) else (block_shape, block_shape)
+    try:
+        bn, bk = (as_integer(size) for size in sizes)
+        if bn in BLOCK_SIZES and bk in BLOCK_SIZES:
+            return bn, bk
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(
+        f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
+        f"got {block_shape}"
+    )
+
+
+def check_module(model: object) -> None:
+    """Refuse anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_content(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on the meta device, which has no numbers."""
+    if tensor.is_meta:
+        raise InvalidArgumentError(f"{name} must be a tensor with content, got one on the meta device")
+
+
+def check_text(name: str, text: object) -> None:
+    """Refuse anything but a string."""
+    if not isinstance(text, str):
+        raise InvalidTypeError(f"{name} must be a string, got {type(text).__name__}")
+
+
+def check_policy(policy: object) -> None:
+    """Refuse an unknown policy."""
+    if policy not in POLICIES:
+        raise InvalidArgumentError(f"policy must be one of {list(POLICIES)}, got {policy!r}")
+
+
+def as_integer(number: object) -> int:
+    """Convert an integer of Python or NumPy, or a one-element tensor, to int; refuse 2.0 and True."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"must be an integer, got {number!r}")
+    return int(number.__index__())
+
+
+def is_tensor(value: object) -> bool:
+    """Return True for a tensor with strides, as products and conversions need it."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def is_sequence(value: object) -> bool:
+    """Return True for objects with a length and elements: arrays and tensors too, but not text or models."""
+    if isinstance(value, Tensor):
+        return is_tensor(value) and not value.is_meta and not value.is_complex() and value.dim() > 0
+    has_elements = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return has_elements and not isinstance(value, str | bytes | Mapping | nn.Module)
+
+
+def checked_count(name: str, count: object, least: int = 1, most: int | None = None) -> int:
+    """Return an integer that lies in a range."""
+    try:
+        number = as_integer(count)
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidArgumentError(f"{name} must be an integer {allowed}, got {count!r}")
+    return number
+
+
+def checked_number(name: str, number: object, *, above_zero: bool = False) -> float:
+    """Return a finite number that is not negative."""
+    value = as_number(number)
+    if not 0 <= value < math.inf or (above_zero and value == 0):
+        least = "above 0" if above_zero else "of at least 0"
+        raise InvalidArgumentError(f"{name} must be a finite number {least}, got {number!r}")
+    return value
+
+
+def checked_fraction(name: str, fraction: object) -> float:
+    """Return a number from 0 to 1."""
+    value = as_number(fraction)
+    if not 0 <= value <= 1:
+        raise InvalidArgumentError(f"{name} must be a number from 0 to 1, got {fraction!r}")
+    return value
+
+
+def as_number(number: object) -> float:
+    """Convert a real number to float; return NaN for anything else, which fails every comparison."""
+    try:
+        return float(number) if isinstance(number, Real) and not isinstance(number, bool) else math.nan
+    except OverflowError:  # an integer beyond all floats
+        return math.nan
+
+
+def checked_seed(seed: object) -> int:
+    """Return an integer seed."""
+    try:
+        return as_integer(seed)
+    except TypeError as error:
+        raise InvalidArgumentError(f"seed must be an integer, got {seed!r}") from error
+
+
+def checked_device(device: object) -> torch.device:
+    """Return a device that has memory, with its number, which could differ between threads."""
+    try:
+        found = torch.empty(0, device=device).device  # type: ignore[call-overload]
+    except (AssertionError, RuntimeError, TypeError) as error:  # the first of a PyTorch without that device
+        raise InvalidArgumentError(
+            f"device must be one that PyTorch has here, got {device!r}: {error}"
+        ) from error
+    if found.type == "meta":
+        raise InvalidArgumentError("device must have memory, got meta")
+    return found  # type: ignore[no-any-return]
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Refuse a path where no file or folder can be made or changed, before its content is computed."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        if place.is_file() and place != path:
+            raise NotADirectoryError(f"{str(place)!r} is a file")
+        if place.is_file():
+            place.open("ab").close()
+        if place.is_file() or place.is_dir():  # a new file takes the place of the former
+            folder = place if place.is_dir() else Path(os.path.realpath(place)).parent
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name} must be a path that can be written, got {str(path)!r}: {error}"
+        ) from error
+
+
+def check_exact_sums(name: str, in_features: int, dtype: torch.dtype | None) -> None:
+    """Refuse more features than sums of int8 products are exact for."""
+    if dtype == torch.int8 and in_features >= EXACT_FEATURES:
+        raise InvalidArgumentError(
+            f"{name} must be below {EXACT_FEATURES} with activations in int8, got {in_features}"
+        )
+
+
+def check_shapes(
+    shape: Sequence[int], block_shape: int | Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return validated (shape, block_shape, grid)."""
+    bn, bk = check_block_shape(block_shape)
+    if not is_sequence(shape) or len(shape) != 2:
+        raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shape!r}")
+    features = []
+    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+        try:
+            number = as_integer(size)
+        except TypeError:
+            number = 0
+        if number % block or not 0 < number <= INT32_MAX:
+            raise InvalidArgumentError(
+                f"{name} must be a positive multiple of the block size {block} below 2^31, got {size}"
+            )
+        features.append(number)
+    return (features[0], features[1]), (bn, bk), (features[0] // bn, features[1] // bk)
+
+
+ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
+COMPRESSIBLE = 32  # what the side of a block that is cut into groups of four must be a multiple of
+
+
+class Index(NamedTuple):
+    """A pattern as operators take it: block compressed rows, and each block's slot in the values."""
+
+    crow_indices: Tensor  # [R + 1] int32
+    col_indices: Tensor  # [nnz] int32
+    slot: Tensor  # [nnz] int32
+    shape: tuple[int, int]  # (out_features, in_features)
+    block_shape: tuple[int, int]
+
+
+def check_index(index: Index) -> None:
+    """Check sizes, dtype and device of a pattern's tensors, not their contents."""
+    block_rows = check_shapes(index.shape, index.block_shape)[2][0]
+    crow, col = index.crow_indices, index.col_indices
+    for name, array, length in (
+        ("crow_indices", crow, block_rows + 1),
+        ("col_indices", col, None),
+        ("slot", index.slot, col.shape[0] if col.dim() == 1 else None),
+    ):
+        if array.dim() != 1 or array.dtype != torch.int32 or not array.is_contiguous():
+            raise InvalidPatternError(
+                f"{name} must be a contiguous 1-D int32 tensor, got shape {tuple(array.shape)} with "
+                f"strides {array.stride()} of {array.dtype}"
+            )
+        if length is not None and array.shape[0] != length:
+            raise InvalidPatternError(f"{name} must have {length} entries, got {array.shape[0]}")
+        if array.device != col.device:
+            raise InvalidPatternError(f"{name} must be on {col.device} like col_indices, got {array.device}")
+
+
+def check_dds(
+    name: str,
+    matrix: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> None:
+    """Check the operands of x Wᵀ, if ``name`` is "x", or of y W, if it is "y"."""
+    out_features, in_features = index.shape
+    check_activations(name, matrix, in_features if name == "x" else out_features)
+    check_values("values", values, index, metadata, scales)
+    if scales is None:
+        _check_alike(name, matrix, "values", values)
+    else:
+        check_same_device(name, matrix, "values", values)
+    if bias is not None:
+        check_added("bias", bias, (out_features,), name, matrix)
+    check_one(residual, gate)
+    for other, tensor in (("residual", residual), ("gate", gate)):
+        if tensor is not None:
+            check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
+
+
+def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Return the residual or the gate, whichever is given."""
+    if residual is not None and gate is not None:
+        raise InvalidArgumentError("gate must be None beside a residual: a product takes one of them")
+    return residual if gate is None else gate
+
+
+def check_nothing_added(
+    bias: Tensor | None, residual: Tensor | None, activation: int, gate: Tensor | None = None
+) -> None:
+    """Refuse additions to x Wᵀ by the values of the transposed weight, whose kernels add nothing."""
+    for name, given in (
+        ("bias", bias is not None),
+        ("residual", residual is not None),
+        ("gate", gate is not None),
+        ("activation", activation),
+    ):
+        if given:
+            raise UnsupportedError(f"{name} cannot be combined with the values of the transposed weight")
+
+
+def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
+    """Check the operands of yᵀ x on the pattern, and the values it is written to."""
+    check_activations("x", x, index.shape[1])
+    check_activations("y", y, index.shape[0])
+    if y.shape[:-1] != x.shape[:-1]:
+        raise InvalidArgumentError(
+            f"y must have the leading dimensions {tuple(x.shape[:-1])} of x, got {tuple(y.shape[:-1])}"
+        )
+    _check_alike("y", y, "x", x)
+    check_device("x", x, index)
+    if out is not None:
+        check_values("out", out, index)
+        if out.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
+            check_same_device("out", out, "x", x)
+        else:
+            _check_alike("out", out, "x", x)
+
+
+def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:
+    """Check the memory that a product of y and x is written to."""
+    for name, operand in (("y", y), ("x", x)):
+        if _overlap(operand, out):
+            raise InvalidArgumentError(f"out must not share memory with {name}")
+    if is_misaligned(out):
+        raise InvalidArgumentError(f"out must be aligned to {ALIGNMENT} bytes")
+
+
+def check_activations(name: str, matrix: Tensor, features: int) -> None:
+    """Check the features, layout and dtype of activations."""
+    shape = matrix.shape
+    if not shape or shape[-1] != features:
+        raise InvalidArgumentError(f"{name} must have last dimension {features}, got shape {tuple(shape)}")
+    if matrix.layout != torch.strided:
+        raise InvalidTypeError(f"{name} must be a dense tensor, got a {matrix.layout} tensor")
+    if matrix.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise InvalidArgumentError(f"{name} must have dtype {names}, got {matrix.dtype}")
+
+
+def check_values(
+    name: str, values: Tensor, index: Index, metadata: Tensor | None = None, scales: Tensor | None = None
+) -> None:
+    """Check the values of kept blocks, with the metadata of 2:4 and the scales of 8 and 4 bits."""
+    _check_stored(name, values, index, metadata, scales)
+    check_device(name, values, index)
+
+
+def _check_stored(
+    name: str, values: Tensor, index: Index, metadata: Tensor | None, scales: Tensor | None
+) -> None:
+    check_blocks(name, values, index, metadata)
+    if (scales is None) == (values.dtype in SCALED):
+        given = "missing" if scales is None else "given"
+        raise InvalidArgumentError(
+            f"scales are {given}, but values are {values.dtype}: only values of 8 or 4 bits have scales"
+        )
+    if scales is not None:
+        nnz, bn = index.col_indices.shape[0], index.block_shape[0]
+        shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
+        check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
+        check_same_device("scales", scales, name, values)
+
+
+def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
+    """Check the shapes of the values of kept blocks, and the metadata of 2:4."""
+    nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
+    if metadata is not None and values.dtype == PACKED:
+        raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
+    if metadata is None and values.dtype == PACKED:
+        check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+    elif metadata is None:
+        check_array(name, values, "[nnz, bn, bk]", (nnz, bn, bk))
+    else:
+        check_compressible(f"{name}: 2:4", (bn, bk))
+        check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
+        check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
+        check_same_device("metadata", metadata, name, values)
+
+
+def block_columns(values: Tensor, metadata: Tensor | None) -> int:
+    """Return bk of stored values, of which a row may hold half as many elements."""
+    return values.shape[2] * (1 if metadata is None and values.dtype != PACKED else 2)
+
+
+def check_compressible(what: str, block_shape: Sequence[int], transposed: bool = False) -> None:
+    """Refuse blocks that cannot be divided into groups of four along their rows, or their columns."""
+    if block_shape[0 if transposed else 1] % COMPRESSIBLE:
+        side = "bn" if transposed else "bk"
+        raise InvalidArgumentError(
+            f"{what} is for {side} of 32, 64 or 128, got blocks of {tuple(block_shape)}"
+        )
+
+
+def check_array(
+    name: str, array: Tensor, form: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> None:
+    if array.shape != shape or not array.is_contiguous() or dtype not in (None, array.dtype):
+        wanted = "" if dtype is None else f" of {dtype}"
+        raise InvalidArgumentError(
+            f"{name} must be a contiguous tensor {form} = {list(shape)}{wanted}, "
+            f"got shape {list(array.shape)} with strides {array.stride()} of {array.dtype}"
+        )
+
+
+def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
+    """Check dense blocks that are to be compressed, and the mask of what is kept."""
+    if values.dim() != 3 or values.dtype not in {**DTYPES, **QUANTIZED} or not values.is_contiguous():
+        raise InvalidArgumentError(
+            f"values must be a contiguous tensor [nnz, bn, bk] of a supported dtype, "
+            f"got shape {list(values.shape)} with strides {values.stride()} of {values.dtype}"
+        )
+    check_block_shape(values.shape[1:])
+    check_compressible("values: 2:4", values.shape[1:], transposed)
+    check_array("mask", mask, "like values", tuple(values.shape), torch.bool)
+    check_same_device("mask", mask, "values", values)
+
+
+def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> None:
+    """Check values that are to be dequantized or decompressed."""
+    if values.dim() != 3:
+        raise InvalidArgumentError(
+            f"values must be [nnz, bn, bk] or [nnz, bn, bk / 2], got {tuple(values.shape)}"
+        )
+    nnz, bn = values.shape[:2]
+    block_shape = check_block_shape((bn, block_columns(values, metadata)))
+    sizes = values.new_empty(nnz, device="meta")
+    index = Index(sizes, sizes, sizes, (bn, block_shape[1]), block_shape)
+    _check_stored("values", values, index, metadata, scales)
+    if scales is None and values.dtype not in DTYPES:
+        raise InvalidArgumentError(f"values must have a dtype of activations, got {values.dtype}")
+
+
+def check_dense(dense: Tensor, index: Index) -> None:
+    """Check the shape and device of a dense matrix whose blocks are taken."""
+    if dense.shape != index.shape:
+        raise InvalidArgumentError(f"dense must have shape {index.shape}, got {tuple(dense.shape)}")
+    check_device("dense", dense, index)
+
+
+def check_device(name: str, tensor: Tensor, index: Index) -> None:
+    if tensor.device != index.col_indices.device:
+        raise InvalidArgumentError(
+            f"{name} must be on {index.col_indices.device} like the pattern, got {tensor.device}"
+        )
+
+
+def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
+    """Return the tensor if it can be combined with a product element by element."""
+    check_added(name, tensor, y.shape, "the product", y)
+    return tensor
+
+
+def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
+    """Check that values can be multiplied by a factor in place."""
+    sides = zip(reversed(factor.shape), reversed(values.shape), strict=False)
+    if factor.dim() > values.dim() or any(side not in (1, whole) for side, whole in sides):
+        raise InvalidArgumentError(
+            f"{name} must have a shape that broadcasts to {list(values.shape)}, got {list(factor.shape)}"
+        )
+    if factor.is_complex():
+        raise InvalidArgumentError(f"{name} must be real, got {factor.dtype}")
+    if factor.dim():
+        check_same_device(name, factor, "values", values)
+
+
+def is_misaligned(tensor: Tensor) -> bool:
+    """Return True for a CUDA tensor that kernels cannot read at its address."""
+    return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0
+
+
+def check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+    """Check what is added to a product, or multiplied by it."""
+    if tensor.shape != shape:
+        raise InvalidArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    _check_alike(name, tensor, like_name, like)
+
+
+def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        raise InvalidArgumentError(
+            f"{name} must have dtype {like.dtype} like {like_name}, got {tensor.dtype}"
+        )
+    check_same_device(name, tensor, like_name, like)
+
+
+def check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
+
+
+def _overlap(operand: Tensor, out: Tensor) -> bool:
+    """Return True if the address ranges of two tensors overlap."""
+    first, second = _range(operand), _range(out)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+_FEATURES = 16  # of which kernels read multiples
+
+
+def check_combination(name: str, matrix: Tensor, weights: Tensor | None, rows: Tensor, lines: int) -> None:
+    """Check a matrix [lines, features], of tokens or of their rows, beside weights and rows of the tokens."""
+    if rows.dim() != 2 or rows.dtype != torch.int64:
+        raise InvalidArgumentError(
+            f"rows must be [tokens, choices] of int64, got shape {tuple(rows.shape)} of {rows.dtype}"
+        )
+    if matrix.dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        raise InvalidArgumentError(f"{name} must have dtype {allowed}, got {matrix.dtype}")
+    if matrix.dim() != 2 or matrix.shape[0] != lines or matrix.shape[1] % _FEATURES:
+        raise InvalidArgumentError(
+            f"{name} must be [{lines}, features] with a multiple of {_FEATURES} features, got shape "
+            f"{tuple(matrix.shape)}"
+        )
+    check_same_device("rows", rows, name, matrix)
+    if weights is None:
+        return
+    if weights.shape != rows.shape or weights.dtype != matrix.dtype:
+        raise InvalidArgumentError(
+            f"weights must have shape {tuple(rows.shape)} of {matrix.dtype}, got {tuple(weights.shape)} of "
+            f"{weights.dtype}"
+        )
+    check_same_device("weights", weights, name, matrix)
+
+
+MAX_GROUPS = 1024
+
+
+def group_count(index: Index, offsets: Tensor) -> int:
+    """Return the number of groups that offsets [groups + 1] of a pattern stand for."""
+    if offsets.layout != torch.strided:
+        raise InvalidTypeError(f"offsets must be a dense tensor, got a {offsets.layout} tensor")
+    if offsets.dim() != 1 or offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise InvalidArgumentError(
+            f"offsets must be a contiguous tensor [experts + 1] of torch.int32, got shape "
+            f"{list(offsets.shape)} with strides {offsets.stride()} of {offsets.dtype}"
+        )
+    if offsets.device != index.col_indices.device:
+        raise InvalidArgumentError(
+            f"offsets must be on {index.col_indices.device} like the pattern, got {offsets.device}"
+        )
+    groups = offsets.shape[0] - 1
+    if not 1 <= groups <= MAX_GROUPS:
+        raise InvalidArgumentError(
+            f"offsets must have 2 to {MAX_GROUPS + 1} entries, one more than experts, got {groups + 1}"
+        )
+    if index.shape[0] % (groups * index.block_shape[0]):
+        raise InvalidArgumentError(
+            f"pattern must have the same number of rows of blocks for each of {groups} experts, for which "
+            f"there are offsets, got {index.shape[0]} out_features in blocks of {index.block_shape[0]}"
+        )
+    return groups
+
+
+def flat_bias(bias: Tensor, index: Index, offsets: Tensor) -> Tensor:
+    """Return a bias [groups, features] of one weight's features as that of all, [groups * features]."""
+    groups = group_count(index, offsets)
+    if bias.shape != (groups, index.shape[0] // groups):
+        raise InvalidArgumentError(
+            f"bias must have shape {(groups, index.shape[0] // groups)} or {(index.shape[0],)}, got "
+            f"{tuple(bias.shape)}"
+        )
+    return bias.reshape(-1)
+
+
+def check_grouped_dds(
+    name: str,
+    matrix: Tensor,
+    values: Tensor,
+    index: Index,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> int:
+    """Check the operands of x Wᵀ, if ``name`` is "x", or of y W, if it is "y"; return how many groups."""
+    groups = group_count(index, offsets)
+    _check_rows(name, matrix)
+    check_dds(name, matrix, values, _of_one(index, groups), None, residual, metadata, scales, gate)
+    if bias is not None:
+        check_added("bias", bias, (index.shape[0],), name, matrix)
+    return groups
+
+
+def check_grouped_sdd(y: Tensor, x: Tensor, index: Index, offsets: Tensor) -> int:
+    """Check the operands of yᵀ x on the pattern, group by group; return the number of groups."""
+    groups = group_count(index, offsets)
+    _check_rows("x", x)
+    _check_rows("y", y)
+    check_sdd(y, x, _of_one(index, groups))
+    return groups
+
+
+def _of_one(index: Index, groups: int) -> Index:
+    """Return the pattern with the shape of one weight, which activations belong to."""
+    return index._replace(shape=(index.shape[0] // groups, index.shape[1]))
+
+
+def _check_rows(name: str, matrix: Tensor) -> None:
+    if matrix.dim() != 2:
+        raise InvalidArgumentError(f"{name} must be [tokens, features], got shape {tuple(matrix.shape)}")
+
+
+def check_quantized_dds(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scales: Tensor,
+    gate: Tensor | None = None,
+    metadata: Tensor | None = None,
+) -> None:
+    """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
+    out_features, in_features = index.shape
+    check_activations("x", x, in_features)
+    check_quantizable(x)
+    if values.dtype not in QUANTIZED:
+        raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
+    check_exact_sums("in_features", in_features, values.dtype)
+    check_blocks("values", values, index, metadata)
+    check_same_device("x", x, "values", values)
+    check_device("values", values, index)
+    check_factor_scales(scales, values, index)
+    if metadata is not None and is_inside(scales):
+        raise InvalidArgumentError(
+            "metadata must be None with scales of blocks, which are inside of the sums"
+        )
+    if bias is not None:
+        check_added("bias", bias, (out_features,), "x", x)
+    check_one(residual, gate)
+    for other, tensor in (("residual", residual), ("gate", gate)):
+        if tensor is not None:
+            check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
+
+
+def check_quantizable(x: Tensor) -> None:
+    """Check the dtype of activations that have 8 bits in a product."""
+    if x.dtype not in DTYPES or x.dtype == torch.float64:
+        raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+
+
+def check_quantized_x(
+    x: Tensor, x_values: Tensor, x_scales: Tensor, dtype: torch.dtype, scales: Tensor
+) -> None:
+    """Check activations in 8 bits, and their scales, beside those that they were made from.
+
+    ``scales``: those of the weight, which say whether the ones of x are inside of the sums.
+    """
+    groups = (x.shape[-1] // SCALE_GROUP,) if is_inside(scales) else ()
+    for name, tensor, shape, wanted in (
+        ("x_values", x_values, x.shape, dtype),
+        ("x_scales", x_scales, (*x.shape[:-1], *groups), torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != wanted:
+            raise InvalidArgumentError(
+                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
+                f"{tensor.dtype}"
+            )
+        check_same_device(name, tensor, "x", x)
+
+
+def is_inside(scales: Tensor) -> bool:
+    """Return True for scales of blocks [nnz, 1], which stay inside of the sums, not [out_features]."""
+    return scales.dim() == 2
+
+
+def check_factor_scales(scales: Tensor, values: Tensor, index: Index) -> None:
+    """Check the scales of values that x is multiplied by in 8 bits."""
+    if not is_inside(scales):
+        return check_feature_scales(scales, index)
+    if index.block_shape != (SCALE_GROUP, SCALE_GROUP) or values.dtype != torch.float8_e4m3fn:
+        raise InvalidArgumentError(
+            f"scales must be [out_features] unless values are float8_e4m3fn in blocks of 128 x 128, got "
+            f"{list(scales.shape)} with values of {values.dtype} in blocks of {index.block_shape}"
+        )
+    check_array("scales", scales, "[nnz, 1]", (index.col_indices.shape[0], 1), torch.float32)
+    check_device("scales", scales, index)
+
+
+def check_feature_scales(scales: Tensor, index: Index) -> None:
+    """Check a scale for each output feature."""
+    check_array("scales", scales, "[out_features]", (index.shape[0],), torch.float32)
+    check_device("scales", scales, index)
+
+
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_SIZES",
+    "COMPRESSIBLE",
+    "DTYPES",
+    "INT32_MAX",
+    "LARGEST",
+    "MAX_GROUPS",
+    "PACKED",
+    "POLICIES",
+    "QUANTIZED",
+    "SCALED",
+    "SCALE_GROUP",
+    "Index",
+    "as_integer",
+    "as_number",
+    "block_columns",
+    "check_activations",
+    "check_block_shape",
+    "check_combination",
+    "check_compressible",
+    "check_content",
+    "check_dds",
+    "check_dense",
+    "check_exact_sums",
+    "check_factor",
+    "check_factor_scales",
+    "check_feature_scales",
+    "check_grouped_dds",
+    "check_grouped_sdd",
+    "check_index",
+    "check_like_product",
+    "check_mask",
+    "check_module",
+    "check_nothing_added",
+    "check_one",
+    "check_policy",
+    "check_quantizable",
+    "check_quantized_dds",
+    "check_quantized_x",
+    "check_sdd",
+    "check_separate",
+    "check_shapes",
+    "check_stored",
+    "check_text",
+    "check_values",
+    "check_writable",
+    "checked_count",
+    "checked_device",
+    "checked_fraction",
+    "checked_number",
+    "checked_seed",
+    "flat_bias",
+    "group_count",
+    "is_inside",
+    "is_misaligned",
+    "is_sequence",
+    "is_tensor",
+]

@@ -1,0 +1,966 @@
+"""Launches of products and of the operators around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._checks import (
+    ALIGNMENT,
+    COMPRESSIBLE,
+    DTYPES,
+    QUANTIZED,
+    SCALE_GROUP,
+    SCALED,
+    block_columns,
+    check_combination,
+    check_dds,
+    check_dense,
+    check_feature_scales,
+    check_grouped_dds,
+    check_grouped_sdd,
+    check_nothing_added,
+    check_one,
+    check_quantizable,
+    check_quantized_dds,
+    check_quantized_x,
+    check_sdd,
+    check_separate,
+    check_stored,
+    check_values,
+    group_count,
+    is_inside,
+)
+from ..errors import InvalidArgumentError
+from .device import (
+    DDS_NN,
+    DDS_NT,
+    QUANTIZER,
+    SCALES_PER_BLOCK,
+    SCALES_PER_FEATURE,
+    SCALES_PER_ROW,
+    SDD_TN,
+    on,
+    run_on,
+)
+from .layout import (
+    Form,
+    Lines,
+    aligned,
+    empty,
+    empty_group_scales,
+    group_scales,
+    like_result,
+    result_form,
+    row_major,
+    row_stride,
+    usable,
+)
+from .pattern_cache import Call, Prepared, QuantizedRequest, Request, blocks_of
+from .torch_private import current_device, current_stream, tf32_allowed
+
+
+def expand(values: Tensor, pattern: Prepared) -> Tensor:
+    """Return the dense W."""
+    check_values("values", values, pattern.index())
+    dense = values.new_zeros(pattern.shape)
+    # Written through a view: building the blocks and then transposing them takes twice as long.
+    with pattern.launching():
+        blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
+    return dense
+
+
+def gather(dense: Tensor, pattern: Prepared) -> Tensor:
+    """Return the values of a dense W."""
+    check_dense(dense, pattern.index())
+    with pattern.launching():
+        return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
+
+
+def expand_values(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Dequantize and decompress values to dense blocks; ``dtype`` counts for values with scales."""
+    nnz, bn, bk = values.shape[0], values.shape[1], block_columns(values, metadata)
+    if scales is None:
+        dtype = values.dtype
+    plain = values.new_empty(nnz, bn, bk, dtype=dtype)
+    device, stream = values.device, 0
+    product = _C.Product(
+        _blocks(nnz, (bn, bk)),
+        DDS_NT,
+        DTYPES[dtype],
+        int(values.is_cuda),
+        0,
+        **storage_of(values, metadata, scales),
+    )
+    with on(device):
+        if values.is_cuda:
+            values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
+            metadata = None if metadata is None else aligned(metadata)
+        metadata_at = 0 if metadata is None else metadata.data_ptr()
+        scales_at = 0 if scales is None else scales.data_ptr()
+        product.dequantize(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
+    return plain
+
+
+def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Check stored values and make dense blocks of them, see `expand_values`."""
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
+    check_stored(values, metadata, scales)
+    return expand_values(values, metadata, scales, dtype)
+
+
+def decompressed(values: Tensor, metadata: Tensor) -> Tensor:
+    """Return dense blocks of 2:4 values in 8 bits, as they are."""
+    check_stored(values, metadata, values.new_ones(values.shape[:1], dtype=torch.float32))
+    return expand_values(values.float(), metadata, None, torch.float32).to(values.dtype)
+
+
+def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
+    """Return float32 [nnz, bn]: for each row of a block the scale of its output feature."""
+    check_feature_scales(scales, pattern.index())
+    with pattern.launching():
+        rows, _ = pattern.block_indices()
+        return scales.view(-1, pattern.block_shape[0]).index_select(0, rows)
+
+
+def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
+    """Return the same, only to be read.
+
+    They are made in every call, because not every write to scales can be seen, unless the layer is packed,
+    and in every replay of a CUDA graph.
+    """
+    with pattern.launching():
+        if not pattern.packs or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return row_scales(scales, pattern)
+        stream = current_stream(scales.get_device()) if scales.is_cuda else 0
+        return pattern.scales.follow(
+            lambda scales, *_: row_scales(scales, pattern), scales, pattern.generation, stream
+        )
+
+
+def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return (compressed, metadata) of dense blocks with a 2:4 mask, or those of the transposed blocks."""
+    nnz, bn, bk = values.shape
+    compressed, metadata = empty_compressed(values, transposed)
+    dtype, stream = {**DTYPES, **QUANTIZED}[values.dtype], 0
+    with on(values.device):
+        if values.is_cuda:
+            values, mask = aligned(values), aligned(mask)
+            stream = torch.cuda.current_stream(values.device).cuda_stream
+        _C.values_compress(
+            _blocks(nnz, (bn, bk)),
+            int(values.is_cuda),
+            dtype,
+            values.data_ptr(),
+            mask.data_ptr(),
+            transposed,
+            compressed.data_ptr(),
+            metadata.data_ptr(),
+            stream,
+        )
+    return compressed, metadata
+
+
+def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate (compressed, metadata) for dense blocks."""
+    nnz, rows, columns = values.shape
+    if transposed:
+        rows, columns = columns, rows
+    compressed = values.new_empty(nnz, rows, columns // 2)
+    return compressed, values.new_empty(nnz, columns // COMPRESSIBLE, rows, dtype=torch.int32)
+
+
+def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> dict[str, Any]:
+    """Return the storage of values as arguments of `_C.Product`."""
+    return {
+        "storage": int(metadata is not None),
+        "values_dtype": 0 if scales is None else SCALED[values.dtype],
+        "granularity": 0 if scales is None else (SCALES_PER_BLOCK, SCALES_PER_ROW)[scales.dim() - 1],
+    }
+
+
+def _blocks(nnz: int, block_shape: tuple[int, int]) -> _C.Pattern:
+    """Return a pattern of that many blocks, of which only sizes are read."""
+    (bn, bk), rows = block_shape, min(nnz, 1 << 16)
+    columns = -(-nnz // rows) if rows else 0
+    return _C.Pattern(bn, bk, rows * bn, columns * bk, nnz, 0, 0, 0)
+
+
+# The kernel that products run on: 0 the best one; k the kernel k - 1 of ``_C.kernels()`` and no other; -k
+# kernels whose names begin with ``_preferences[k - 1]``, where one of them computes the product. One for the
+# process, not for a thread: backward passes run in PyTorch's threads.
+asked_kernel = 0
+_asked: dict[object, int] = {}  # all that are in force; the last one counts
+_asking = Lock()
+_preferences: list[str] = []
+
+
+@contextmanager
+def ask_for(kernel: int) -> Iterator[None]:
+    """Run products in this context on what the number stands for, see above.
+
+    Of several contexts the one entered last counts, whichever is left first: threads do not wait for others.
+    """
+    global asked_kernel
+    own = object()
+    with _asking:
+        _asked[own] = asked_kernel = kernel
+    try:
+        yield
+    finally:
+        with _asking:
+            del _asked[own]
+            asked_kernel = next(reversed(_asked.values()), 0)
+
+
+def use_kernel(name: str) -> AbstractContextManager[None]:
+    """Run every product in this context on the named kernel of ``_C.kernels()``, or raise."""
+    names = [kernel.name for kernel in known_kernels()]
+    if name not in names:
+        raise InvalidArgumentError(f"name must be one of {names}, got {name!r}")
+    return ask_for(names.index(name) + 1)
+
+
+def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
+    """Run products in this context on kernels with this prefix, where one of them computes the product."""
+    if prefix not in _preferences:
+        _preferences.append(prefix)
+    return ask_for(-1 - _preferences.index(prefix))
+
+
+def preference() -> str:
+    """Return the prefix of the kernels that are preferred now; empty if none are."""
+    return preferred(asked_kernel)
+
+
+def preferred(kernel: int) -> str:
+    """Return the prefix that a number given to `ask_for` stands for."""
+    return _preferences[-1 - kernel] if kernel < 0 else ""
+
+
+@cache
+def known_kernels() -> list[_C.KernelInfo]:
+    """List the kernels of the library."""
+    return _C.kernels()
+
+
+Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
+_NUMBERS = {**DTYPES, **QUANTIZED}
+
+
+def dds(
+    op: int,
+    source: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    feature_major: bool = False,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    transposed: bool = False,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN). With ``transposed`` the values are those of Wᵀ."""
+    if transposed:
+        check_nothing_added(bias, residual, activation, gate)
+        pattern, op = pattern.transposed(), DDS_NN - op
+    if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
+        values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
+        metadata = scales = None
+    if pattern.on_cpu:
+        # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
+        values = values.detach()
+    # Either of the two takes the same way.
+    other = check_one(residual, gate)
+    gated = gate is not None
+    request = (
+        op,
+        source,
+        values,
+        bias,
+        other,
+        activation,
+        feature_major,
+        metadata,
+        scales,
+        asked_kernel,
+        gated,
+    )
+    result = pattern.run(*request)
+    if result is not None:
+        return result
+    with pattern.launching():
+        return _dds(request, pattern)
+
+
+def _dds(request: Request, pattern: Prepared) -> Tensor:
+    """Run a product that `Prepared.run` does not know."""
+    op, source, values, bias, other, activation, feature_major, metadata, scales, _, gated = request
+    context = context_of(source)
+    key: Hashable = (
+        op,
+        source.shape,
+        source.stride(),
+        source.dtype,
+        source.get_device(),
+        values.shape,
+        values.stride(),
+        values.dtype,
+        values.get_device(),
+        None if bias is None else form_of(bias),
+        None if other is None else form_of(other),
+        gated,
+        None if metadata is None else form_of(metadata),
+        None if scales is None else form_of(scales),
+        activation,
+        feature_major,
+        context,
+    )
+    if pattern.packs and source.is_cuda:
+        key = key, torch.cuda.is_current_stream_capturing()
+    call = pattern.find(key)
+    source_at, values_at = source.data_ptr(), values.data_ptr()
+    other_at = 0 if other is None else other.data_ptr()
+    metadata_at = 0 if metadata is None else metadata.data_ptr()
+    scales_at = 0 if scales is None else scales.data_ptr()
+    addresses = source_at | values_at | other_at | metadata_at
+    if call is None or (addresses % ALIGNMENT and source.is_cuda):
+        name, index = "x" if op == DDS_NT else "y", pattern.index()
+        residual, gate = (None, other) if gated else (other, None)
+        check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
+        (operand, lines), weight = usable(name, source), aligned(values)
+        kept = None if metadata is None else aligned(metadata)
+        near, other_lines = (None, None) if other is None else like_result(other, feature_major)
+        if operand is not source or weight is not values or near is not other or kept is not metadata:
+            residual, gate = (None, near) if gated else (near, None)
+            return dds(
+                op,
+                operand,
+                weight,
+                pattern,
+                bias,
+                residual,
+                activation,
+                feature_major,
+                kept,
+                scales,
+                gate=gate,
+            )
+        form = result_form(source, index.shape[op], feature_major)
+        stored = storage_of(values, metadata, scales)
+        added = {"residual": other_lines, "gated": gated, "activation": activation}
+        product = dds_product(op, pattern, source, lines, form, context, added | stored)
+        call = pattern.call(key, product, op, source.itemsize, form)
+        pattern.keep(request, product, call)
+    result = empty(source, call.form)
+    bias = None if bias is None else bias.contiguous()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    workspace = source.new_empty(call.workspace) if call.workspace else None
+    workspace_at = 0 if workspace is None else workspace.data_ptr()
+    if call.packed is not None:
+        call.packed.follow(values, pattern.generation, context[1])
+    if op == DDS_NT:
+        x_at, y_at = source_at, result.data_ptr()
+    else:
+        x_at, y_at = result.data_ptr(), source_at
+    call.run(x_at, y_at, values_at, bias_at, other_at, workspace_at, context[1], metadata_at, scales_at)
+    return result
+
+
+def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
+    """Return yᵀ x on the pattern."""
+    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False)
+    if result is not None:
+        return result
+    out = x.new_empty(*pattern.values_shape)
+    write_sdd(y, x, out, pattern, False)
+    return out
+
+
+def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
+    """Return yᵀ x on the pattern and the sums over tokens of y: the gradients of weight and bias."""
+    out, of_bias = x.new_empty(*pattern.values_shape), y.new_empty(pattern.shape[0])
+    write_sdd(y, x, out, pattern, False, of_bias)
+    return out, of_bias
+
+
+def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+    """Write or add yᵀ x on the pattern to ``out``."""
+    check_sdd(y, x, pattern.index(), out)
+    check_separate(out, y, x)
+    write_sdd(y, x, out, pattern, accumulate)
+
+
+def write_sdd(
+    y: Tensor,
+    x: Tensor,
+    out: Tensor,
+    pattern: Prepared,
+    accumulate: bool,
+    of_bias: Tensor | None = None,
+    accumulate_bias: bool = False,
+) -> None:
+    """Write or add yᵀ x to ``out``, which is known to be contiguous, aligned, and apart from y and x.
+
+    ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
+    """
+    with pattern.launching():
+        _write_sdd(y, x, out, pattern, accumulate, of_bias, accumulate_bias)
+
+
+def _write_sdd(
+    y: Tensor,
+    x: Tensor,
+    out: Tensor,
+    pattern: Prepared,
+    accumulate: bool,
+    of_bias: Tensor | None,
+    accumulate_bias: bool,
+) -> None:
+    context = context_of(x)
+    sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
+    key = (SDD_TN, form_of(y), form_of(x), accumulate, sums_y, out.dtype, context)
+    call = pattern.find(key)
+    y_at, x_at = y.data_ptr(), x.data_ptr()
+    if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
+        check_sdd(y, x, pattern.index(), out)
+        (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
+        if usable_y is not y or usable_x is not x:
+            return _write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
+        result_dtype = 0 if out.dtype == x.dtype else DTYPES[out.dtype]
+        bias_dtype = 0 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
+        product = _product(
+            SDD_TN,
+            pattern,
+            x,
+            x_lines,
+            y_lines,
+            context,
+            accumulate=accumulate,
+            result_dtype=result_dtype,
+            bias_gradient=of_bias is not None,
+            bias_gradient_dtype=bias_dtype,
+            accumulate_bias=accumulate_bias,
+        )
+        call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
+        if not accumulate and of_bias is None and out.dtype == x.dtype:
+            pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
+    workspace = x.new_empty(call.workspace) if call.workspace else None
+    workspace_at = 0 if workspace is None else workspace.data_ptr()
+    bias_at = 0 if of_bias is None else of_bias.data_ptr()
+    call.run(x_at, y_at, out.data_ptr(), bias_at, 0, workspace_at, context[1])
+
+
+def context_of(operand: Tensor) -> Context:
+    """Return the state that a call depends on besides its arguments."""
+    device = operand.get_device()
+    if device < 0:
+        return asked_kernel, 0, device, 0
+    tf32 = operand.dtype == torch.float32 and tf32_allowed()
+    return asked_kernel, current_stream(device), current_device(), int(tf32)
+
+
+def form_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return all of a tensor but its memory. Only tensors on the CPU (-1) and CUDA devices come here."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def dds_product(
+    op: int,
+    pattern: Prepared,
+    source: Tensor,
+    lines: Lines,
+    form: Form,
+    context: Context,
+    options: dict[str, Any],
+) -> _C.Product:
+    """Describe a product of dense and sparse whose result has this form."""
+    shape, strides = form
+    result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
+    x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
+    return _product(op, pattern, source, x, y, context, **options)
+
+
+def _product(
+    op: int,
+    pattern: Prepared,
+    like: Tensor,
+    x: Lines,
+    y: Lines,
+    context: Context,
+    residual: Lines | None = None,
+    **options: Any,
+) -> _C.Product:
+    kernel, _, device, precision = context
+    return _C.Product(
+        pattern.descriptor,
+        op,
+        _NUMBERS[like.dtype],
+        int(device >= 0),
+        x[0],
+        precision=precision,
+        kernel=max(kernel, 0),
+        prefer=preferred(kernel),
+        x_layout=x[2],
+        ldx=x[1],
+        y_layout=y[2],
+        ldy=y[1],
+        residual=residual is not None,
+        ldr=0 if residual is None else residual[1],
+        **options,
+    )
+
+
+def dds_quantized(
+    x: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    feature_major: bool,
+    scales: Tensor,
+    gate: Tensor | None,
+    metadata: Tensor | None,
+    x_values: Tensor,
+    x_scales: Tensor,
+    fast: bool,
+) -> Tensor:
+    """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
+    if metadata is not None and pattern.packs and x.is_cpu:
+        values = pattern.plain.follow(decompressed, values, metadata)
+        metadata = None
+    if pattern.on_cpu:
+        values = values.detach()  # see `products.dds`
+    request = (
+        x,
+        x_values,
+        x_scales,
+        values,
+        scales,
+        bias,
+        check_one(residual, gate),
+        activation,
+        feature_major,
+        asked_kernel,
+        gate is not None,
+        fast,
+        metadata,
+    )
+    result = pattern.run_quantized(*request)
+    if result is not None:
+        return result
+    with pattern.launching():
+        return _dds_quantized(request, pattern)
+
+
+def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
+    """Run a product that `Prepared.run_quantized` does not know."""
+    x, x_values, x_scales, values, scales, bias, other = request[:7]
+    activation, feature_major, kernel, gated, fast, metadata = request[7:]
+    context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
+    forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other, metadata)]
+    forms += map(form_of, (x_values, x_scales, values, scales))
+    key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, feature_major, context
+    if pattern.packs and x.is_cuda:
+        key = *key, torch.cuda.is_current_stream_capturing()
+    call = pattern.find(key)
+    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other, metadata)):
+        residual, gate = (None, other) if gated else (other, None)
+        check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate, metadata)
+        check_quantized_x(x, x_values, x_scales, values.dtype, scales)
+        operand, ld = row_major(x_values)
+        inside, weight = is_inside(scales), aligned(values)
+        of_tokens, scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
+        near, lines = (None, None) if other is None else like_result(other, feature_major)
+        kept = None if metadata is None else aligned(metadata)
+        changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
+        if kept is not metadata or any(one is not given for one, given in changed):
+            options = activation, feature_major, kernel, gated, fast, kept
+            return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
+        form = result_form(x, pattern.shape[0], feature_major)
+        added = {"residual": lines, "gated": gated, "activation": activation}
+        stored = {
+            "storage": int(metadata is not None),
+            "values_dtype": QUANTIZED[values.dtype],
+            "granularity": SCALES_PER_BLOCK if inside else SCALES_PER_FEATURE,
+            "result_dtype": DTYPES[x.dtype],
+            "x_scales_ld": scales_ld,
+        }
+        x_lines = x[..., 0].numel(), ld, 0
+        product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
+        call = pattern.call(key, product, DDS_NT, x.itemsize, form)
+        pattern.keep_quantized(request, product, call)
+    result = empty(x, call.form)
+    workspace = x.new_empty(call.workspace) if call.workspace else None
+    bias = None if bias is None else bias.contiguous()
+    if call.packed is not None:
+        call.packed.follow(values, pattern.generation, context[1])
+    tensors = x_values, result, values, bias, other, workspace, metadata
+    *addresses, metadata_at = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    call.run(*addresses, context[1], metadata_at, scales.data_ptr(), x_scales.data_ptr())
+    return result
+
+
+def _context(x: Tensor, fast: bool) -> Context:
+    """Return the state that a call depends on; products in 8 bits have no TF32, but fast sums of float8."""
+    kernel, stream, device, _ = context_of(x)
+    return kernel, stream, device, int(fast and x.is_cuda)
+
+
+def _are_misaligned(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.data_ptr() % ALIGNMENT != 0 for tensor in tensors)
+
+
+def grouped_dds(
+    op: int,
+    source: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN), group by group; ``pattern`` is that of all weights."""
+    if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
+        values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
+        metadata = scales = None
+    if pattern.on_cpu:
+        values = values.detach()  # see `products.dds`
+    other, context = check_one(residual, gate), context_of(source)
+    tensors = source, values, offsets, bias, other, metadata, scales
+    forms = [None if tensor is None else form_of(tensor) for tensor in tensors]
+    key = op, *forms, gate is not None, activation, context
+    with pattern.launching():
+        grouped = pattern.grouped(group_count(pattern.index(), offsets))
+        call = grouped.find(key)
+        if call is None:
+            name, added = "x" if op == DDS_NT else "y", (bias, residual, metadata, scales, gate)
+            check_grouped_dds(name, source, values, pattern.index(), offsets, *added)
+        (operand, ld), weight = row_major(source), aligned(values)
+        near, ldr = (None, 0) if other is None else row_major(other)
+        kept = None if metadata is None else aligned(metadata)
+        if call is None:
+            features = pattern.shape[0] // (offsets.shape[0] - 1), pattern.shape[1]
+            options = {
+                "ldx": ld if op == DDS_NT else features[1],
+                "ldy": features[0] if op == DDS_NT else ld,
+                "residual": other is not None,
+                "ldr": ldr,
+                "gated": gate is not None,
+                "activation": activation,
+                **storage_of(weight, kept, scales),
+            }
+            product = _grouped_product(op, grouped, operand, context, options)
+            form = (operand.shape[0], features[op]), None
+            call = grouped.call(key, product, op, operand.itemsize, form)
+        result = source.new_empty(call.form[0])
+        x, y = (operand, result) if op == DDS_NT else (result, operand)
+        bias = None if bias is None else bias.contiguous()
+        _run_grouped(call, context, x, y, weight, offsets, bias, near, kept, scales)
+    return result
+
+
+def grouped_sdd(y: Tensor, x: Tensor, pattern: Prepared, offsets: Tensor) -> Tensor:
+    """Return yᵀ x on the pattern, where tokens meet the blocks of their group alone."""
+    context = context_of(x)
+    key = SDD_TN, form_of(y), form_of(x), form_of(offsets), context
+    with pattern.launching():
+        grouped = pattern.grouped(group_count(pattern.index(), offsets))
+        call = grouped.find(key)
+        if call is None:
+            check_grouped_sdd(y, x, pattern.index(), offsets)
+        (usable_y, ldy), (usable_x, ldx) = row_major(y), row_major(x)
+        if call is None:
+            product = _grouped_product(SDD_TN, grouped, x, context, {"ldx": ldx, "ldy": ldy})
+            call = grouped.call(key, product, SDD_TN, x.itemsize, (pattern.values_shape, None))
+        out = x.new_empty(call.form[0])
+        _run_grouped(call, context, usable_x, usable_y, out, offsets)
+    return out
+
+
+def _grouped_product(
+    op: int, pattern: Prepared, like: Tensor, context: Context, options: dict[str, Any]
+) -> _C.Product:
+    kernel, _, device, precision = context
+    return _C.Product(
+        pattern.descriptor,
+        op,
+        DTYPES[like.dtype],
+        int(device >= 0),
+        like.shape[0],
+        precision=precision,
+        kernel=max(kernel, 0),
+        prefer=preferred(kernel),
+        grouped=True,
+        **options,
+    )
+
+
+def _run_grouped(
+    call: Call,
+    context: Context,
+    x: Tensor,
+    y: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    other: Tensor | None = None,
+    metadata: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    workspace = x.new_empty(call.workspace) if call.workspace else None
+    tensors = x, y, values, bias, other, workspace
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    metadata_at = 0 if metadata is None else metadata.data_ptr()
+    scales_at = 0 if scales is None else scales.data_ptr()
+    call.run(*addresses, context[1], metadata_at, scales_at, 0, offsets.data_ptr())
+
+
+def group_sums(y: Tensor, offsets: Tensor) -> Tensor:
+    """Return [groups, features]: the sums over the tokens of each group of y [tokens, features]."""
+    rows, ld = row_major(y)
+    groups, features = offsets.shape[0] - 1, y.shape[1]
+    sums, dtype = y.new_empty(groups, features), DTYPES[y.dtype]
+    stream = current_stream(y.get_device()) if y.is_cuda else 0
+    sizes, matrix = (y.shape[0], features, groups), (rows.data_ptr(), ld)
+    with on(y.device):
+        _C.group_sums(
+            int(y.is_cuda), dtype, dtype, *sizes, matrix, offsets.data_ptr(), sums.data_ptr(), stream
+        )
+    return sums
+
+
+# Gradients of biases are taken together with others from this many elements on. With fewer, the host loses
+# more time than the GPU saves.
+MANY_ELEMENTS = 1 << 23
+_GATED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of z and of the bias in z from that of activation(z).
+
+    ``grad`` and ``z`` are contiguous, aligned, alike, and on a CUDA device.
+    """
+    features, dtype = z.shape[-1], DTYPES[z.dtype]
+    tokens = z.numel() // features
+    result, of_bias = torch.empty_like(z), z.new_empty(features)
+    with on(z.device):
+        workspace = z.new_empty(
+            _C.activation_gradient_workspace_size(dtype, tokens, features), dtype=torch.uint8
+        )
+        _C.activation_gradient(
+            dtype,
+            activation,
+            tokens,
+            features,
+            z.data_ptr(),
+            grad.data_ptr(),
+            result.data_ptr(),
+            of_bias.data_ptr(),
+            workspace.data_ptr(),
+            workspace.numel(),
+            current_stream(z.get_device()),
+        )
+    return result, of_bias
+
+
+def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
+    """Return y ⊙ activation(by), or that of the halves of y; `multiplies_by_gate` must hold."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    result = y.new_empty(*y.shape[:-1], features)
+    run, stream = _C.gate, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = run_on(y.device, run)
+    code, here = DTYPES[y.dtype], (result.data_ptr(), features)
+    run(code, activation, tokens, features, gate_rows, rows, here, stream)
+    return result
+
+
+def gate_gradient(
+    grad: Tensor, y: Tensor, by: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of y and ``by`` from that of the result of `gate`, which is row-major."""
+    tokens, features, gate_rows, rows = _operands(y, by)
+    of_y, of_by = y.new_empty(y.shape), None if by is None else by.new_empty(by.shape)
+    *_, of_gate, of_factor = _operands(of_y, of_by)
+    run, stream = _C.gate_gradient, current_stream(y.get_device())
+    if y.get_device() != current_device():
+        run = run_on(y.device, run)
+    stride = row_stride(grad)
+    assert stride is not None
+    given = grad.data_ptr(), stride
+    run(DTYPES[y.dtype], activation, tokens, features, gate_rows, rows, given, of_gate, of_factor, stream)
+    return of_y, of_by
+
+
+def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
+    """Return True if a kernel reads both in place, or without ``by`` the halves of y."""
+    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_stride(y) is None:
+        return False
+    return by is None or row_stride(by) is not None
+
+
+def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
+    """Return True if a kernel multiplies them once they are row-major with features of that multiple."""
+    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
+
+
+def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Return (tokens, features, rows of the gate, rows of the factor); rows: address, leading dimension."""
+    stride, features, start = row_stride(y), y.shape[-1], y.data_ptr()
+    assert stride is not None
+    tokens = y.numel() // features
+    if by is None:
+        features //= 2
+        return tokens, features, (start, stride), (start + features * y.itemsize, stride)
+    gate_stride = row_stride(by)
+    assert gate_stride is not None
+    return tokens, features, (by.data_ptr(), gate_stride), (start, stride)
+
+
+_Rows = tuple[int, int]  # address and leading dimension
+_NONE = 0, 0
+
+
+def combine(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
+    """Return [tokens, features]: Σ_c weights[t, c] y[rows[t, c]], or without weights the sum of the rows."""
+    check_combination("y", y, weights, rows, rows.numel())
+    result = y.new_empty(rows.shape[0], y.shape[1])
+    if result.numel():
+        y, of_y = _rows_of(y)
+        _run(_C.combine, rows, weights, y, of_y, _rows_of(result)[1])
+    return result
+
+
+def spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
+    """Return [tokens · choices, features]: row rows[t, c] is weights[t, c] x[t], or without weights x[t]."""
+    check_combination("x", x, weights, rows, rows.shape[0])
+    result = x.new_empty(rows.numel(), x.shape[1])
+    if result.numel():
+        x, of_x = _rows_of(x)
+        _run(_C.combine_gradient, rows, weights, x, _NONE, of_x, _rows_of(result)[1], 0)
+    return result
+
+
+def combine_gradient(grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of y and the weights of `combine` from that of its result."""
+    check_combination("grad", grad, weights, rows, rows.shape[0])
+    check_combination("y", y, weights, rows, rows.numel())
+    of_y, of_weights = y.new_empty(y.shape), y.new_empty(rows.shape)
+    if of_y.numel():
+        (grad, of_grad), (y, of_rows) = _rows_of(grad), _rows_of(y)
+        written = _rows_of(of_y)[1], of_weights.data_ptr()
+        _run(_C.combine_gradient, rows, weights, y, of_rows, of_grad, *written)
+    return of_y, of_weights.zero_() if y.shape[1] == 0 else of_weights
+
+
+def _rows_of(matrix: Tensor) -> tuple[Tensor, _Rows]:
+    """Return a matrix that kernels can read, and where it is."""
+    matrix, ld = row_major(matrix)
+    return matrix, (matrix.data_ptr(), ld)
+
+
+def _run(
+    run: Callable[..., None], rows: Tensor, weights: Tensor | None, like: Tensor, y: _Rows, *rest: _Rows | int
+) -> None:
+    rows = rows.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    stream = current_stream(like.get_device()) if like.is_cuda else 0
+    sizes = *rows.shape, like.shape[1]
+    addresses = rows.data_ptr(), 0 if weights is None else weights.data_ptr()
+    with on(like.device):
+        run(int(like.is_cuda), DTYPES[like.dtype], *sizes, y, *addresses, *rest, stream)
+
+
+_FEATURES = 16  # of which kernels read multiples
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (values [..., features], scales [...]) of activations; what no kernel can read is refused."""
+    result: tuple[Tensor, Tensor] | None = QUANTIZER.run(x, QUANTIZED[dtype])
+    return _quantized(x, dtype) if result is None else result
+
+
+def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize what the native module does not read, or what it does not know yet."""
+    values, scales = empty_quantized(x, dtype)
+    QUANTIZER.keep(values.new_empty(0), scales.new_empty(0), QUANTIZED[dtype], Tensor.new_empty)
+    _fill(x, values, scales)
+    return values, scales
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (values [..., features], scales [..., features / 128]) of activations in float8_e4m3fn.
+
+    Scales of one group of all tokens lie side by side.
+    """
+    values, scales = empty_quantized_groups(x)
+    _fill(x, values, scales, scales.stride(-1))
+    return values, scales
+
+
+def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None:
+    """Write values and scales of x; ``scales_ld``: of those of groups."""
+    if x.numel() == 0:
+        scales.fill_(least_scale())  # of tokens without features, as of zeros
+        return
+    features = x.shape[-1]
+    x, stride = row_major(x)
+    here = not x.is_cuda or x.get_device() == current_device()
+    with nullcontext() if here else on(x.device):
+        _C.quantize(
+            int(x.is_cuda),
+            DTYPES[x.dtype],
+            QUANTIZED[values.dtype],
+            x.numel() // features,
+            features,
+            (x.data_ptr(), stride),
+            (values.data_ptr(), features),
+            scales.data_ptr(),
+            current_stream(x.get_device()) if x.is_cuda else 0,
+            scales_ld,
+        )
+
+
+@cache
+def least_scale() -> float:
+    """Return the least scale that a token can have: the one of zeros."""
+    return float(_quantized(torch.zeros(1, _FEATURES, device="cpu"), torch.int8)[1])
+
+
+def empty_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Check x, and allocate what `quantize` returns."""
+    check_quantizable(x)
+    if x.dim() == 0 or x.shape[-1] % _FEATURES:
+        raise InvalidArgumentError(
+            f"x must be [..., features] with a multiple of {_FEATURES} features, got shape {tuple(x.shape)}"
+        )
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def empty_quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Check x, and allocate what `quantize_groups` returns."""
+    check_quantizable(x)
+    if x.dim() == 0 or x.shape[-1] % SCALE_GROUP:
+        raise InvalidArgumentError(
+            f"x must be [..., features] with a multiple of {SCALE_GROUP} features, got shape {tuple(x.shape)}"
+        )
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // SCALE_GROUP)

@@ -1,0 +1,28 @@
+"""Models that several processes train together."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .sync import synchronize_patterns
+
+if TYPE_CHECKING:
+    from .expert_parallel import ExpertParallel, ExpertTensorParallel
+    from .tensor_parallel import ColwiseParallel, RowwiseParallel
+
+
+__all__ = [
+    "ColwiseParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "RowwiseParallel",
+    "synchronize_patterns",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The styles, imported once they are asked for: DTensors take long, and not every PyTorch has them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".experts" if name.startswith("Expert") else ".tensor", __name__), name)

@@ -1,0 +1,361 @@
+"""Experts that several processes share: some experts each, or some features of every expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional as F
+
+from .._checks import Index
+from .._ops.epilogue import straight_through
+from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
+from ..nn.linear import INDEX_NAMES, PatternOrigin, stored_of
+from ..pattern import BlockPattern
+from ..storage.formats import STORED_NAMES
+from .sync import broadcast_patterns
+from .tensor_parallel import PatternShard, distributed, local_of, sharded_by_slots
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _ExpertsStyle(ParallelStyle):
+    """Both styles of `BlockSparseExperts`: give each process its shard of both projections."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, BlockSparseExperts):
+            raise InvalidArgumentError(
+                f"{type(self).__name__} must be given BlockSparseExperts, got {type(module).__name__}"
+            )
+        if device_mesh.ndim != 1:
+            raise InvalidArgumentError(
+                f"device_mesh must have one dimension, got {device_mesh.ndim}; give mesh['name']"
+            )
+        layers = list(module.projections().values())
+        shards = self._shards(module, device_mesh)
+        for layer, shard in zip(layers, shards, strict=True):
+            _check_weight(layer, device_mesh.size())
+            shard.check_sizes(layer)
+        for layer, shard in zip(layers, shards, strict=True):
+            _share(layer, device_mesh, shard, getattr(self, "src_data_rank", 0))
+        return module
+
+    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
+        raise NotImplementedError
+
+
+class ExpertParallel(_ExpertsStyle):
+    """A style of `parallelize_module` that divides `BlockSparseExperts` by their experts.
+
+    Every process gets equally many experts. All processes compute with the same tokens, each with those that
+    are routed to its own experts, and the results are summed: what others compute costs it no products.
+
+    Every process keeps equally many blocks: experts that keep fewer get blocks of zeros, which are trained as
+    others are. ``weight`` becomes a DTensor that is sharded by slots, and so do ``mask``, ``metadata`` and
+    ``scales``; ``bias`` is sharded by experts. The buffers of the pattern describe all experts in every
+    process, so a state dict is that of the whole layers.
+
+    Raises:
+        InvalidArgumentError: the module is none of experts, the mesh has several dimensions, or the number of
+            experts is not a multiple of the processes.
+        UnsupportedError: a weight is not a plain parameter, for example because it is sharded already.
+        UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
+    """
+
+    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
+        return [ShardOfExperts(mesh, module.num_experts) for _ in range(2)]
+
+
+class ExpertTensorParallel(_ExpertsStyle):
+    """A style of `parallelize_module` that divides each expert of `BlockSparseExperts` by its features.
+
+    Every process gets equally many rows of gate and up, and columns of down, of each expert. All processes
+    compute with the same tokens, and the results are summed. The bias of gate and up is replicated, that of
+    down too, and added once. All else is as in `ExpertParallel`.
+
+    Raises:
+        InvalidArgumentError: as `ExpertParallel`, or the features between the projections are not a multiple
+            of the processes times the size of a block.
+        UnsupportedError: as `ExpertParallel`, or there is a norm behind each expert, which needs whole rows.
+        UnsynchronizedPatternError: as `ExpertParallel`.
+    """
+
+    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
+        if NORM in module._modules:
+            raise UnsupportedError(
+                "ExpertTensorParallel needs experts without a norm behind each; use ExpertParallel"
+            )
+        experts, halves = module.num_experts, module.halves
+        return [ShardOfRows(mesh, experts, halves), ShardOfColumns(mesh, experts)]
+
+
+def _check_weight(layer: ExpertsLinear, count: int) -> None:
+    if type(layer._parameters.get("weight")) is not nn.Parameter:
+        raise UnsupportedError(
+            f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
+            "call it before fully_shard, and without parametrizations"
+        )
+    if layer.weight.is_meta and len(layer.col_indices) % count:
+        raise InvalidPatternError(
+            f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
+            f"got {len(layer.col_indices)}"
+        )
+
+
+def _share(layer: ExpertsLinear, mesh: DeviceMesh, shard: ExpertsShard, source: int | None) -> None:
+    """Shard a projection in place."""
+    if not layer.weight.is_meta:
+        layer.to(mesh.device_type)
+        pattern = layer.pattern
+        if source is not None:
+            group = mesh.get_group()
+            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
+        _arrange(layer, *shard.padded(pattern.to("cpu")))
+        if source is not None and mesh.size() == dist.get_world_size():
+            layer.declare_shared()
+    weight = sharded_by_slots(layer.weight.detach(), mesh, source)
+    layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    for name in STORED_NAMES:
+        if layer._buffers[name] is not None:
+            layer._buffers[name] = sharded_by_slots(layer.get_buffer(name), mesh, source)
+    if layer.bias is not None:
+        bias = distributed(layer.bias.detach(), mesh, shard.bias_placement(), source)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+    kept: Any = shard
+    layer.shard = kept
+
+
+@torch.no_grad()
+def _arrange(layer: ExpertsLinear, pattern: BlockPattern, slots: Tensor) -> None:
+    """Give a layer another pattern, with its blocks at ``slots``, and zeros where that is -1."""
+    stored = stored_of(layer, "parallelize_module")
+    slots = slots.to(layer.weight.device)
+    tensors = {name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"}
+    tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
+    layer.assign(replace(stored.spec, nnz=pattern.nnz), tensors)
+    index: Index = pattern.index_on(layer.weight.device)
+    for name, array in zip(INDEX_NAMES, index[:3], strict=True):
+        layer._buffers[name] = array
+    layer.origin = PatternOrigin.loaded(layer.index())
+
+
+class ExpertsShard(PatternShard):
+    """This process's shard of one projection of experts.
+
+    Attributes:
+        experts: how many weights this process multiplies by, below each other.
+    """
+
+    experts: int
+
+    def check_sizes(self, layer: ExpertsLinear) -> None:
+        """Raise InvalidArgumentError unless the layer can be divided."""
+
+    def tensors(self, layer: ExpertsLinear) -> dict[str, Tensor | None]:
+        """Return this process's tensors, by the names that the layer has for them."""
+        found = {name: local_of(layer._buffers[name]) for name in STORED_NAMES}
+        return {"weight": local_of(layer.weight), "bias": self._bias(layer.bias), **found}
+
+    def entered(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return tokens, their experts and weights as this process computes with them, and how many experts.
+
+        All processes have the same ones, and their gradients are sums over the processes.
+        """
+        x, weights = (
+            DTensor.from_local(one, self._mesh, [Replicate()], run_check=False).to_local(
+                grad_placements=[Partial()]
+            )
+            for one in (x, weights)
+        )
+        return x, index, weights, self.experts
+
+    def left(self, y: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        part = DTensor.from_local(y, self._mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Replicate()]).to_local()
+
+    def bias_placement(self) -> Placement:
+        """How the bias lies."""
+        return Replicate()
+
+    def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
+        """Return a random pattern of the whole weight, with equally many blocks in each shard.
+
+        Experts have equally many, too, where the number of blocks allows it.
+        """
+        nnz = like.col_indices.shape[0]
+        fine, coarse = self._divisions()
+        parts = fine if nnz % (fine[0] * fine[1]) == 0 else coarse
+        options: Any = {"block_shape": like.block_shape, "nnz": nnz, "generator": generator}
+        return self.arranged(self._unfolded(BlockPattern.random(like.shape, parts=parts, **options)))
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return parts of equally many blocks: each shard of each expert, and each shard."""
+        raise NotImplementedError
+
+    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
+        """Return a pattern whose parts are shards."""
+        return pattern
+
+    def padded(self, pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
+        """Return the pattern with equally many blocks in each shard, and in their order.
+
+        Also returns, for every slot, the slot of its block in the given pattern; -1 for blocks that are new.
+        """
+        shards, (rows, columns) = self._shard_of(pattern), pattern.block_indices()
+        counts = torch.bincount(shards, minlength=self._mesh.size())
+        blocks = [torch.stack((rows, columns), 1)]
+        for shard, missing in enumerate((counts.max() - counts).tolist()):
+            if missing:
+                blocks.append(self._others(pattern, shard)[:missing])
+        whole = BlockPattern.from_blocks(
+            torch.cat(blocks), shape=pattern.shape, block_shape=pattern.block_shape
+        )
+        order = self.order(whole)
+        return self.arranged(whole), torch.where(order < pattern.nnz, order, -1)
+
+    def _others(self, pattern: BlockPattern, shard: int) -> Tensor:
+        """Return (row, column) of the blocks of a shard that are not kept."""
+        every = BlockPattern.from_block_mask(
+            torch.ones(pattern.grid, dtype=torch.bool, device="cpu"), block_shape=pattern.block_shape
+        )
+        blocks = torch.stack(every.block_indices(), 1)
+        kept = pattern.to_block_mask().cpu()[blocks[:, 0], blocks[:, 1]]
+        return blocks[(self._shard_of(every) == shard) & ~kept]
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        raise NotImplementedError
+
+
+class ShardOfExperts(ExpertsShard):
+    """Some of the experts, and one more without any block: for the tokens of all others."""
+
+    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
+        super().__init__(mesh, 0)
+        self.experts = experts // mesh.size() + 1
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (count * (self.experts - 1), 1), (count, 1)
+
+    def check_sizes(self, layer: ExpertsLinear) -> None:
+        """Raise InvalidArgumentError unless there are equally many experts for each process."""
+        if layer.experts % self._mesh.size():
+            raise InvalidArgumentError(
+                f"module must have a multiple of {self._mesh.size()} experts, got {layer.experts}"
+            )
+
+    def entered(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return what all have, with this process's numbers of experts; the last stands for all others."""
+        x, index, weights, experts = super().entered(x, index, weights)
+        index = index - (experts - 1) * self._mesh.get_local_rank()
+        own = (index >= 0) & (index < experts - 1)
+        return x, torch.where(own, index, experts - 1), torch.where(own, weights, 0), experts
+
+    def bias_placement(self) -> Placement:
+        """By experts."""
+        return Shard(0)
+
+    def _cut(self, pattern: BlockPattern) -> BlockPattern:
+        own = super()._cut(pattern)
+        rows = own.shape[0] // (self.experts - 1) * self.experts
+        blocks = torch.stack(own.block_indices(), 1)
+        return BlockPattern.from_blocks(blocks, shape=(rows, own.shape[1]), block_shape=own.block_shape)
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        if bias is None:
+            return None
+        own: Tensor = local_of(bias)
+        return F.pad(own.view(self.experts - 1, -1), (0, 0, 0, 1)).flatten()
+
+
+class _ShardOfFeatures(ExpertsShard):
+    def __init__(self, mesh: DeviceMesh, experts: int, dim: int) -> None:
+        super().__init__(mesh, dim)
+        self.experts = experts
+
+    def _check_multiple(self, name: str, features: int, block: int) -> None:
+        count = self._mesh.size()
+        if features % (count * block):
+            raise InvalidArgumentError(
+                f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
+                f"got {features}"
+            )
+
+
+class ShardOfRows(_ShardOfFeatures):
+    """Some rows of each expert: equal shares of its gate and its up, which are halves unless interleaved."""
+
+    def __init__(self, mesh: DeviceMesh, experts: int, halves: int) -> None:
+        super().__init__(mesh, experts, 0)
+        self._halves = halves
+
+    def check_sizes(self, layer: ExpertsLinear) -> None:
+        """Raise InvalidArgumentError unless the features divide into shards of blocks."""
+        features = layer.out_features // layer.experts // self._halves
+        self._check_multiple("features between the projections", features, layer.block_shape[0])
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (count * self.experts, 1), (count, 1)
+
+    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
+        """Return a pattern whose rows, given shard by shard, lie expert by expert."""
+        rows, columns = pattern.block_indices()
+        own = pattern.grid[0] // (self.experts * self._halves * self._mesh.size())
+        shard, rest = rows // (own * self.experts * self._halves), rows % (own * self.experts * self._halves)
+        rows = (rest // own * self._mesh.size() + shard) * own + rest % own
+        blocks = torch.stack((rows, columns), 1)
+        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
+
+    def _along(self, pattern: BlockPattern) -> tuple[Tensor, int]:
+        length = pattern.grid[0] // (self.experts * self._halves)
+        return pattern.block_indices()[0] % length, length
+
+    def _cut(self, pattern: BlockPattern) -> BlockPattern:
+        count, rank = self._mesh.size(), self._mesh.get_local_rank()
+        each, (position, length) = pattern.nnz // count, self._along(pattern)
+        rows, columns = pattern.block_indices()
+        own = length // count
+        local = rows // length * own + position - rank * own
+        blocks = torch.stack((local, columns), 1)[rank * each : (rank + 1) * each]
+        shape = pattern.shape[0] // count, pattern.shape[1]
+        return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
+
+    def _bias(self, bias: Any) -> Tensor | None:
+        if bias is None or not isinstance(bias, DTensor):
+            return bias
+        whole = bias.to_local(grad_placements=[Partial()])
+        parts = whole.view(self.experts * self._halves, self._mesh.size(), -1)
+        return parts[:, self._mesh.get_local_rank()].flatten()
+
+
+class ShardOfColumns(_ShardOfFeatures):
+    """Some columns of every expert."""
+
+    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
+        super().__init__(mesh, experts, 1)
+
+    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        count = self._mesh.size()
+        return (self.experts, count), (1, count)
+
+    def check_sizes(self, layer: ExpertsLinear) -> None:
+        """Raise InvalidArgumentError unless the features divide into shards of blocks."""
+        self._check_multiple("features between the projections", layer.in_features, layer.block_shape[1])
+
+    def _bias(self, bias: Any) -> Tensor | None:
+        if bias is None or not isinstance(bias, DTensor):
+            return bias
+        # The first process adds it to its share of the sum, and all have the whole gradient.
+        whole = bias.to_local(grad_placements=[Replicate()])
+        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
+        return straight_through(whole, first)

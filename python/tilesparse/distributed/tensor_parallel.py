@@ -1,0 +1,323 @@
+"""Tensor parallelism of block-sparse layers, where PyTorch has DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
+from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
+from torch.distributed.tensor.placement_types import Placement
+
+from .._arguments import checked
+from .._checks import Index, check_like_product, is_inside
+from .._ops.autograd import autocast
+from .._ops.epilogue import straight_through
+from .._ops.linear import linear_on, quantized_linear_on
+from .._runtime.device import exclusive
+from .._runtime.pattern_cache import content_of
+from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..nn.linear import BlockSparseLinear, StoredWeight, masked_linear
+from ..pattern import BlockPattern, moved_index, overwrite_index
+from ..storage.formats import STORED_NAMES
+from .sync import broadcast_patterns
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PatternShard:
+    """Some of the blocks of a weight, by their position along block rows (dim 0) or columns (dim 1).
+
+    The pattern's buffers of a layer describe the whole weight, with slots in the order of the shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
+        self._mesh, self._dim = mesh, dim
+        self._index: Index | None = None
+        self._seen: tuple[object, int] | None = None  # what the layer's buffers held when it was made
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """(r, c) as `BlockPattern.random` has them."""
+        count = self._mesh.size()
+        return (count, 1) if self._dim == 0 else (1, count)
+
+    def check(self, pattern: BlockPattern) -> None:
+        """Raise InvalidPatternError unless the blocks of each shard have the slots of its process."""
+        shards = self._shard_of(pattern)
+        count = self._mesh.size()
+        if not torch.equal(shards, torch.arange(count, device="cpu").repeat_interleave(pattern.nnz // count)):
+            raise InvalidPatternError(
+                f"pattern must have its slots in the order of the layer's {count} shards, with "
+                f"{pattern.nnz // count} blocks each; load other patterns before parallelize_module"
+            )
+
+    def arranged(self, pattern: BlockPattern) -> BlockPattern:
+        """Return the same blocks with slots in the order of the shards.
+
+        The order is the same for every number of processes, so a state dict of a few serves others.
+        """
+        counts = torch.bincount(self._shard_of(pattern), minlength=self._mesh.size()).tolist()
+        if len(set(counts)) > 1:
+            raise InvalidPatternError(
+                f"pattern must have equally many blocks in each of the {len(counts)} shards of its block "
+                f"{('rows', 'columns')[self._dim]}, got {counts}; make it with parts={self.parts}"
+            )
+        blocks = torch.stack(pattern.block_indices(), 1)[self.order(pattern)]
+        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
+
+    def order(self, pattern: BlockPattern) -> Tensor:
+        """Return, for every slot of the arranged pattern, the slot of its block in this one."""
+        rows, columns = pattern.block_indices()
+        position, _ = self._along(pattern)
+        return ((position * pattern.grid[0] + rows) * pattern.grid[1] + columns).argsort()
+
+    def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
+        """Return a random pattern of the whole weight, with equally many blocks in each shard."""
+        nnz = like.col_indices.shape[0]
+        return self.arranged(
+            BlockPattern.random(
+                like.shape, block_shape=like.block_shape, nnz=nnz, parts=self.parts, generator=generator
+            )
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
+    def index(self, layer: StoredWeight) -> Index:
+        """Return the pattern of this process's blocks, kept in sync with the layer's."""
+        whole = layer.index()
+        with exclusive():
+            seen = content_of(whole)
+            if self._index is None or self._seen != seen:
+                self._index, self._seen = self._synced(whole), seen
+            return self._index
+
+    def _synced(self, index: Index) -> Index:
+        pattern, device = BlockPattern.from_index(index).to("cpu"), index.col_indices.device
+        self.check(pattern)
+        cut = self._cut(pattern)
+        mine = cut.index_on(cut.device)
+        if self._index is None or self._index.col_indices.device != device:
+            with torch.inference_mode(False):  # training may go on with it
+                return moved_index(mine, device)
+        overwrite_index(self._index, mine)  # in place, so that prepared plans stay valid
+        return self._index
+
+    def _cut(self, pattern: BlockPattern) -> BlockPattern:
+        count, rank = self._mesh.size(), self._mesh.get_local_rank()
+        each = pattern.nnz // count
+        blocks = torch.stack(pattern.block_indices(), 1)[rank * each : (rank + 1) * each]
+        blocks[:, self._dim] -= rank * (pattern.grid[self._dim] // count)
+        shape = [size // part for size, part in zip(pattern.shape, self.parts, strict=True)]
+        return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
+
+    def _along(self, pattern: BlockPattern) -> tuple[Tensor, int]:
+        """Return, for every slot, the position of its block along what is divided, and how long that is."""
+        return pattern.block_indices()[self._dim], pattern.grid[self._dim]
+
+    def _shard_of(self, pattern: BlockPattern) -> Tensor:
+        """Return, for every slot, the shard that its block lies in."""
+        position, length = self._along(pattern)
+        return position.cpu() // (length // self._mesh.size())
+
+
+def sharded_by_slots(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """Shard blocks by slots; they are sent as bytes, since not every backend knows every dtype."""
+    as_bytes = distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
+    return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
+
+
+def distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+    """Distribute a tensor of one process; None: every process has the whole."""
+    options = {} if source == 0 else {"src_data_rank": source}
+    return distribute_tensor(tensor, mesh, [placement], **options)
+
+
+def local_of(tensor: Any) -> Any:
+    """Return this process's shard of a tensor, or the tensor if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Style:
+    """Arguments of both styles, and what they do with a `BlockSparseLinear`: cut it along one dimension."""
+
+    dim: int
+
+    @checked
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        options: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**options | {"use_local_output": use_local_output})
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, BlockSparseLinear):
+            return _parallelize(module, device_mesh, self)
+        dense: Any = super()
+        other: nn.Module = dense._apply(module, device_mesh)
+        return other
+
+
+class ColwiseParallel(_Style, _Colwise):
+    """`torch.distributed.tensor.parallel.ColwiseParallel` that knows `BlockSparseLinear` as well.
+
+    Every process gets equally many block rows of W, with equally many blocks in them. ``weight`` becomes a
+    DTensor that is sharded by slots, and so do ``mask``, ``metadata`` and ``scales``; ``bias`` is sharded as
+    that of a dense layer, and so are ``scales`` of output features. The buffers of the pattern go on to
+    describe the whole W in every process, so a state dict is that of the whole layer. Slots are numbered
+    anew, row by row.
+
+    Everything else, and what it does for other modules, is as PyTorch documents it. Sequence parallelism is
+    ``input_layouts=Shard(1)``.
+
+    Raises:
+        InvalidArgumentError: block rows are not a multiple of the processes, or the mesh has several
+            dimensions.
+        InvalidPatternError: the shards have different numbers of blocks, see ``parts`` of
+            `BlockPattern.random`.
+        UnsupportedError: the weight is not a plain parameter, for example because it is sharded already.
+        UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
+    """
+
+    dim = 0
+
+
+class RowwiseParallel(_Style, _Rowwise):
+    """`torch.distributed.tensor.parallel.RowwiseParallel` that knows `BlockSparseLinear` as well.
+
+    Every process gets equally many block columns of W, with equally many blocks in them; ``bias`` is
+    replicated, and added once. With 8-bit activations every process quantizes its own features of x, and
+    ``scales`` are replicated. Slots are numbered anew, column by column. Everything else is as in
+    `ColwiseParallel`; sequence parallelism is ``output_layouts=Shard(1)``.
+
+    Raises:
+        InvalidArgumentError, InvalidPatternError, UnsupportedError: as `ColwiseParallel`, of columns.
+    """
+
+    dim = 1
+
+
+class TensorShard(PatternShard):
+    """The block rows (dim 0) or columns (dim 1) of a layer's weight that this process multiplies by."""
+
+    def __init__(self, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
+        super().__init__(mesh, style.dim)
+        self._input_layouts, self._output_layouts = style.input_layouts, style.output_layouts
+        self._use_local_output = style.use_local_output
+
+    def linear(self, layer: BlockSparseLinear, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute the forward pass, with x in the style's input layout, and y in its output layout."""
+        if getattr(layer.weight, "main_grad", None) is not None:
+            raise UnsupportedError("main_grad needs the whole weight, got one sharded by tensor parallelism")
+        if residual is not None:
+            self._check_residual(residual)
+            (residual,) = autocast(residual)
+        local = self._input(x)
+        weight, bias = local_of(layer.weight), self._bias(layer.bias)
+        mask, metadata, scales = (local_of(layer._buffers[name]) for name in STORED_NAMES)
+        index = self.index(layer)
+        if mask is not None:
+            how: Any = {"policy": layer.policy, "transposable": layer.transposable}
+            y = masked_linear(local, weight, mask, index, bias, None, **how)
+        elif layer.activations is not None:
+            how = {"policy": layer.policy, "metadata": metadata}
+            y = quantized_linear_on(local, weight, scales, index, bias, **how)
+        else:
+            y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
+        given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
+        whole = DTensor.from_local(y, self._mesh, [given], run_check=False)
+        y = whole.redistribute(placements=self._output_layouts)
+        y = y.to_local() if self._use_local_output else y
+        return y if residual is None else y + check_like_product("residual", residual, y)
+
+    def _check_residual(self, residual: Tensor) -> None:
+        if isinstance(residual, DTensor) == self._use_local_output:
+            raise InvalidArgumentError(
+                f"residual must be a {'plain tensor' if self._use_local_output else 'DTensor'}, as the "
+                f"output is with use_local_output={self._use_local_output}, got {type(residual).__name__}"
+            )
+
+    def _input(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self._mesh, self._input_layouts, run_check=False)
+        if self._dim == 1:
+            return x.redistribute(placements=[Shard(x.dim() - 1)]).to_local()
+        # Every process has the gradient by its own rows of W alone.
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        if self._dim == 0 or not isinstance(bias, DTensor):
+            return local_of(bias)  # type: ignore[no-any-return]
+        # The first process adds it to its share of the sum, and all have the whole gradient.
+        whole = bias.to_local(grad_placements=[Replicate()])
+        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
+        return straight_through(whole, first)
+
+
+def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> BlockSparseLinear:
+    """Shard a layer in place, once it is known that it can be sharded."""
+    _check_can_be_cut(layer, mesh, style.dim)
+    if not layer.weight.is_meta:
+        layer.to(mesh.device_type)  # as PyTorch does with what it distributes
+    shard = TensorShard(mesh, style)
+    source, order = getattr(style, "src_data_rank", 0), None  # PyTorch 2.6 takes the first process always
+    if not layer.weight.is_meta:
+        pattern = layer.pattern
+        if source is not None:
+            group = mesh.get_group()
+            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
+        arranged, order = shard.arranged(pattern), shard.order(pattern)
+        layer.pattern = arranged
+        if source is not None and mesh.size() == dist.get_world_size():
+            layer.declare_shared()
+
+    def sharded(blocks: Tensor) -> Tensor:
+        return sharded_by_slots(blocks if order is None else blocks[order], mesh, source)
+
+    layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
+    placement: Placement = Shard(0) if style.dim == 0 else Replicate()  # of what output features have
+    for name in STORED_NAMES:
+        if name == "scales" and layer.activations is not None and not is_inside(layer.get_buffer(name)):
+            layer.scales = distributed(layer.get_buffer(name), mesh, placement, source)
+        elif layer._buffers[name] is not None:
+            layer._buffers[name] = sharded(layer.get_buffer(name))
+    if layer.bias is not None:
+        bias = distributed(layer.bias.detach(), mesh, placement, source)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+    layer.shard = shard
+    return layer
+
+
+def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
+    if mesh.ndim != 1:
+        raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
+    if layer.of_experts:
+        raise UnsupportedError(
+            "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
+            "the experts themselves ExpertParallel or ExpertTensorParallel"
+        )
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        raise UnsupportedError(
+            f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
+            "call it before fully_shard, and without parametrizations"
+        )
+    name, count, block = ("out_features", "in_features")[dim], mesh.size(), layer.block_shape[dim]
+    if layer.spec.shape[dim] % (count * block):
+        raise InvalidArgumentError(
+            f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
+            f"got {layer.spec.shape[dim]}"
+        )
+    # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
+    if layer.weight.is_meta and len(layer.col_indices) % count:
+        raise InvalidPatternError(
+            f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
+            f"got {len(layer.col_indices)}"
+        )

@@ -1,0 +1,18 @@
+"""Files of models with block-sparse layers."""
+
+from ..config import METHOD
+from .load import load, prepare, prepare_for
+from .manifest import VERSION, check_section, forms, section
+from .save import save
+
+__all__ = [
+    "METHOD",
+    "VERSION",
+    "check_section",
+    "forms",
+    "load",
+    "prepare",
+    "prepare_for",
+    "save",
+    "section",
+]

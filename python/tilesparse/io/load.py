@@ -1,0 +1,647 @@
+"""Loading a checkpoint into a model: everything is read and checked before the model changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import is_parametrized
+
+from .._arguments import checked
+from .._checks import DTYPES, Index, checked_device
+from .._files import StoredTensor, few, in_threads, named, read_header, read_json, read_tensor, shown
+from .._listeners import check_can_change, layers_changed
+from ..config import METHOD, LayerSpec
+from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from ..model.modules import (
+    follow,
+    hand_over,
+    names_of_modules,
+    reason_from_parents,
+    set_submodule,
+    what_would_be_lost,
+)
+from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
+from ..nn.linear import INDEX_NAMES, BlockSparseLinear, checked_pattern, is_conv1d, resize
+from ..storage.formats import STORED_NAMES, storage_of
+from .manifest import (
+    CONFIG,
+    INDEX,
+    check_belongs,
+    checked_folder,
+    is_method,
+    joined,
+    own_tensors,
+    parsed_layers,
+    read_headers,
+    read_section,
+    references,
+    state_of,
+)
+
+
+class _Place(NamedTuple):
+    """Where a tensor of the checkpoint goes."""
+
+    owner: nn.Module  # the layer that is to be installed, or a module of the model
+    attribute: str
+    tensor: Tensor  # what is there now
+    device: torch.device  # where the new one goes
+    kept: Tensor | None  # what is there in the model, stays the same object and gets the contents
+
+
+@checked
+def load(
+    model_or_class: Model | Callable[[], Model],
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """Loads a checkpoint that `save`, or Transformers with this package, has written.
+
+    Layers become those of the checkpoint, whatever their density, block shape and storage were: see
+    `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
+    Parameters stay the same objects with the same ``requires_grad``, written in place where shape, dtype and
+    device allow. Only weights of dense layers that become sparse are new ones: build optimizers afterwards.
+    A save into the folder meanwhile does no harm: one checkpoint or the other is loaded.
+
+    Args:
+        model_or_class: a model, on the meta device or not; or what makes one when it is called without
+            arguments, whose parameters are on the meta device then, so that no other weights ever exist.
+        path: of the folder.
+        device: of all tensors; None leaves each where the model has it, and on the CPU if that is nowhere.
+        dtype: what floating tensors are cast to, but for values in 8 bits and scales; None keeps those of the
+            checkpoint.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+        CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
+        InvalidArgumentError: another argument is wrong.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {dtype}")
+    folder = checked_folder(path)
+    while True:
+        before = state_of(folder)
+        try:
+            return _load(model_or_class, folder, device, dtype)
+        except CheckpointError:
+            if state_of(folder) == before:
+                raise
+
+
+def _load(
+    model_or_class: Model | Callable[[], Model],
+    folder: Path,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+) -> Model:
+    forms, ties, files = read_section(folder)
+    stored = read_headers(folder, files)
+    model = built(model_or_class)
+    check_can_change(model)
+    with named(CONFIG):
+        replacements = replacements_of(model, forms)
+    device = None if device is None else checked_device(device)
+    places = _places(model, replacements, device)
+    _check_buffers(model, places)
+    sources, doubles = _sources(places, stored, ties)
+    _check_forms(places, sources, stored)
+    _check_doubles(doubles)
+    _check_references(model, replacements, places)
+    contents = _read(replacements, places, sources, stored, dtype)
+    if dtype is not None:
+        for replacement in replacements:
+            for layer in replacement.layers().values():
+                layer.update_spec(dtype=dtype)
+    install(model, replacements)
+    contents = _written(places, contents)
+    moved = _other_buffers(model, places, contents, device)
+    for name, place in places.items():
+        setattr(place.owner, place.attribute, contents[name])
+    for owner, attribute, buffer in moved:
+        setattr(owner, attribute, buffer)
+    for replacement in replacements:
+        for name in replacement.layers():
+            installed = model.get_submodule(name)
+            assert isinstance(installed, BlockSparseLinear)
+            installed.declare_shared()
+    layers_changed(model)
+    return model
+
+
+def _places(
+    model: nn.Module, replacements: Iterable[Replacement], device: torch.device | None
+) -> dict[str, _Place]:
+    """Where the tensors go, by all their names, once the layers are replaced."""
+    layers = {replacement.module: replacement.new for replacement in replacements}
+    places = {}
+    for prefix, owner, attribute, tensor, module in _tensors(model, layers):
+        name = joined(prefix, attribute)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointError(
+                f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
+                f"model is sharded or converted"
+            )
+        before = tensor if owner is module else next(module.parameters(recurse=False))
+        there = torch.device("cpu") if before.is_meta else before.device
+        places[name] = _Place(owner, attribute, tensor, device or there, _kept(module, owner, attribute))
+    return places
+
+
+def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
+    """Return the tensor that stays the same object though a layer may take the place of its module.
+
+    A pattern that takes the place of another one has tensors of its own, so that graphs of autograd keep that
+    which they were made with.
+    """
+    if owner is module or attribute == "bias":
+        return module._parameters.get(attribute, module._buffers.get(attribute))
+    return module._parameters.get(attribute) if isinstance(module, BlockSparseLinear) else None
+
+
+def _tensors(
+    model: nn.Module, new: Mapping[nn.Module, nn.Module]
+) -> Iterator[tuple[str, nn.Module, str, Tensor, nn.Module]]:
+    """Yield owner's name, owner, attribute and tensor once modules are replaced, and the module before."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        owner = new.get(module, module)
+        owners = {prefix: owner}
+        if isinstance(owner, BlockSparseExperts) and owner is not module:
+            owners = {joined(prefix, own): layer for own, layer in owner.projections().items()}
+        for name, one in owners.items():
+            for attribute, tensor in own_tensors(one):
+                yield name, one, attribute, tensor, module
+
+
+def _check_references(
+    model: nn.Module, replacements: Iterable[Replacement], places: Mapping[str, _Place]
+) -> None:
+    """Check that no plain attribute refers to what is replaced, or to a tensor without contents."""
+    kept = {id(place.kept) for place in places.values()}
+    gone: dict[int, str] = {}
+    for names, module, _ in replacements:
+        if not isinstance(module, BlockSparseLinear):
+            gone[id(module)] = repr(names[0])
+            for own, parameter in module.named_parameters():
+                gone[id(parameter)] = repr(joined(names[0], own))
+    for name, value in references(model):
+        if id(value) in kept:
+            continue
+        if id(value) in gone:
+            raise CheckpointError(
+                f"model: {name!r} refers to {gone[id(value)]}, which load replaces by a block-sparse layer; "
+                "set this attribute after loading"
+            )
+        if isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(
+                f"model: {name!r} is on the meta device, and the checkpoint has no tensor for it; pass an "
+                "instance of the model whose tensors have contents"
+            )
+
+
+def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Buffers that are not saved under these names: name, owner, attribute and tensor."""
+    for prefix, module in model.named_modules():
+        for attribute in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(attribute)
+            if buffer is not None:
+                yield joined(prefix, attribute), module, attribute, buffer
+
+
+def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
+    """That those which no checkpoint has are not empty."""
+    saved = {place.tensor for place in places.values()}
+    empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
+    if empty:
+        raise CheckpointError(
+            f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
+            f"the model, whose buffers have contents then, in place of a model on the meta device; where "
+            f"they are computed from parameters, pass an instance"
+        )
+
+
+def _other_buffers(
+    model: nn.Module,
+    places: Mapping[str, _Place],
+    contents: Mapping[str, Tensor],
+    device: torch.device | None,
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """What becomes of buffers that are not saved: one that is saved under another name stays the same."""
+    new = {place.tensor: contents[name] for name, place in places.items()}
+    return [
+        (owner, attribute, new[buffer] if buffer in new else buffer.to(device))
+        for _, owner, attribute, buffer in _non_persistent(model)
+    ]
+
+
+def _sources(
+    places: Mapping[str, _Place], stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
+) -> tuple[dict[str, str], list[tuple[StoredTensor, StoredTensor]]]:
+    """Under which name each tensor of the model is stored, and pairs that are one tensor there."""
+    if wrong := [name for name, other in ties.items() if name in stored or other not in stored]:
+        raise CheckpointError(f"{CONFIG}: ties: {few(wrong)} must be another name for a stored tensor")
+    names: dict[Tensor, list[str]] = {}  # of each tensor, by identity
+    for name, place in places.items():
+        names.setdefault(place.tensor, []).append(name)
+    sources: dict[str, str] = {}
+    doubles: list[tuple[StoredTensor, StoredTensor]] = []
+    missing, used = [], set()
+    for aliases in names.values():
+        found = [ties.get(name, name) for name in aliases]
+        found = [name for name in dict.fromkeys(found) if name in stored]
+        if not found:
+            missing.append(aliases[0])
+            continue
+        doubles += [(stored[found[0]], stored[other]) for other in found[1:]]
+        used.update(found)
+        sources.update(dict.fromkeys(aliases, found[0]))
+    for others, text in (
+        (missing, "missing"),
+        ([*stored.keys() - used, *ties.keys() - places.keys()], "not in the model"),
+    ):
+        if others:
+            raise CheckpointError(f"tensors: {few(sorted(others))}: {text}")
+    return sources, doubles
+
+
+def _check_forms(
+    places: Mapping[str, _Place], sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
+) -> None:
+    """That what is stored has the shapes and dtypes that the layers have."""
+    for name, place in places.items():
+        source, (shape, dtype) = stored[sources[name]], (tuple(place.tensor.shape), place.tensor.dtype)
+        allowed: tuple[torch.dtype, ...] = (dtype,)
+        if isinstance(place.owner, BlockSparseLinear) and place.attribute != "bias":
+            allowed = (torch.int32, torch.int64) if place.attribute in INDEX_NAMES else allowed
+        elif dtype in DTYPES:
+            allowed = tuple(DTYPES)
+        if source.shape != shape or source.dtype not in allowed:
+            raise CheckpointError(
+                f"{source.file.name}: {name!r} must have shape {shape} of {' or '.join(map(str, allowed))}, "
+                f"got {source.shape} of {source.dtype}"
+            )
+
+
+def _check_doubles(doubles: Iterable[tuple[StoredTensor, StoredTensor]]) -> None:
+    for first, other in doubles:
+        if (first.shape, first.dtype) == (other.shape, other.dtype):
+            bits = (read_tensor(stored).view(-1).view(torch.uint8) for stored in (first, other))
+            if torch.equal(*bits):
+                continue
+        raise CheckpointError(
+            f"{other.file.name}: {other.name!r} is another tensor than {first.name!r}, but the same in the "
+            f"model"
+        )
+
+
+def _read(
+    replacements: Iterable[Replacement],
+    places: Mapping[str, _Place],
+    sources: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """The new tensors of the model by their names; what is one there or in the checkpoint is one."""
+    arrays: dict[str, Tensor] = {}
+    for replacement in replacements:
+        for name, layer in replacement.layers().items():
+            arrays |= _read_pattern(name, layer, sources, stored)
+
+    def kind(name: str) -> tuple[str, bool, torch.device]:
+        return sources[name], isinstance(places[name].tensor, nn.Parameter), places[name].device
+
+    def read(name: str) -> Tensor:
+        place, source = places[name], sources[name]
+        tensor = arrays[source] if source in arrays else read_tensor(stored[source])
+        if isinstance(place.owner, BlockSparseLinear) and place.attribute == "mask":
+            _check_mask(name, tensor)
+        is_scale = isinstance(place.owner, BlockSparseLinear) and place.attribute == "scales"
+        cast = dtype if tensor.dtype in DTYPES and not is_scale else None
+        tensor = tensor.to(place.device, cast)
+        if not isinstance(place.tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(tensor, place.tensor.requires_grad)
+
+    names = {kind(name): name for name in list(places)[::-1]}  # the first of each kind
+    contents = dict(zip(names, in_threads(read, names.values()), strict=True))
+    return {name: contents[kind(name)] for name in places}
+
+
+@torch.no_grad()
+def _written(places: Mapping[str, _Place], contents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the model by their names, those that are kept with the contents."""
+    written: dict[int, Tensor] = {}  # by the identity of the contents
+    for name, place in places.items():
+        content = contents[name]
+        tensor = written.get(id(content), content)
+        if place.kept is not None and place.kept is not tensor and _write(place.kept, tensor.detach(), place):
+            tensor = written.get(id(content), place.kept)
+        written[id(content)] = tensor
+    return {name: written[id(contents[name])] for name in places}
+
+
+def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
+    """Give a tensor the contents, in place if it can be; return whether it has them."""
+    trainable = place.tensor.requires_grad
+    try:
+        kept.requires_grad_(False)  # integers have none
+        if (kept.shape, kept.dtype, kept.device) == (content.shape, content.dtype, content.device):
+            kept.copy_(content)
+        elif isinstance(kept, nn.Parameter) and kept.is_meta:
+            new = nn.Parameter(content, False)
+            torch.utils.swap_tensors(kept, new)  # type: ignore[no-untyped-call]
+        elif isinstance(kept, nn.Parameter):
+            resize(kept, content)
+        else:
+            return False
+    except RuntimeError:  # of inference mode, overlapping or weakly referenced
+        return False
+    kept.requires_grad_(trainable)
+    return True
+
+
+def _check_mask(name: str, mask: Tensor) -> None:
+    kept = mask.view(*mask.shape[:2], -1, 4).sum(-1)
+    if kept.numel() and int(kept.max()) > 2:
+        raise CheckpointError(f"{name!r} must have at most two of each four neighbours, got more")
+
+
+def _read_pattern(
+    prefix: str, layer: BlockSparseLinear, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
+) -> dict[str, Tensor]:
+    """The arrays of a layer's pattern, by the names that they are stored under."""
+    own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
+    arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
+    with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
+        crow, col, slot = (arrays[array] for array in INDEX_NAMES)
+        pattern = checked_pattern(Index(crow, col, slot, layer.spec.shape, layer.block_shape))
+    return {source: getattr(pattern, array) for array, source in own.items()}
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def built(model_or_class: Model | Callable[[], Model]) -> Model:
+    """Return the model, made on the meta device if it is given as what makes it."""
+    if isinstance(model_or_class, nn.Module):
+        return model_or_class  # type: ignore[return-value]  # a module may be what makes one, too
+    if not callable(model_or_class):
+        raise InvalidArgumentError(
+            "model_or_class must be a module or a function that returns one, got "
+            f"{type(model_or_class).__name__}"
+        )
+    try:
+        with torch.device("cpu"), _parameters_on_meta():
+            model = model_or_class()
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise CheckpointError(
+            "model_or_class must not move or read parameters, which are on the meta device while load makes "
+            f"the model: {error}; pass an instance of the model"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model_or_class: it has made a {type(model).__name__}, no module")
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Has modules that this thread makes keep their parameters on the meta device, and all else where it is.
+
+    What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
+    gets it, before anything has been written to the memory of most. It stays the same object, so whatever
+    else refers to it gets the weights of the checkpoint as well. One that has views stays where it is.
+    """
+    thread = threading.get_ident()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if threading.get_ident() == thread and type(parameter) is nn.Parameter and parameter.is_cpu:
+            with suppress(RuntimeError):
+                moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class Replacement(NamedTuple):
+    """A module of a model, all its names there, and what is to take its place: an empty layer, or experts."""
+
+    names: list[str]
+    module: nn.Module
+    new: BlockSparseLinear | BlockSparseExperts
+
+    def layers(self) -> dict[str, BlockSparseLinear]:
+        """Return the empty layers by their first names in the model."""
+        if isinstance(self.new, BlockSparseExperts):
+            return {
+                f"{self.names[0]}.{own}".lstrip("."): layer for own, layer in self.new.projections().items()
+            }
+        return {self.names[0]: self.new}
+
+
+def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
+    """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
+
+    Experts of Transformers become `BlockSparseExperts`. A `torch.nn.Linear`, also of a subclass,
+    Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear` with the
+    block shape, number of blocks and storage of the section, whose weight, bias and pattern have sizes only.
+    It has a bias where the layer had one, and keeps its hooks, its mode and ``requires_grad``. A
+    `BlockSparseLinear` stays the same object.
+
+    Args:
+        model: changed in place, once all is checked.
+        section: see `section`.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        InvalidArgumentError: the section is wrong, a layer is missing in the model, is of another kind or
+            shape there, or is block-sparse there and not in the section. The model is as it was.
+    """
+    replacements = replacements_of(model, parsed_layers(section))
+    install(model, replacements)
+    return [name for replacement in replacements for name in replacement.layers()]
+
+
+def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    """Prepares a model for the checkpoint of a folder, which another library loads.
+
+    Args:
+        model: changed in place, once all is checked.
+        folder: with a ``config.json``.
+        dtype: what the other library casts all floating tensors to, if it does.
+
+    Returns:
+        The names of the layers; none if the checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or was cut off, or does not fit the model.
+        UnsupportedError: scales would be rounded. The model is as it was.
+    """
+    config = read_json(folder / CONFIG)[0]
+    if METHOD not in config and not is_method(config.get("quantization_config")):
+        return []
+    forms, _, files = read_section(folder)
+    scaled = [name for name, form in forms.items() if form.scales is not None]
+    if scaled and dtype not in (None, torch.float32):
+        raise UnsupportedError(
+            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has scales "
+            "that it would round"
+        )
+    for name in files or ():
+        read = read_json if name == INDEX else read_header
+        check_belongs(name, read(folder / name)[1], files)
+    with named(CONFIG):
+        replacements = replacements_of(model, forms)
+    install(model, replacements)
+    return [name for replacement in replacements for name in replacement.layers()]
+
+
+def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
+    """Everything that can fail; the model is only read."""
+    names = names_of_modules(model)
+    modules = {alias: module for module, aliases in names.items() for alias in aliases}
+    found: dict[nn.Module, LayerSpec] = {}
+    experts: dict[nn.Module, dict[str, LayerSpec]] = {}  # dense ones, and the forms of their projections
+    for name, form in forms.items():
+        module = modules.get(name)
+        parent, _, own = name.rpartition(".")
+        dense = modules.get(parent)
+        if dense is not None and own in layers_of_experts(dense) and form.experts is not None:
+            _check_projection(model, names[dense], dense, name, form)
+            experts.setdefault(dense, {})[own] = form
+            continue
+        if module is None:
+            raise InvalidArgumentError(f"layers: {shown(name)}: missing in the model")
+        reason = _reason_not_replaceable(model, module, names[module], form)
+        if reason is None and found.setdefault(module, form) != form:
+            reason = "one layer of the model under several names, which differ"
+        if reason is not None:
+            raise InvalidArgumentError(f"layers: {shown(name)}: {reason}")
+    for module, aliases in names.items():
+        if isinstance(module, BlockSparseLinear) and module not in found:
+            raise InvalidArgumentError(
+                f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
+            )
+    made = [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
+    return made + [
+        Replacement(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()
+    ]
+
+
+def layers_of_experts(module: nn.Module) -> dict[str, str]:
+    """Return the parameters of dense experts by the names of the layers that replace them; else nothing."""
+    found = projections_of(module)
+    return {} if found is None else {own: name for name, own in found.layers().items()}
+
+
+def _check_projection(
+    model: nn.Module, aliases: list[str], dense: nn.Module, name: str, form: LayerSpec
+) -> None:
+    found = projections_of(dense)
+    assert found is not None
+    reason = reason_not_known(dense) or what_would_be_lost(dense)
+    weight = dense.get_parameter(layers_of_experts(dense)[name.rpartition(".")[2]])
+    experts, out, in_ = (weight.mT if found.transposed else weight).shape
+    if (form.experts, form.shape) != (experts, (experts * out, in_)):
+        reason = f"{form.experts} experts in {form.shape}, but {experts} in {experts * out, in_} in the model"
+    if dense is model:
+        reason = "the model itself cannot be replaced in place"
+    if reason is not None:
+        raise InvalidArgumentError(f"layers: {shown(name)}: {reason}")
+
+
+def _empty_experts(dense: Any, forms: Mapping[str, LayerSpec]) -> BlockSparseExperts:
+    """Return experts of these specs on the meta device, like the dense ones in all else."""
+    layers = []
+    for own, name in layers_of_experts(dense).items():
+        if own not in forms:
+            raise InvalidArgumentError(f"layers: {own!r} of experts is missing beside {sorted(forms)}")
+        bias = dense._parameters.get(f"{name}_bias")
+        layer = ExpertsLinear.from_spec(forms[own], bias=bias is not None, device="meta")
+        assert isinstance(layer, ExpertsLinear)
+        trained = dense.get_parameter(name).requires_grad
+        layer.weight.requires_grad_(storage_of(forms[own].storage).trainable and trained)
+        if layer.bias is not None and bias is not None:
+            layer.bias.requires_grad_(bias.requires_grad)
+        layers.append(layer.train(dense.training))
+    return experts_like(dense, *layers)
+
+
+def _reason_not_replaceable(
+    model: nn.Module, module: nn.Module, aliases: list[str], form: LayerSpec
+) -> str | None:
+    # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
+    is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
+    if not is_linear or is_parametrized(module):
+        return f"it must be a linear layer, got {type(module).__name__}"
+    if type(module._parameters.get("weight")) is not nn.Parameter:
+        return (
+            "its weight is no plain parameter; remove parametrizations, and shard a model after it is loaded"
+        )
+    if form.experts != getattr(module, "experts", None):
+        return f"experts must be those of the model, got {form.experts}"
+    if (shape := _shape(module)) != form.shape:
+        return f"shape {form.shape}, but {shape} in the model"
+    sparse = isinstance(module, BlockSparseLinear)
+    known = {"weight", "bias", *((*INDEX_NAMES, *STORED_NAMES, *module._modules) if sparse else ())}
+    if others := sorted({*module._parameters, *module._buffers, *module._modules} - known):
+        return f"it holds {', '.join(others)} besides weight and bias"
+    if sparse:
+        return None
+    if module is model:
+        return "the model itself cannot be replaced in place"
+    return reason_from_parents(model, aliases) or what_would_be_lost(module)
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """(out_features, in_features) of any linear layer."""
+    if isinstance(module, BlockSparseLinear):
+        return module.out_features, module.in_features
+    out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
+    return out_features, in_features
+
+
+def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
+    """Return a layer of this spec on the meta device, like the module in all else."""
+    kind = ExpertsLinear if form.experts is not None else BlockSparseLinear
+    layer = kind.from_spec(form, bias=module.bias is not None, device="meta")
+    was_trainable = (
+        module.weight.requires_grad or not storage_of(getattr(module, "storage", "plain")).trainable
+    )
+    layer.weight.requires_grad_(storage_of(form.storage).trainable and was_trainable)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(module.bias.requires_grad)
+    return layer.train(module.training)
+
+
+def install(model: nn.Module, replacements: list[Replacement]) -> None:
+    """Put the layers into the model; nothing fails any more."""
+    new = {}
+    for names, module, layer in replacements:
+        if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
+            module.take_over(layer)
+            continue
+        new[module] = layer
+        hand_over(module, layer)
+        for name in names:
+            set_submodule(model, name, layer)
+    follow(model, new)

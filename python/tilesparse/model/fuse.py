@@ -1,0 +1,214 @@
+"""Merged layers and fused MLPs, where a run of the model shows that the result is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibrate.stream import call_apart, recording
+from ..errors import UnsupportedError
+from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.merged import MergedProduct, reason_not_one
+from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
+from .modules import Target, names_of_modules, owners_of_parameters, what_would_be_lost
+from .report import SkippedLayer
+
+
+@dataclass(frozen=True)
+class SharedProduct:
+    """Layers of one x, in the order in which they are called.
+
+    Attributes:
+        names: names of the layers.
+        reason: why each has a product of its own; None where they share one.
+    """
+
+    names: tuple[str, ...]
+    reason: str | None
+
+
+def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SharedProduct], list[MergedProduct]]:
+    """Have layers share products that a run shows to have one x; say what was done, and why not.
+
+    What a second run gives with each shared product is compared with what its layers give by themselves.
+
+    Args:
+        model: changed in place; its parameters are frozen.
+        run: calls the model, without recording gradients.
+
+    Returns:
+        The layers of one x, and the products that were made.
+    """
+    names = names_of_modules(model)
+    found: list[SharedProduct] = []
+    made: dict[MergedProduct, tuple[str, ...]] = {}
+    try:
+        for parent, layers in _called_with_one_x(names, run):
+            named = tuple(names[layer][0] for layer in layers)
+            reason = _reason_apart(layers, names)
+            if reason is None and any(layer.merged is None for layer in layers):
+                made[MergedProduct(parent, layers)] = named
+            else:
+                found.append(SharedProduct(named, reason))
+        wrong = _wrong(made, run) if made else set()
+        for product, named in made.items():
+            if product in wrong:
+                product.undo()
+            differ = "their results differed from those of products of their own"
+            found.append(SharedProduct(named, differ if product in wrong else None))
+    except BaseException:
+        for product in made:
+            product.undo()
+        raise
+    position = {name: number for number, aliases in enumerate(names.values()) for name in aliases[:1]}
+    found.sort(key=lambda one: position[one.names[0]])
+    return found, [product for product in made if product not in wrong]
+
+
+def _called_with_one_x(
+    modules: dict[nn.Module, list[str]], run: Callable[[], Any]
+) -> list[tuple[nn.Module, list[BlockSparseLinear]]]:
+    """Run the model; return modules and layers that they call with one x in each of their calls."""
+    children: dict[nn.Module, list[str]] = {}
+    for module in modules:
+        own = [name for name, child in module.named_children() if _is_layer(child)]
+        if len(own) > 1:
+            children[module] = own
+    with recording(children) as recorded:
+        run()
+    found = []
+    for module, entries in recorded.items():
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, calls in entries.items():
+            groups.setdefault(tuple(calls), []).append(name)
+        for key, group in groups.items():
+            if len(group) > 1 and any(call is not None for call in key):
+                found.append((module, [module.get_submodule(name) for name in group]))
+    return found  # type: ignore[return-value]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, BlockSparseLinear) and not module.of_experts
+
+
+def _reason_apart(layers: Sequence[BlockSparseLinear], names: dict[nn.Module, list[str]]) -> str | None:
+    """Say why layers of one x keep products of their own, or return None."""
+    owners = owners_of_parameters(names)
+    for layer in layers:
+        if layer.shard is not None:
+            return "their weight is sharded"
+        if type(layer) is not BlockSparseLinear or "forward" in vars(layer):
+            return f"one is a {type(layer).__name__} with a forward of its own"
+        if len(names[layer]) > 1:
+            return "one has several places in the model"
+        if "weight" not in layer._parameters or hasattr(layer, "_hf_hook"):
+            return "something else gives one of them its weight in each call"
+        if any(len(owners[parameter]) > 1 for parameter in layer.parameters(recurse=False)):
+            return "one has a parameter that another module has, too"
+    merged = {None if layer.merged is None else layer.merged[0] for layer in layers}
+    if len(merged) > 1 or (merged != {None} and len(merged.pop().layers) != len(layers)):  # type: ignore[union-attr]
+        return "one shares a product with other layers"
+    return reason_not_one(layers)
+
+
+def _wrong(products: dict[MergedProduct, tuple[str, ...]], run: Callable[[], Any]) -> set[MergedProduct]:
+    """Run the model; return the products of which a layer takes a result that is not its own."""
+    wrong: set[MergedProduct] = set()
+
+    def compare(layer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+        product, number = layer.merged
+        layer.merged = None
+        try:
+            own = layer.forward(*args)
+        finally:
+            layer.merged = product, number
+        if not torch.allclose(y, own, *_tolerances(own), equal_nan=True):
+            wrong.add(product)
+
+    layers = [layer for product in products for layer in product.layers]
+    hooks = [layer.register_forward_hook(compare, prepend=True) for layer in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return wrong
+
+
+def _tolerances(y: Tensor) -> tuple[float, float]:
+    """Return relative and absolute: sums of other kernels are in another order."""
+    relative = 8 * torch.finfo(y.dtype).eps ** (1.0 if y.itemsize < 4 else 0.5)
+    return relative, relative * float(y.abs().mean()) if y.numel() else 0.0
+
+
+def mlps_to_fuse(model: nn.Module, batch: Any) -> tuple[list[Target], list[SkippedLayer]]:
+    """Return the MLPs of a model with what is to replace them, and modules named so that stay.
+
+    Args:
+        model: only read.
+        batch: what it is called with; None calls nothing.
+    """
+    reasons: dict[nn.Module, str | None] = {}
+    waiting: list[nn.Module] = []  # for a call
+    names = names_of_modules(model)
+    for module in names:
+        known = form_of_sequence(module) is not None
+        if isinstance(module, BlockSparseMLP) or not (known or _is_named(module) or may_be_mlp(module)):
+            continue
+        reasons[module] = what_would_be_lost(module) or reason_not_fused(module)
+        if module is model:
+            reasons[module] = "the model itself cannot be replaced in place"
+        if not known and reasons[module] is None:
+            waiting.append(module)
+    found = _seen(model, batch, waiting) if waiting and batch is not None else {}
+    targets, skipped = [], []
+    for module, reason in reasons.items():
+        seen: BlockSparseMLP | str
+        if reason is not None:
+            seen = reason
+        elif module not in waiting:
+            seen = BlockSparseMLP.from_module(module)
+        elif batch is None:
+            seen = "a call shows what it computes: pass a batch"
+        else:
+            seen = found.get(module, "the batch does not call it")
+        if isinstance(seen, BlockSparseMLP):
+            targets.append(Target(names[module], module, seen))
+        elif _is_named(module):
+            skipped.append(SkippedLayer(names[module][0], type(module).__name__, seen))
+    return targets, skipped
+
+
+def _is_named(module: nn.Module) -> bool:
+    return "mlp" in type(module).__name__.lower()
+
+
+def _seen(
+    model: nn.Module, batch: Any, modules: Iterable[nn.Module]
+) -> dict[nn.Module, BlockSparseMLP | str]:
+    """Call the model; return of each module what can replace it in all of its calls, or why nothing can."""
+    found: dict[nn.Module, BlockSparseMLP | str] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(found.get(module), str):
+            return
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            found[module] = "it is called with more than one tensor, or by keyword"
+            return
+        try:
+            found[module] = BlockSparseMLP.from_module(module, args[0])
+        except UnsupportedError as error:
+            found[module] = str(error).removeprefix("module: ")
+
+    with ExitStack() as stack:
+        for module in modules:
+            hook = module.register_forward_pre_hook(look, with_kwargs=True)
+            stack.callback(hook.remove)
+        with evaluating(model), torch.inference_mode(False), torch.no_grad():
+            call_apart(model, batch)
+    return found

@@ -1,0 +1,257 @@
+"""Dense layers replaced by block-sparse ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._arguments import checked
+from .._checks import check_block_shape
+from .._listeners import check_can_change, layers_changed
+from .._progress import Progress
+from ..config import BlockSparseConfig
+from ..errors import InvalidArgumentError, TileSparseError
+from ..nn.experts import BlockSparseExperts, Projections, projections_of
+from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
+from ..nn.reference import PseudoBlockSparseLinear
+from ..storage.formats import storage_of
+from .match import (
+    LayerOptions,
+    Match,
+    Refusal,
+    Rule,
+    check_rules,
+    match_modules,
+    reason_not_patchable,
+    refusal_of,
+    rules_of,
+)
+from .modules import (
+    Replacement,
+    Target,
+    follow,
+    hand_over,
+    hidden_attribute,
+    matching,
+    names_of_modules,
+    set_submodule,
+    weight_reads,
+)
+from .report import PatchReport, SkippedLayer, patch_report, warn_of_empty, warn_of_reads
+
+
+def patch(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    refusal: Refusal,
+    make: Callable[[str, nn.Module, LayerOptions], Replacement],
+    *,
+    dry_run: bool,
+    strict: bool,
+    spare_outputs: bool = True,
+) -> tuple[PatchReport, list[Target]]:
+    """Replace the layers that rules match; on an error, none.
+
+    Args:
+        model: changed in place.
+        rules: see `match_modules`.
+        refusal: see `match_modules`.
+        make: returns the replacement of a module, from its name, itself and its options.
+        dry_run: only report what would be done.
+        strict: raise for rules by which no layer is block-sparse.
+        spare_outputs: see `match_modules`.
+    """
+    names, reads = names_of_modules(model), weight_reads(model)
+    matched, skipped = match_modules(model, names, rules, reads, refusal, spare_outputs=spare_outputs)
+    targets, uncut = _made(matched, make)
+    skipped += uncut
+    if strict:
+        check_rules(rules, names, {target.module for target in targets}, skipped)
+    used = {place for own in matching([rule.layers for rule in rules], names).values() for place in own}
+    unmatched = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
+    report = patch_report(names, targets, skipped, unmatched)
+    if not dry_run:
+        check_can_change(model)
+        replace_modules(model, targets)
+        layers_changed(model)
+    warn_of_reads(targets, reads)
+    chosen = {target.names[0] for target in targets if target.chosen}
+    of_chosen = [
+        one for one in report.layers if not chosen.isdisjoint((one.name, one.name.rpartition(".")[0]))
+    ]
+    warn_of_empty(layer for layer in of_chosen if layer.density)
+    return report, targets
+
+
+def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Put replacements into a model, wherever it holds the modules they replace, with all that these have."""
+    new = {}
+    for target in targets:
+        new[target.module] = target.replacement
+        hand_over(target.module, target.replacement)
+        for name in target.names:
+            set_submodule(model, name, target.replacement)
+    follow(model, new)
+
+
+def _made(
+    matched: Sequence[Match], make: Callable[[str, nn.Module, LayerOptions], Replacement]
+) -> tuple[list[Target], list[SkippedLayer]]:
+    """Make all replacements; layers that cannot be cut are skipped unless a rule writes their name out."""
+    progress = Progress(len(matched))
+    targets: list[Target] = []
+    skipped: list[SkippedLayer] = []
+    for done, (module, names, options, named) in enumerate(matched, 1):
+        name = names[0]
+        try:
+            made = make(name, module, options)
+            reason = hidden_attribute(module, made)
+            if reason is not None:
+                skipped.append(SkippedLayer(name, type(module).__name__, reason))
+                continue
+            targets.append(Target(names, module, made, options.pattern is None))
+        except TileSparseError as error:
+            if named or not isinstance(error, CannotBeCutError):
+                kind = InvalidArgumentError if isinstance(error, CannotBeCutError) else type(error)
+                raise kind(f"layer {name!r}: {error}") from error
+            skipped.append(SkippedLayer(name, type(module).__name__, str(error)))
+        progress.show(done, f"layers made block-sparse, {name} the last")
+    return targets, skipped
+
+
+class CannotBeCutError(InvalidArgumentError):
+    """A weight's shape is no multiple of the block shape."""
+
+
+def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
+    """Return the block-sparse layer, or experts, that replace dense ones, which stay as they are.
+
+    Raises:
+        CannotBeCutError: the weight cannot be cut into blocks of the config's shape.
+        InvalidArgumentError: the weight has NaN, has infinities and is to be stored in 8 or 4 bits, is on the
+            meta device without a pattern, or does not have the pattern's shape.
+    """
+    config, pattern = options.config, options.pattern
+    projections = projections_of(module)
+    if projections is not None:
+        return _sparse_experts(module, projections, options)
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        if pattern is None:  # chosen here, as the report names what that leaves empty
+            block_shape = check_block_shape(config.block_shape)
+            check_blocks_can_be_chosen(module, block_shape)
+            weight = dense_weight(module)
+            pattern = best_blocks(weight, None, config.density, block_shape, options.parts)
+        _check_can_be_stored(dense_weight(module), config.storage)
+    layer = BlockSparseLinear.from_linear(
+        module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
+    ).to_storage(config.storage, per=config.scales, activations=config.activations)
+    return PseudoBlockSparseLinear(layer) if options.pseudo_linear else layer
+
+
+def _sparse_experts(module: nn.Module, projections: Projections, options: LayerOptions) -> BlockSparseExperts:
+    config = options.config
+    block_shape = check_block_shape(config.block_shape)
+    for name in projections.names():
+        weight = module.get_parameter(name)
+        rows, columns = (-1, -2) if projections.transposed else (-2, -1)
+        _check_can_be_cut((weight.shape[rows], weight.shape[columns]), block_shape)
+        _check_can_be_ranked(weight)
+        _check_can_be_stored(weight, config.storage)
+    return BlockSparseExperts.from_experts(
+        module,
+        config.density,
+        block_shape=block_shape,
+        parts=options.parts,
+        nm=config.nm,
+        transposable=config.transposable,
+        storage=config.storage,
+        scales=config.scales,
+    )
+
+
+def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
+    """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
+    _check_can_be_cut(dense_weight(module).shape, block_shape)
+    _check_can_be_ranked(dense_weight(module))
+
+
+def _check_can_be_cut(shape: Sequence[int], block_shape: Sequence[int]) -> None:
+    for name, size, block in zip(("out_features", "in_features"), shape, block_shape, strict=True):
+        if size % block:
+            raise CannotBeCutError(
+                f"block_shape must divide the weight, got {tuple(block_shape)}: {name} is {size}, "
+                f"no multiple of {block}"
+            )
+
+
+def _check_can_be_ranked(weight: Tensor) -> None:
+    if weight.is_meta:
+        raise InvalidArgumentError(
+            "pattern must be given on the meta device: it has no weights to rank blocks by"
+        )
+    if bool(weight.isnan().any()):
+        raise InvalidArgumentError("its weight must not have NaN, which cannot be ranked")
+
+
+def _check_can_be_stored(weight: Tensor, storage: str) -> None:
+    if storage_of(storage).needs_finite and not weight.is_meta and not bool(weight.isfinite().all()):
+        raise InvalidArgumentError(f"its weight must be finite for the storage {storage!r}, got inf or nan")
+
+
+@checked
+def sparsify_(
+    model: nn.Module,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
+    *,
+    layers: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    dry_run: bool = False,
+    strict: bool = True,
+) -> PatchReport:
+    """Make the linear layers and the experts of a model block-sparse, in place; on an error, none.
+
+    They become `BlockSparseLinear` and `BlockSparseExperts`. The blocks of largest Frobenius norm are kept,
+    with their values. `BlockSparseModelPatcher` does the same, says which layers stay dense, and can undo it.
+    Build the optimizer afterwards: the layers have new parameters.
+
+    Args:
+        model: changed in place.
+        config: how layers are stored; or a config for each name or regular expression of layers, of which
+            the first that matches a layer counts, and None leaves it dense.
+        layers: names or regular expressions. A name such as "q_proj" matches modules whose last components
+            equal it, and the full name of a module that module alone, with everything inside: see
+            `BlockSparseModelPatcher.add_pattern`. None is all layers, or those that a mapping names.
+        exclude: likewise, of layers that stay dense.
+        filter_fn: takes a linear layer, or experts, and its qualified name, and returns True to make it
+            block-sparse. None takes every `torch.nn.Linear`, Transformers' ``Conv1D`` and its experts, but
+            not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
+            which take a config of their name.
+        dry_run: only report what would be done.
+        strict: raise if a config makes no layer block-sparse. False leaves that to the report.
+
+    Returns:
+        The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
+        blocks.
+
+    Raises:
+        InvalidArgumentError: see ``strict``; or `exclude` has what matches nothing; or a layer that a name in
+            `config` spells out cannot be cut into blocks; or a weight has NaN, has infinities and is to be
+            stored in 8 or 4 bits, or is on the meta device.
+
+    Examples:
+        >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
+        >>> print(report)
+    """
+    rules = rules_of(config, layers)
+    refusal = refusal_of(names_of_modules(model), reason_not_patchable, exclude, filter_fn)
+
+    def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
+        return sparse_layer(module, options)
+
+    report, _ = patch(
+        model, rules, refusal, make, dry_run=dry_run, strict=strict, spare_outputs=filter_fn is None
+    )
+    return report

@@ -1,0 +1,819 @@
+"""Which blocks of a weight are kept: `BlockPattern`, its index tensors, and how blocks are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._arguments import checked, shown
+from ._checks import (
+    INT32_MAX,
+    Index,
+    as_integer,
+    check_block_shape,
+    check_content,
+    check_index,
+    check_shapes,
+    checked_count,
+    checked_fraction,
+)
+from ._runtime import pattern_cache
+from ._runtime.device import exclusive
+from ._runtime.pattern_cache import block_indices, blocks_of, content_of, prepared, update_of, validate
+from ._runtime.torch_private import refuse_fakes
+from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
+
+
+def checked_index(
+    crow_indices: Tensor | Sequence[int],
+    col_indices: Tensor | Sequence[int],
+    shape: Sequence[int],
+    block_shape: int | Sequence[int],
+    slot: Tensor | Sequence[int] | None,
+    device: torch.device | str | int | None,
+) -> Index:
+    """Return validated copies of the arrays of a pattern."""
+    if device is None:
+        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
+    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+    col = _index_array("col_indices", col_indices)
+    nnz = len(col)
+    if slot is None:
+        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
+    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
+    validate(index)
+    return moved_index(index, torch.device(device))
+
+
+def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
+    """Move an index to a device, through pinned memory on the way to a GPU so that the host does not wait."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = index.col_indices.device
+    if device == here and not copy:
+        return index
+    pinned = here.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
+    tensors = (tensor.pin_memory() if pinned else tensor for tensor in index[:3])
+    crow, col, slot = (tensor.to(device, non_blocking=pinned, copy=True) for tensor in tensors)
+    return Index(crow, col, slot, index.shape, index.block_shape)
+
+
+@torch.no_grad()
+def overwrite_index(target: Index, source: Index) -> None:
+    """Write the source over the target in place; what is derived from the target follows."""
+    source = moved_index(source, target.col_indices.device)
+    with update_of(target), torch.inference_mode(target.col_indices.is_inference()):
+        for to, tensor in zip(target[:3], source[:3], strict=True):
+            to.copy_(tensor)
+
+
+def index_of(numbers: Tensor, like: Index) -> Index:
+    """Make an index of the block number row * C + col at every slot; on a GPU the host does not wait."""
+    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
+    rows, cols = out_features // bn, in_features // bk
+    numbers, slot = numbers.sort()
+    starts = torch.arange(rows + 1, device=numbers.device) * cols
+    crow = torch.searchsorted(numbers, starts, out_int32=True)
+    return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
+
+
+def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
+    """Return the index of the same weight in smaller blocks; the parts of a block follow each other."""
+    small, (bn, bk) = check_block_shape(block_shape), index.block_shape
+    if bn % small[0] or bk % small[1]:
+        raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
+    rows, cols = block_indices(index)
+    down = torch.arange(bn // small[0], device=rows.device)
+    across = torch.arange(bk // small[1], device=rows.device)
+    rows = rows[:, None, None] * len(down) + down[:, None]
+    cols = cols[:, None, None] * len(across) + across
+    numbers = (rows * (index.shape[1] // small[1]) + cols).flatten()
+    return index_of(numbers, index._replace(block_shape=small))
+
+
+def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+    """Return an int32 copy of an index array on the host."""
+    if isinstance(array, Tensor):
+        check_content(name, array)
+    given = torch.as_tensor(array, device="cpu")
+    if given.numel() == 0:
+        given = given.long()
+    if given.dim() != 1 or not is_integer(given):
+        raise InvalidPatternError(
+            f"{name} must be a 1-D array of integers, got shape {tuple(given.shape)} of {given.dtype}"
+        )
+    if length is not None and len(given) != length:
+        raise InvalidPatternError(f"{name} must have {length} entries, got {len(given)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
+        raise InvalidPatternError(
+            f"{name} must have entries from 0 to 2^31 - 1, got {int(given.min())} to {int(given.max())}"
+        )
+    return given.to(torch.int32, copy=True).contiguous()
+
+
+def is_integer(array: Tensor) -> bool:
+    """Return True if a tensor holds integers; bool does not count."""
+    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+
+
+def moved_blocks(
+    places: Tensor,
+    slots: Tensor | Sequence[int],
+    blocks: Tensor | Sequence[tuple[int, int]],
+    check: bool,
+) -> Tensor:
+    """Return the (row, col) of every slot, [nnz, 2] int64, after the blocks at ``slots`` have moved."""
+    chosen, new = (_integers(n, given, places.device) for n, given in (("slots", slots), ("blocks", blocks)))
+    chosen = chosen.reshape(-1)
+    if new.numel() != 2 * len(chosen):
+        raise InvalidArgumentError(
+            f"blocks must be {len(chosen)} places, one per slot, got shape {tuple(new.shape)}"
+        )
+    if check:
+        numbers = chosen.tolist()
+        if len(set(numbers)) != len(numbers) or not all(0 <= slot < len(places) for slot in numbers):
+            raise InvalidPatternError(f"slots must be different numbers from 0 to {len(places) - 1}")
+    places[chosen] = new.reshape(-1, 2)
+    return places
+
+
+def _integers(name: str, given: Tensor | Sequence[Any], device: torch.device) -> Tensor:
+    """Return given integers as an int64 tensor on a device."""
+    if isinstance(given, Tensor):
+        check_content(name, given)
+    numbers = torch.as_tensor(given, device=device)
+    if numbers.numel() and not is_integer(numbers):
+        raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+    return numbers.long()
+
+
+class PatternView:
+    """The sizes, the index tensors and the masks of a pattern; `BlockPattern` makes and updates it."""
+
+    _index: Index
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self._index.shape
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self._index.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self._index.shape[1]
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bn, bk): rows and columns of a block."""
+        return self._index.block_shape
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(R, C): block rows and block columns of the weight."""
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return out_features // bn, in_features // bk
+
+    @property
+    def nnz(self) -> int:
+        """Number of kept blocks."""
+        return self._index.col_indices.shape[0]
+
+    @property
+    def density(self) -> float:
+        """Kept fraction of the blocks."""
+        rows, cols = self.grid
+        return self.nnz / (rows * cols)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pattern's tensors."""
+        return self._index.col_indices.device
+
+    @property
+    def crow_indices(self) -> Tensor:
+        """[R + 1] int32: where each block row starts."""
+        return self._index.crow_indices
+
+    @property
+    def col_indices(self) -> Tensor:
+        """[nnz] int32: block column of each entry."""
+        return self._index.col_indices
+
+    @property
+    def slot(self) -> Tensor:
+        """[nnz] int32: position in the values of each entry's block."""
+        return self._index.slot
+
+    def block_indices(self) -> tuple[Tensor, Tensor]:
+        """Return (rows, cols), each [nnz] int64: the place of the block at every slot."""
+        return pattern_cache.block_indices(self._index)
+
+    def to_block_mask(self) -> Tensor:
+        """Return a mask [R, C] bool that is True for kept blocks."""
+        mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
+        mask[self.block_indices()] = True
+        return mask
+
+    def to_mask(self) -> Tensor:
+        """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
+        bn, bk = self.block_shape
+        return self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for the same shapes and the same blocks at the same slots, on any devices."""
+        if not isinstance(other, PatternView):
+            return NotImplemented
+        mine, theirs = self._index, other._index
+        return mine[3:] == theirs[3:] and all(
+            a.shape == b.shape and torch.equal(a, b.to(a.device))
+            for a, b in zip(mine[:3], theirs[:3], strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # patterns are compared by content and can change
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPattern(shape={self.shape}, block_shape={self.block_shape}, "
+            f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
+        )
+
+
+Device = torch.device | str | int | None
+
+
+class BlockPattern(PatternView):
+    """The kept blocks of a weight W of shape [out_features, in_features].
+
+    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
+    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
+    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
+    rows, empty columns and patterns without any block are legal.
+
+    A pattern is these three tensors, on any device. The constructor copies and validates them once.
+    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
+    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
+    and copy it there if it lies elsewhere.
+
+    Args:
+        crow_indices: [R + 1] integers, tensor or sequence.
+        col_indices: [nnz] integers.
+        shape: (out_features, in_features), multiples of the block shape.
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one
+            number for both.
+        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
+        device: device of the pattern; None is the device of ``col_indices``.
+
+    Raises:
+        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
+        InvalidPatternError: the tensors do not describe a pattern of that shape.
+    """
+
+    @checked
+    def __init__(
+        self,
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+        slot: Tensor | Sequence[int] | None = None,
+        device: Device = None,
+    ) -> None:
+        refuse_fakes("a pattern")
+        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
+            self._own(checked_index(crow_indices, col_indices, shape, block_shape, slot, device))
+
+    def _own(self, index: Index) -> None:
+        self._index = index
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
+        self._after_update: Callable[[], None] | None = None
+
+    @classmethod
+    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
+        check_index(index)
+        pattern = cls.__new__(cls)
+        pattern._own(index)
+        pattern._after_update = after_update
+        return pattern
+
+    @classmethod
+    @checked
+    def random(
+        cls,
+        shape: Sequence[int],
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+        cover: bool = True,
+        generator: torch.Generator | None = None,
+        device: Device = None,
+    ) -> BlockPattern:
+        """Draw blocks at random; leave no block row or column empty if the count allows.
+
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order; the
+        shorter list repeats. Each member of the longer list gets one block, and the members of the shorter
+        list get equal numbers, up to one. All other blocks are drawn uniformly, without replacement, from
+        the rest. With fewer than max(R, C) blocks the pairing stops early and covers as many rows and
+        columns as possible. Every block is equally likely to be kept.
+
+        Args:
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+            density: kept fraction; round(density * R * C) blocks are drawn.
+            nnz: number of blocks, instead of a density.
+            parts: (r, c): divide the block rows into r equal parts and the block columns into c, and draw
+                the same number of blocks from each of the r * c parts. Tensor parallelism over r processes
+                by rows, or c by columns, needs this balance. Rows and columns of the whole weight are
+                covered.
+            cover: False draws all blocks uniformly, without replacement. At low densities some block rows
+                then stay empty (their outputs are the bias alone), and so do some block columns (their
+                inputs are ignored).
+            generator: a CPU generator; None is PyTorch's default generator.
+            device: device of the pattern; None is the CPU.
+
+        Raises:
+            InvalidArgumentError: not exactly one of density and nnz is given, one of them is out of range, a
+                density above 0 rounds to no block, the blocks cannot be divided into such parts, or
+                ``cover`` is not a bool.
+        """
+        refuse_fakes("a pattern")
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        chosen = random_blocks(grid, parts, density, nnz, cover, generator)
+        return cls._from_sorted(chosen, shape, block_shape, device=device)
+
+    @classmethod
+    @checked
+    def full(
+        cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
+    ) -> BlockPattern:
+        """Keep every block; see the class for the arguments."""
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
+
+    @classmethod
+    @checked
+    def from_blocks(
+        cls,
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+    ) -> BlockPattern:
+        """Keep the listed blocks, in any order; block i of the list is stored at slot i of the values.
+
+        Args:
+            blocks: [nnz, 2] integers or a list of (block row, block column).
+            shape: (out_features, in_features), multiples of the block shape.
+            block_shape: (bn, bk), or one number for both.
+
+        Raises:
+            InvalidPatternError: a block lies outside the shape or is listed twice.
+        """
+        shape, block_shape, grid = check_shapes(shape, block_shape)
+        chosen, slot = listed_blocks(blocks, grid)
+        device = blocks.device if isinstance(blocks, Tensor) else None
+        return cls._from_sorted(chosen, shape, block_shape, slot, device)
+
+    @classmethod
+    @checked
+    def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block."""
+        check_matrix("mask", mask)
+        bn, bk = check_block_shape(block_shape)
+        shape = (mask.shape[0] * bn, mask.shape[1] * bk)
+        chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
+        return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
+
+    @classmethod
+    @checked
+    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
+        check_matrix("mask", mask)
+        block_shape = check_shapes(mask.shape, block_shape)[1]
+        return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
+
+    @classmethod
+    def from_bsr(cls, matrix: Tensor) -> BlockPattern:
+        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores, in any order; duplicates are summed.
+
+        Raises:
+            InvalidArgumentError: ``matrix`` has another layout, or blocks of an invalid shape.
+        """
+        crow, col, values = canonical_bsr(matrix)
+        return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
+
+    @classmethod
+    @checked
+    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """Keep the blocks of a scipy.sparse matrix of any format.
+
+        Args:
+            matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
+            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
+
+        Raises:
+            InvalidArgumentError: the block shape is missing or invalid, or does not divide the shape.
+        """
+        matrix = canonical_scipy(matrix, block_shape)
+        return cls(
+            torch.from_numpy(matrix.indptr),
+            torch.from_numpy(matrix.indices),
+            shape=matrix.shape,
+            block_shape=matrix.blocksize,
+        )
+
+    @classmethod
+    @checked
+    def from_scores(
+        cls,
+        scores: Tensor,
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+    ) -> BlockPattern:
+        """Keep the blocks with the highest scores [R, C]; the first in row order wins a tie.
+
+        ``density``, ``nnz`` and ``parts`` are those of `random`.
+
+        Raises:
+            InvalidArgumentError: as in `random`, or a score is NaN.
+        """
+        check_matrix("scores", scores)
+        bn, bk = check_block_shape(block_shape)
+        chosen, shape = best_blocks(scores, parts, density, nnz), (scores.shape[0] * bn, scores.shape[1] * bk)
+        return cls._from_sorted(chosen, shape, (bn, bk), device=scores.device)
+
+    @classmethod
+    @checked
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        block_shape: int | Sequence[int],
+        density: float | None = None,
+        nnz: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+    ) -> BlockPattern:
+        """Keep the blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
+
+        ``density``, ``nnz`` and ``parts`` are those of `random`.
+
+        Raises:
+            InvalidArgumentError: as in `random`, or a norm is NaN.
+        """
+        check_matrix("dense", dense)
+        block_shape = check_shapes(dense.shape, block_shape)[1]
+        scores = block_norms(dense, block_shape)
+        return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
+
+    @classmethod
+    def _from_sorted(
+        cls,
+        chosen: Tensor,
+        shape: Sequence[int],
+        block_shape: Sequence[int],
+        slot: Tensor | None = None,
+        device: Device = None,
+    ) -> BlockPattern:
+        """Make a pattern of ascending block numbers row * C + col on the host."""
+        rows, cols = shape[0] // block_shape[0], shape[1] // block_shape[1]
+        crow = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
+        crow[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
+        return cls(
+            crow, chosen % cols, shape=shape, block_shape=block_shape, slot=slot, device=device or "cpu"
+        )
+
+    @checked
+    def to(self, device: torch.device | str | int) -> BlockPattern:
+        """Copy to another device; return this pattern if it is already there."""
+        index = moved_index(self._index, torch.device(device))
+        return self if index is self._index else BlockPattern.from_index(index)
+
+    def index_on(self, device: torch.device) -> Index:
+        """Return the tensors that operators on a device take: its own, or a copy there that follows them."""
+        if device == self.device:
+            return self._index
+        if torch.compiler.is_compiling():
+            return moved_index(self._index, device)
+        if not isinstance(device, torch.device):
+            raise InvalidTypeError(f"device must be a torch.device, got {shown(device)}")
+        with exclusive():  # so that threads get one copy
+            content, copied = content_of(self._index), self._copies.get(device)
+            if copied is None:
+                copied = moved_index(self._index, device), content
+            elif copied[1] != content:
+                overwrite_index(copied[0], self._index)
+            self._copies[device] = copied[0], content
+            return copied[0]
+
+    @checked
+    def update_(self, other: BlockPattern) -> BlockPattern:
+        """Replace the blocks by those of ``other``, a pattern of the same shape and block shape.
+
+        If the number of blocks stays the same, everything is written in place: the pattern's tensors, the
+        plans that captured graphs read, and the buffers of the layer whose pattern this is. On a CUDA device
+        the host does not wait. A backward pass whose forward pass ran before the update raises
+        PatternChangedError.
+
+        Raises:
+            InvalidArgumentError: ``other`` has another shape or block shape.
+            InvalidPatternError: ``other`` has another number of blocks, and this is a layer's pattern.
+        """
+        if (other.shape, other.block_shape) != (self.shape, self.block_shape):
+            raise InvalidArgumentError(
+                f"other must have shape {self.shape} in blocks of {self.block_shape}, "
+                f"got {other.shape} in blocks of {other.block_shape}"
+            )
+        if other.nnz == self.nnz:
+            return self._take(other._index)
+        if self._after_update is not None:
+            raise InvalidPatternError(
+                f"other must have {self.nnz} blocks, as many as the layer stores, got {other.nnz}"
+            )
+        with torch.inference_mode(False):
+            self._own(moved_index(other._index, self.device, copy=True))
+        return self
+
+    @checked
+    def move_blocks_(
+        self,
+        slots: Tensor | Sequence[int],
+        blocks: Tensor | Sequence[tuple[int, int]],
+        *,
+        check: bool = True,
+    ) -> BlockPattern:
+        """Move the blocks at ``slots`` to new places; see `update_` for the effects.
+
+        A block may take a place that another moved block leaves.
+
+        Args:
+            slots: [n] integers, each at most once.
+            blocks: [n, 2] the new (block row, block column) of each.
+            check: True looks for places that lie outside or are taken, for which the host waits on CUDA
+                devices. False makes such places undefined behaviour.
+
+        Raises:
+            InvalidPatternError: a place lies outside or is taken; nothing has changed.
+        """
+        rows, cols = self.block_indices()
+        places = moved_blocks(torch.stack((rows, cols), 1), slots, blocks, check)
+        if check:
+            return self.update_(
+                BlockPattern.from_blocks(places, shape=self.shape, block_shape=self.block_shape)
+            )
+        return self._take(index_of(places[:, 0] * self.grid[1] + places[:, 1], self._index))
+
+    def _take(self, other: Index) -> BlockPattern:
+        with exclusive():
+            overwrite_index(self._index, other)
+            for device, (copied, _) in self._copies.items():
+                overwrite_index(copied, self._index)
+                self._copies[device] = copied, content_of(self._index)
+        if self._after_update is not None:
+            self._after_update()
+        return self
+
+    def transpose(self) -> BlockPattern:
+        """Return the pattern of the transposed weight; every block keeps its slot."""
+        col_ptr, row_idx, slot = (array.clone() for array in prepared(self._index).columns())
+        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
+        return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
+
+    @checked
+    def refined(self, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Return the pattern of the same weight in smaller blocks, on the same device.
+
+        Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
+
+        Raises:
+            InvalidArgumentError: ``block_shape`` does not divide the pattern's.
+        """
+        return BlockPattern.from_index(refined_index(self._index, block_shape))
+
+    def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
+        return _rebuild, tuple(self._index)
+
+
+def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: Any) -> BlockPattern:
+    return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
+
+
+def check_matrix(name: str, matrix: Tensor) -> None:
+    """Refuse a tensor that is not a dense matrix with content."""
+    if matrix.dim() != 2 or matrix.layout != torch.strided:
+        raise InvalidArgumentError(
+            f"{name} must be a dense 2-D tensor, got shape {tuple(matrix.shape)}, {matrix.layout}"
+        )
+    check_content(name, matrix)
+
+
+def listed_blocks(blocks: Tensor | Sequence[tuple[int, int]], grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the numbers of listed (row, col) blocks in ascending order, and each one's place in the list."""
+    rows, cols = grid
+    if isinstance(blocks, Tensor):
+        check_content("blocks", blocks)
+    pairs = torch.as_tensor(blocks, device="cpu")
+    if pairs.numel() == 0:
+        pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
+        raise InvalidPatternError(
+            f"blocks must be (row, col) pairs of integers, got shape {tuple(pairs.shape)} of {pairs.dtype}"
+        )
+    row, col = pairs.long().unbind(1)
+    outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
+    if len(outside):
+        first = tuple(pairs[outside[0, 0]].tolist())
+        raise InvalidPatternError(f"blocks: {first} lies outside the {rows} x {cols} blocks of the shape")
+    chosen, slot = (row * cols + col).sort()
+    twice = (chosen[1:] == chosen[:-1]).nonzero()
+    if len(twice):
+        first = divmod(int(chosen[twice[0, 0]]), cols)
+        raise InvalidPatternError(f"blocks: {first} is listed twice")
+    return chosen, slot
+
+
+def block_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """Return the Frobenius norm [R, C] of each block of a matrix, in float32 at least."""
+    blocks, dtype = blocks_of(dense.detach(), block_shape), torch.promote_types(dense.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
+    return norms
+
+
+def random_blocks(
+    grid: tuple[int, int],
+    parts: Sequence[int],
+    density: float | None,
+    nnz: int | None,
+    cover: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Draw blocks as `BlockPattern.random` describes; return their numbers in ascending order."""
+    if not isinstance(cover, bool):
+        raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
+    of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+    covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+    chosen = [
+        numbers[_drawn(len(numbers), first, kept, generator)]
+        for numbers, first in zip(of_parts, covering, strict=True)
+    ]
+    return torch.cat(chosen).sort().values
+
+
+def best_blocks(scores: Tensor, parts: Sequence[int], density: float | None, nnz: int | None) -> Tensor:
+    """Choose the blocks with the highest scores [R, C]; return their numbers in ascending order."""
+    if scores.is_complex():
+        raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
+    flat = scores.detach().cpu().reshape(-1)
+    if bool(flat.isnan().any()):
+        raise InvalidArgumentError("scores must be numbers that can be ranked, got NaN")
+    of_parts, kept = _blocks_of_parts((scores.shape[0], scores.shape[1]), parts, density, nnz)
+    best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    return of_parts.gather(1, best).flatten().sort().values
+
+
+def canonical_bsr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arrays of a BSR matrix, its own if their columns are sorted and without duplicates."""
+    if not isinstance(matrix, Tensor):
+        raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
+    if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
+        raise InvalidArgumentError(
+            f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
+        )
+    crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+    check_content("matrix", crow)
+    counts, cols = crow.diff(), matrix.shape[1] // max(1, values.shape[2])
+    inside = bool(((col >= 0) & (col < cols)).all()) and int(crow[0]) == 0 and int(crow[-1]) == len(col)
+    if not inside or bool((counts < 0).any()):
+        return crow, col, values  # for the constructor to say what is wrong
+    rows = torch.arange(len(counts), device=col.device).repeat_interleave(counts)
+    numbers, place = torch.unique(rows * cols + col, return_inverse=True)
+    if torch.equal(place, torch.arange(len(col), device=col.device)):
+        return crow, col, values
+    summed = values.new_zeros(len(numbers), *values.shape[1:]).index_add(0, place, values)
+    starts = torch.arange(len(crow), device=col.device) * cols
+    return torch.searchsorted(numbers, starts), numbers % cols, summed
+
+
+def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
+    """Return a BSR copy of a scipy matrix, with sorted columns and without duplicates."""
+    if not hasattr(matrix, "tobsr"):
+        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
+    if block_shape is None and matrix.format != "bsr":
+        raise InvalidArgumentError(
+            f"block_shape must be given for a scipy matrix of format {matrix.format!r}"
+        )
+    if block_shape is not None:
+        block_shape = check_shapes(matrix.shape, block_shape)[1]
+    matrix = matrix.tobsr(blocksize=block_shape, copy=True)
+    matrix.sum_duplicates()
+    matrix.sort_indices()
+    return matrix
+
+
+def _blocks_of_parts(
+    grid: tuple[int, int], parts: Sequence[int], density: float | None, nnz: int | None
+) -> tuple[Tensor, int]:
+    """Return the ascending numbers of all blocks, [r * c, blocks of a part], and how many a part keeps."""
+    (rows, cols), (r, c) = grid, check_parts(parts)
+    if rows % r or cols % c:
+        raise InvalidArgumentError(f"parts must divide the {rows} x {cols} blocks of the shape, got {(r, c)}")
+    if nnz is None:
+        kept = _kept_blocks(rows * cols // (r * c), density, None)
+    else:
+        kept, left = divmod(_kept_blocks(rows * cols, density, nnz), r * c)
+        if left:
+            raise InvalidArgumentError(f"nnz must be a multiple of the {r * c} parts, got {nnz}")
+    numbers = all_blocks(grid).view(r, rows // r, c, cols // c)
+    return numbers.transpose(1, 2).reshape(r * c, -1), kept
+
+
+def all_blocks(grid: tuple[int, int]) -> Tensor:
+    """Return the numbers of all blocks, if there are not too many to choose from."""
+    rows, cols = grid
+    if rows * cols > INT32_MAX:
+        raise InvalidArgumentError(
+            f"shape must have fewer than 2^31 blocks to choose from, got {rows} x {cols}; "
+            "BlockPattern.from_blocks takes a list of those to keep"
+        )
+    return torch.arange(rows * cols, device="cpu")
+
+
+def _covering(
+    grid: tuple[int, int], parts: tuple[int, int], kept: int, generator: torch.Generator | None
+) -> Tensor:
+    """Return [r * c, n <= kept] places in each part that cover as many block rows and columns as they can.
+
+    Parts side by side share an order of their block rows and take turns in it; likewise for columns.
+    """
+    (r, c), (rows, cols) = parts, (grid[0] // parts[0], grid[1] // parts[1])
+    count = min(kept, max(-(-rows // c), -(-cols // r)))
+    if count == 0:
+        return torch.empty(r * c, 0, dtype=torch.int64, device="cpu")
+
+    def orders(length: int, number: int) -> Tensor:
+        each = [torch.randperm(length, generator=generator, device="cpu") for _ in range(number)]
+        return torch.stack(each)
+
+    of_rows, of_cols = orders(rows, r), orders(cols, c)
+    i, j, turn = (torch.arange(length, device="cpu") for length in (r, c, count))
+    row = of_rows[i[:, None, None], (j[:, None] * count + turn) % rows]
+    col = of_cols[j[:, None], (i[:, None, None] * count + turn) % cols]
+    return (row * cols + col).view(r * c, count)
+
+
+def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | None) -> Tensor:
+    """Return different places below ``size``: the first ones given, and others at random."""
+    order = torch.randperm(size, generator=generator, device="cpu")
+    others = torch.ones(size, dtype=torch.bool, device="cpu").index_fill_(0, first, False)
+    return torch.cat((first, order[others[order]]))[:kept]
+
+
+def check_parts(parts: Sequence[int]) -> tuple[int, int]:
+    """Return parts as two positive integers."""
+    try:
+        r, c = (as_integer(count) for count in parts)
+        if r > 0 and c > 0:
+            return r, c
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(f"parts must be (r, c), two positive integers, got {parts!r}")
+
+
+def check_parts_beside(pattern: object | None, parts: Sequence[int]) -> tuple[int, int]:
+    """Return parts of blocks that are still to be chosen; a given pattern has its own."""
+    checked = check_parts(parts)
+    if pattern is not None and checked != (1, 1):
+        raise InvalidArgumentError(f"parts must be (1, 1) beside a pattern, which has its own, got {parts!r}")
+    return checked
+
+
+def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
+    """Return how many of ``total`` blocks to keep."""
+    if (density is None) == (nnz is None):
+        raise InvalidArgumentError("exactly one of density and nnz must be given")
+    if density is not None:
+        kept = round(checked_fraction("density", density) * total)
+        if kept == 0 and density > 0:
+            raise InvalidArgumentError(
+                f"density must be 0 or at least {1 / total:.3g}: {density} of {total} blocks rounds to none"
+            )
+        return kept
+    return checked_count("nnz", nnz, 0, total)
+
+
+__all__ = ["BlockPattern"]
