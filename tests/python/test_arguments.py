@@ -108,17 +108,18 @@ def _methods(cls: type, value: type) -> Iterator[tuple[str, Any]]:
 NOT_CALLED = {
     "PatchReport",
     "FuseReport",
-    "patch.FusedMLP",
-    "patch.PatchedLayer",
-    "patch.SkippedLayer",
+    "model.FusedMLP",
+    "model.PatchedLayer",
+    "model.SkippedLayer",
     "tuning.AdviceReport",
+    "tuning.Candidate",
     "tuning.Estimate",
     "tuning.LatencyTable",
     "tuning.MeasuredLayers",
-    "inference.InferenceReport",
-    "inference.PreparedProduct",
-    "inference.SharedProduct",
-    "patch.Size",
+    "model.inference.InferenceReport",
+    "model.inference.PreparedProduct",
+    "model.inference.SharedProduct",
+    "model.Size",
     "nn.ExpertsLinear.cut",  # which always raise
     "nn.ExpertsLinear.from_linear",
     "prune.AllocatedLayer",
@@ -128,8 +129,8 @@ NOT_CALLED = {
     "prune.PermutedGroup",
     "prune.PruneReport",
     "prune.PrunedLayer",
-    "quantization.QuantizeReport",
-    "quantization.QuantizedLayer",
+    "quantize.QuantizeReport",
+    "quantize.QuantizedLayer",
     "recover.DistillationHistory",
     "recover.FittedSubmodule",
     "recover.ReconstructionReport",
@@ -153,7 +154,7 @@ NOT_CALLED = {
     "BlockSparseModelPatcher.new_child_module",
     "train.PatternSchedule.add_param_group",
     "prune.Rows",
-    "patch.DenseParameter",
+    "model.DenseParameter",
 }
 BLOCK = (32, 32)
 
@@ -418,11 +419,11 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "PseudoBlockSparseLinear": lambda: {"layer": layer()},
     "PseudoBlockSparseLinear.forward": lambda: (PseudoBlockSparseLinear(layer()), {"input": tokens()}),
-    "parallel.ColwiseParallel": dict,
-    "parallel.ExpertParallel": dict,
-    "parallel.ExpertTensorParallel": dict,
-    "parallel.RowwiseParallel": dict,
-    "parallel.synchronize_patterns": lambda: {"model": nn.Sequential()},
+    "distributed.ColwiseParallel": dict,
+    "distributed.ExpertParallel": dict,
+    "distributed.ExpertTensorParallel": dict,
+    "distributed.RowwiseParallel": dict,
+    "distributed.synchronize_patterns": lambda: {"model": nn.Sequential()},
     "BlockSparseConfig": dict,
     "LayerSpec": lambda: {"shape": (32, 64), "block_shape": BLOCK, "nnz": 2, "dtype": torch.float32},
     "LayerSpec.with_storage": lambda: (layer().spec.with_storage, {"storage": "int8"}),
@@ -729,7 +730,7 @@ def test_hostile_arguments(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if name.startswith("parallel."):
+    if name.startswith("distributed."):
         request.getfixturevalue("group")
     value = public()[name]
     function, arguments = call_of(name, value)
@@ -748,7 +749,7 @@ def test_the_default_device_is_for_new_tensors_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if name.startswith("parallel."):
+    if name.startswith("distributed."):
         request.getfixturevalue("group")
     function, arguments = call_of(name, public()[name])
     with torch.device("meta"):  # whose tensors have no contents, for whoever takes them for others

@@ -25,4 +25,5 @@ def __getattr__(name: str) -> Any:
     """The styles, imported once they are asked for: DTensors take long, and not every PyTorch has them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".experts" if name.startswith("Expert") else ".tensor", __name__), name)
+    module = ".expert_parallel" if name.startswith("Expert") else ".tensor_parallel"
+    return getattr(import_module(module, __name__), name)
