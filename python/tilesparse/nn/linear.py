@@ -882,13 +882,15 @@ class StoredWeight(nn.Module):
     def validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self.origin.source is Source.MISSING
-        trains = self.training and torch.is_grad_enabled()
         if self.origin.copied:
-            self._check_copy(trains)
+            self._check_copy(self._trains())
         if missing and not self.col_indices.is_meta:
             self._check_filled()
-        elif not missing and has_peers() and trains:
+        elif not missing and has_peers() and self._trains():
             self._check_shared()
+
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     @constant_when_compiled
     def _check_copy(self, trains: bool) -> None:
