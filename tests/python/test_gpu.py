@@ -1076,7 +1076,7 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
             packed.plan_key = wrong
             kept.forget_calls()
-            with pytest.raises(InvalidArgumentError, match=f"packed_key must be {key}, .* got {wrong};"):
+            with pytest.raises(InvalidArgumentError, match=f"prepacked.key must be {key}, .* got {wrong};"):
                 layer(x)
         packed.plan_key = key
         kept.forget_calls()
@@ -1100,7 +1100,7 @@ def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens
     memory = torch.cuda.memory_allocated()
     twin.pack()
     assert same()
-    is_copied = torch.cuda.memory_allocated() - memory >= layer.weight.nbytes
+    is_copied = torch.cuda.memory_allocated() - memory > layer.weight.nbytes // 2  # less goes back meanwhile
     if tokens > 512:  # with fewer other kernels may be faster
         assert is_copied == (block_size < 64)
     with torch.no_grad():

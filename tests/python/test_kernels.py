@@ -772,7 +772,7 @@ def test_refused_calls_write_nothing(row: Row) -> None:
         ("x.data must not be null", {"x": 0}),
         ("x.ld", {"arguments": {"ldx": x.ld - CHUNK // size}}),
         ("x.ld", {"arguments": {"ldx": x.ld + 1}}),
-        ("values must be aligned", {"values": values.address + row.result.itemsize}),
+        ("values.data must be aligned", {"values": values.address + row.result.itemsize}),
         ("overlap", {"y": x.address, "values": x.address}),
         *_bad_residuals(row, operands),
         *_bad_extras(operands),
@@ -781,9 +781,9 @@ def test_refused_calls_write_nothing(row: Row) -> None:
     if row.plan:
         plan = plan_of(row, problem)
         refused += [
-            ("plan must not be null", {"plan": plan._replace(address=0)}),
-            ("plan_bytes", {"plan": plan._replace(size=8)}),
-            ("plan_key", {"plan": plan._replace(key=plan.key ^ 1)}),
+            ("plan.data must not be null", {"plan": plan._replace(address=0)}),
+            ("plan.bytes", {"plan": plan._replace(size=8)}),
+            ("plan.key", {"plan": plan._replace(key=plan.key ^ 1)}),
         ]
     for message, changes in refused:
         with pytest.raises(InvalidArgumentError, match=message):
@@ -797,7 +797,7 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
     good = {"residual": residual.address}
     gated = {"arguments": {"gated": True}}
     if row.op != DDS_NT:
-        return [("residual must be null", good), ("gate must be null", good | gated)]
+        return [("residual.data must be null", good), ("gate.data must be null", good | gated)]
     short = {"arguments": {"ldr": operands.y.shape[1] - CHUNK // size}}
     return [
         ("residual must be aligned", {"residual": residual.address + size}),
@@ -815,10 +815,10 @@ def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for name, least in (("metadata", CHUNK), ("scales", 4), ("x_scales", CHUNK)):
         if name in operands.buffers:
-            address = operands.buffers[name].address
+            address, field = operands.buffers[name].address, name.replace("x_scales", "x.scales")
             found += [
-                (f"{name} must not be null", {name: 0}),
-                (f"{name} must be aligned", {name: address + least // 2}),
+                (f"{field} must not be null", {name: 0}),
+                (f"{field} must be aligned", {name: address + least // 2}),
             ]
     return found
 

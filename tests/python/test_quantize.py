@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilesparse
 from tilesparse import InvalidArgumentError, functional
+from tilesparse._checks import QUANTIZED
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -115,7 +116,7 @@ def test_nothing_to_quantize(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operator_is_traced(device: str) -> None:
     x = randn(4, 64, dtype=torch.float32, device=device)
-    torch.library.opcheck(torch.ops.tilesparse.quantize.default, (x, 4))
+    torch.library.opcheck(torch.ops.tilesparse.quantize.default, (x, QUANTIZED[torch.int8]))
     compiled: Any = torch.compile(functional.quantize, backend="aot_eager", fullgraph=True)
     for one, other in zip(compiled(x), functional.quantize(x), strict=True):
         assert torch.equal(one, other)
