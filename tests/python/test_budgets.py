@@ -20,8 +20,8 @@ from torch import nn
 from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, TuneFileError
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.prune import allocate, erk, measure_errors, prune_, uniform
-from tilesparse.prune import allocate as solver
-from tilesparse.prune.allocate import solve
+from tilesparse.prune import allocation as solver
+from tilesparse.prune.allocation import solve
 from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers
 
 PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]

@@ -26,7 +26,7 @@ from zoo import ZOO
 import tilesparse as ts
 from tilesparse.distributed import ColwiseParallel, ExpertParallel, ExpertTensorParallel
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from tilesparse.io import load, section
+from tilesparse.io import prepare, section
 
 STYLES: dict[str, Callable[[], Any]] = {"experts": ExpertParallel, "features": ExpertTensorParallel}
 KINDS = ["mixtral", "gpt_oss", "nemotron_h"]
@@ -214,7 +214,7 @@ def checkpoints(rank: int) -> None:
         set_model_state_dict(again, state)
         assert torch.equal(again(*inputs), expected)
         dense = nn.ModuleDict({"experts": wide("mixtral").to("meta")})
-        load(dense, json.loads(str(about[0])))
+        prepare(dense, json.loads(str(about[0])))
         fresh: Any = shared(dense["experts"], style).to_empty(device=here())
         for layer in fresh.projections().values():
             layer.reset_parameters()

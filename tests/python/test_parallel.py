@@ -44,7 +44,7 @@ from tilesparse import (
 )
 from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
 from tilesparse.distributed import tensor_parallel as _shards
-from tilesparse.io import load, section
+from tilesparse.io import prepare, section
 from tilesparse.pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256
@@ -664,7 +664,7 @@ def checkpoints_of_other_forms(rank: int) -> None:
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
-    load(model, json.loads((folder / "tilesparse.json").read_text()))
+    prepare(model, json.loads((folder / "tilesparse.json").read_text()))
     alone = copy.deepcopy(model).to_empty(device=here())
     for layer in layers_of(alone):
         layer.reset_parameters()

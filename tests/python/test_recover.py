@@ -47,9 +47,8 @@ from tilesparse import (
     UnsupportedError,
 )
 from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill, losses, reconstruct
-from tilesparse.recover import distill as graphs
-from tilesparse.recover import reconstruct as reconstruction
+from tilesparse.recover import DistillationLoss, distill, losses, reconstruct, reconstruction
+from tilesparse.recover import distillation as graphs
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
 

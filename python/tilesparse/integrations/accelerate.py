@@ -9,8 +9,8 @@ from typing import Any
 
 from .._hooks import ACCELERATE, adapt, when_imported
 from .._listeners import layers_changed
-from ..io.load import prepare_for
 from ..io.manifest import CONFIG
+from ..io.reader import prepare_for
 from ..nn.linear import BlockSparseLinear
 
 

@@ -1,9 +1,9 @@
 """Files of models with block-sparse layers."""
 
 from ..config import METHOD
-from .load import load, prepare, prepare_for
 from .manifest import VERSION, check_section, forms, section
-from .save import save
+from .reader import load, prepare, prepare_for
+from .writer import save
 
 __all__ = [
     "METHOD",

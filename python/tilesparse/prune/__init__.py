@@ -1,6 +1,6 @@
 """Pruning of trained models: the blocks to keep, and their weights."""
 
-from .allocate import AllocatedLayer, Allocation, ErrorProfiles, allocate, erk, measure_errors, uniform
+from .allocation import AllocatedLayer, Allocation, ErrorProfiles, allocate, erk, measure_errors, uniform
 from .driver import PrunedLayer, PruneReport, prune_
 from .obs import refit
 from .permutation import (

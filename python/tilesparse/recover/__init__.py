@@ -3,9 +3,9 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .distill import DistillationHistory, distill
+from .distillation import DistillationHistory, distill
 from .losses import DistillationLoss
-from .reconstruct import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct
+from .reconstruction import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct
 
 __all__ = [
     "DistillationHistory",

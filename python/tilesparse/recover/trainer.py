@@ -21,7 +21,7 @@ from .._arguments import checked
 from .._files import replacing
 from ..calibrate.stream import check_distinct, device_of, mask_of_outputs, moved
 from ..errors import CheckpointError, InvalidArgumentError
-from .distill import outputs_of
+from .distillation import outputs_of
 from .losses import DistillationLoss
 
 FILE = "pattern_schedule.pt"  # in the folder of a checkpoint

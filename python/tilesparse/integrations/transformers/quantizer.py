@@ -26,8 +26,8 @@ from ..._hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
 from ...config import METHOD, BlockSparseConfig
 from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ...io.load import prepare
 from ...io.manifest import VERSION, check_belongs, check_section, section
+from ...io.reader import prepare
 from ...model.replace import sparsify_
 from ...nn.linear import INDEX_NAMES, BlockSparseLinear, align
 from ...storage.formats import STORED_NAMES, forms_of, storage_of

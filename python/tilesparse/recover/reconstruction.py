@@ -35,7 +35,7 @@ from ..calibrate.stream import (
 )
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, is_conv1d
-from .distill import Forward, autocasting, check_autocast
+from .distillation import Forward, autocasting, check_autocast
 
 
 @checked
