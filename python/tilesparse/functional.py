@@ -50,7 +50,7 @@ def linear(
     activation: str = "none",
     *,
     residual: Tensor | None = None,
-    feature_major_output: bool = False,
+    column_major_output: bool = False,
     policy: str = "sparse",
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
@@ -71,7 +71,7 @@ def linear(
         residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
             the product, unless a gradient is recorded through an activation, and is read in place if
             it lies as the result does.
-        feature_major_output: make the result column-major: give it the strides of a transposed matrix. A
+        column_major_output: make the result column-major: give it the strides of a transposed matrix. A
             following layer reads it without a copy, and layers with small blocks read it faster.
         policy: "sparse" multiplies the kept blocks alone. "dense" writes W out, zeros included, and leaves
             products, activation and residual to PyTorch, for layers that are faster dense (small or hardly
@@ -93,7 +93,7 @@ def linear(
     """
     check_policy(policy)
     try:
-        index, stored, layout = pattern.index_on(values.device), (metadata, scales), feature_major_output
+        index, stored, layout = pattern.index_on(values.device), (metadata, scales), column_major_output
         return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
     except Exception as error:
         check_types_after(error, linear, locals())
@@ -109,7 +109,7 @@ def quantized_linear(
     activation: str = "none",
     *,
     residual: Tensor | None = None,
-    feature_major_output: bool = False,
+    column_major_output: bool = False,
     policy: str = "sparse",
     metadata: Tensor | None = None,
     gate: Tensor | None = None,
@@ -137,7 +137,7 @@ def quantized_linear(
         bias: [out_features] or None.
         activation: as in `linear`.
         residual: [..., out_features], or None.
-        feature_major_output: make the result column-major.
+        column_major_output: make the result column-major.
         policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
             in its own dtype by it.
         metadata: of 2:4 values, see `linear`.
@@ -155,9 +155,9 @@ def quantized_linear(
     """
     check_policy(policy)
     try:
-        if not (isinstance(use_fast_accum, bool) and isinstance(feature_major_output, bool)):
+        if not (isinstance(use_fast_accum, bool) and isinstance(column_major_output, bool)):
             check_types(quantized_linear, locals())
-        index, of_y = pattern.index_on(values.device), (bias, activation, residual, feature_major_output)
+        index, of_y = pattern.index_on(values.device), (bias, activation, residual, column_major_output)
         return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
     except Exception as error:
         check_types_after(error, quantized_linear, locals())
@@ -329,7 +329,7 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
         if b.dim() != 2:
             raise InvalidArgumentError(f"b must be 2-D, got shape {tuple(b.shape)}")
         # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is column-major.
-        return _dds(b.t(), values, pattern, not transpose, feature_major=True).t()
+        return _dds(b.t(), values, pattern, not transpose, column_major=True).t()
     except Exception as error:
         check_types_after(error, dsd, locals())
         raise
@@ -385,7 +385,7 @@ def _dds(
     values: Tensor,
     pattern: BlockPattern,
     transpose: bool,
-    feature_major: bool,
+    column_major: bool,
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     if is_any_autocast_enabled():
@@ -393,4 +393,4 @@ def _dds(
     index = pattern.index_on(values.device)
     extras = extras_of(values, *stored)
     product = DDS_NT if transpose else DDS_NN
-    return call(product, a, values, index, feature_major=feature_major, extras=extras)
+    return call(product, a, values, index, column_major=column_major, extras=extras)

@@ -29,7 +29,7 @@ DEVICE_DTYPES = [
     ),
 ]
 
-LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and feature-major
+LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and column-major
 # The operand that each product writes.
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
 # What each product can do besides multiplying.

@@ -134,7 +134,7 @@ def test_few_tokens_take_kernels_made_for_them(op: int) -> None:
 
 
 @needs_sm90
-def test_few_feature_major_tokens_take_small_tiles() -> None:
+def test_few_column_major_tokens_take_small_tiles() -> None:
     assert chosen(H200, (64, 64), tokens=16, x_layout=1).endswith(("_64x256", "_32x128"))
     assert chosen(H200, (64, 64), tokens=4096, x_layout=1).startswith("sm90_dds")
 
@@ -169,7 +169,7 @@ def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
 
 
 @needs_sm90
-def test_ragged_feature_major_results_take_kernels_that_store_single_elements() -> None:
+def test_ragged_column_major_results_take_kernels_that_store_single_elements() -> None:
     for x_layout in (0, 1):
         of_tokens = partial(chosen, H200, (64, 64), x_layout=x_layout, y_layout=1)
         assert of_tokens(tokens=4096).startswith("sm90_")

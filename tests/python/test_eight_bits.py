@@ -148,7 +148,7 @@ def test_bias_activation_residual_and_gate(device: str, name: str) -> None:
         for options, wanted in cases:
             for column_major in (False, True):
                 y = functional.quantized_linear(
-                    x, values, pattern, scales, bias, activation, feature_major_output=column_major, **options
+                    x, values, pattern, scales, bias, activation, column_major_output=column_major, **options
                 )
                 torch.testing.assert_close(y, wanted, rtol=1e-5, atol=near)
                 assert (y.stride(-1) == 1) != column_major
@@ -693,7 +693,7 @@ def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch
     ]
     for changed, message in (
         ({"op": "dgrad"}, "op must be 'forward' with activations"),
-        ({"feature_major": True}, "feature_major must be False with activations"),
+        ({"column_major": True}, "column_major must be False with activations"),
         ({"dtype": torch.float64}, "dtype must have 16 or 32 bits with activations"),
         ({"storage": "plain"}, "activations must be None"),
     ):

@@ -95,9 +95,9 @@ def test_leading_dimensions(device: str, lead: tuple[int, ...], policy: str) -> 
 
 
 STRIDED: dict[str, Callable[[int, int, torch.dtype, str], Tensor]] = {
-    "feature-major": lambda m, k, dtype, device: randn(k, m, dtype=dtype, device=device).t(),
-    "padded feature-major": lambda m, k, dtype, device: randn(k, m + 8, dtype=dtype, device=device).t()[:m],
-    "offset feature-major": lambda m, k, dtype, device: randn(k, m + 9, dtype=dtype, device=device).t()[
+    "column-major": lambda m, k, dtype, device: randn(k, m, dtype=dtype, device=device).t(),
+    "padded column-major": lambda m, k, dtype, device: randn(k, m + 8, dtype=dtype, device=device).t()[:m],
+    "offset column-major": lambda m, k, dtype, device: randn(k, m + 9, dtype=dtype, device=device).t()[
         3 : m + 3
     ],
     "padded rows": lambda m, k, dtype, device: randn(m, k + 16, dtype=dtype, device=device)[:, :k],
@@ -136,12 +136,12 @@ def test_strided_operands(device: str, layout: str, tokens: int) -> None:
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("lead", [(24,), (37,), (1,), (0,), (3, 5)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_feature_major_output(device: str, lead: tuple[int, ...], policy: str) -> None:
+def test_column_major_output(device: str, lead: tuple[int, ...], policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 16))
     values = random_values(pattern, dtype=torch.float32, device=device)
     x = randn(*lead, pattern.in_features, dtype=torch.float32, device=device)
     bias = randn(pattern.out_features, dtype=torch.float32, device=device)
-    y = functional.linear(x, values, pattern, bias, feature_major_output=True, policy=policy)
+    y = functional.linear(x, values, pattern, bias, column_major_output=True, policy=policy)
     assert y.shape == (*lead, pattern.out_features)
     flat = y.reshape(-1, y.shape[-1])
     assert flat.t().stride(-1) == 1 or len(flat) <= 1
@@ -223,18 +223,18 @@ def test_residual(device: str, dtype: torch.dtype, record: bool, activation: str
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 24, 37])
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_residuals(device: str, layout: str, feature_major: bool, tokens: int) -> None:
+def test_strided_residuals(device: str, layout: str, column_major: bool, tokens: int) -> None:
     """The result keeps its own layout whatever that of the residual is, which nothing writes."""
     pattern = make_pattern("random 50%", (2, 3), (32, 16))
     values = random_values(pattern, dtype=torch.bfloat16, device=device)
     residual = STRIDED[layout](tokens, pattern.out_features, torch.bfloat16, device)
     x = randn(*residual.shape[:-1], pattern.in_features, dtype=torch.bfloat16, device=device, seed=1)
     before = residual.clone()
-    y = functional.linear(x, values, pattern, residual=residual, feature_major_output=feature_major)
-    plain = functional.linear(x, values, pattern, feature_major_output=feature_major)
+    y = functional.linear(x, values, pattern, residual=residual, column_major_output=column_major)
+    plain = functional.linear(x, values, pattern, column_major_output=column_major)
     assert y.stride() == plain.stride()
     flat_x, flat = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
     assert_product_close(y.reshape(flat.shape), flat_x, dense_weight(values, pattern).t(), flat)
@@ -281,16 +281,16 @@ def double_tensors(pattern: BlockPattern, device: str = "cpu") -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
 @pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 @pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
-def test_gates(device: str, dtype: torch.dtype, activation: str, feature_major: bool, policy: str) -> None:
+def test_gates(device: str, dtype: torch.dtype, activation: str, column_major: bool, policy: str) -> None:
     """As PyTorch multiplies, whatever the gate's layout; the result has the one that is asked for."""
     pattern = make_pattern("random 50%", (3, 4), (32, 16))
     values = random_values(pattern, dtype=dtype, device=device)
     x = randn(2, 12, pattern.in_features, dtype=dtype, device=device, seed=1)
     bias = randn(pattern.out_features, dtype=dtype, device=device, seed=2)
-    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": policy}
+    options: dict[str, Any] = {"column_major_output": column_major, "policy": policy}
     sums = functional.linear(x, values, pattern, bias, **options)
     for gate in (sums.flip(0), sums.flip(0).mT.contiguous().mT):
         y = functional.linear(x, values, pattern, bias, activation, gate=gate, **options)
@@ -348,11 +348,11 @@ def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> No
 
 
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
-def test_gradients_of_every_order_when_expanded(feature_major: bool, check: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
+def test_gradients_of_every_order_when_expanded(column_major: bool, check: Callable[..., bool]) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
     x, y, values, bias = double_tensors(pattern)
-    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": "dense"}
+    options: dict[str, Any] = {"column_major_output": column_major, "policy": "dense"}
     assert check(
         lambda x, v, b, y: functional.linear(x, v, pattern, b, "silu", residual=y, **options),
         (x, values, bias, y),
@@ -385,17 +385,17 @@ def test_expanded_equals_sparse(device: str, dtype: torch.dtype, name: str) -> N
             assert error <= 16 * rounding_unit(dtype) * sparse.abs().amax()
 
 
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_expanded_with_strided_operands(device: str, layout: str, feature_major: bool) -> None:
+def test_expanded_with_strided_operands(device: str, layout: str, column_major: bool) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 16))
     values = random_values(pattern, dtype=torch.bfloat16, device=device)
     x = STRIDED[layout](24, pattern.in_features, torch.bfloat16, device)
     residual = STRIDED[layout](24, pattern.out_features, torch.bfloat16, device)
-    options: dict[str, Any] = {"feature_major_output": feature_major, "policy": "dense"}
+    options: dict[str, Any] = {"column_major_output": column_major, "policy": "dense"}
     product = functional.linear(x, values, pattern, **options)
-    plain = functional.linear(x, values, pattern, feature_major_output=feature_major)
+    plain = functional.linear(x, values, pattern, column_major_output=column_major)
     assert product.stride() == plain.stride()
     flat_x = x.reshape(-1, x.shape[-1])
     assert_product_close(product.reshape(len(flat_x), -1), flat_x, dense_weight(values, pattern).t())
@@ -508,7 +508,7 @@ def test_compile_without_graph_breaks(device: str, dynamic: bool, policy: str) -
     bias = randn(pattern.out_features, dtype=torch.float32, device=device).requires_grad_()
 
     def step(x: Tensor) -> Tensor:
-        y = functional.linear(x, values, pattern, bias, "gelu", feature_major_output=True, policy=policy)
+        y = functional.linear(x, values, pattern, bias, "gelu", column_major_output=True, policy=policy)
         y = functional.dds(y, values, pattern, transpose=False).sin()
         return functional.linear(y, values, pattern, residual=y[:, : pattern.out_features], policy=policy)
 

@@ -373,14 +373,14 @@ def worst_square(actual: Tensor, expected: Tensor) -> float:
     return float((norms(actual.float() - expected) / norms(expected)).max())
 
 
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
 @pytest.mark.parametrize("block_shape", [(64, 64), (32, 64)])
-def test_no_copy_of_the_weight(block_shape: tuple[int, int], feature_major: bool) -> None:
+def test_no_copy_of_the_weight(block_shape: tuple[int, int], column_major: bool) -> None:
     # So large that no product takes partial sums: nothing but the weight is large. Kernels for narrow blocks
     # pack it, but not these.
     layer = make_layer(16384, 16384, density=0.25, block_shape=block_shape)
     x = randn(16384, 64, dtype=BF16, device="cuda").t()
-    x = (x if feature_major else x.contiguous()).requires_grad_()
+    x = (x if column_major else x.contiguous()).requires_grad_()
     grad = randn(64, 16384, dtype=BF16, device="cuda", seed=1)
     weight_bytes = layer.weight.numel() * layer.weight.itemsize
     step(layer, x, grad)
@@ -592,8 +592,8 @@ def free_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
-def test_more_than_2_to_the_31_elements(feature_major: bool, free_memory: int) -> None:
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
+def test_more_than_2_to_the_31_elements(column_major: bool, free_memory: int) -> None:
     """The last tokens alone are not zero, so that little is enough to know the results."""
     if free_memory < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
@@ -601,7 +601,7 @@ def test_more_than_2_to_the_31_elements(feature_major: bool, free_memory: int) -
     tokens, last = 2**31 // pattern.in_features + 104, slice(-100, None)
     values = random_values(pattern, dtype=BF16, device="cuda")
     weight = dense_weight(values, pattern)
-    x, y = (big_matrix(tokens, size, feature_major) for size in pattern.shape[::-1])
+    x, y = (big_matrix(tokens, size, column_major) for size in pattern.shape[::-1])
     assert x.numel() > 2**31
     x[last] = randn(100, pattern.in_features, dtype=BF16, device="cuda", seed=1)
     y[last] = randn(100, pattern.out_features, dtype=BF16, device="cuda", seed=2)
@@ -613,13 +613,13 @@ def test_more_than_2_to_the_31_elements(feature_major: bool, free_memory: int) -
         blocks_of_dense(tolerance, pattern),
     )
     del x
-    dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), feature_major)
+    dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), column_major)
     assert_product_close(dx[last], y[last], weight)
     assert not dx[:-100].any()
 
 
 @pytest.mark.parametrize("kernel", ["sm80_dds_nt_bf16_128x128", "sm80_dds_nt_bf16_32x128"])
-def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str, free_memory: int) -> None:
+def test_more_than_2_to_the_30_tokens_of_column_major_activations(kernel: str, free_memory: int) -> None:
     """The first tokens alone are not zero: as many bytes are left behind them as 32 bits do not count."""
     if free_memory < 72 * 2**30:
         pytest.skip("needs 72 GiB of free GPU memory")
@@ -636,22 +636,22 @@ def test_more_than_2_to_the_30_tokens_of_feature_major_activations(kernel: str, 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for 9.0"
 )
-@pytest.mark.parametrize("feature_major", [False, True], ids=["row-major", "feature-major"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
 @pytest.mark.parametrize("kernel", ["sm90_narrow_bf16_256x256", "sm90_narrow_bf16_128x512"])
 def test_more_work_than_a_launch_can_count_takes_several(
-    kernel: str, feature_major: bool, free_memory: int
+    kernel: str, column_major: bool, free_memory: int
 ) -> None:
     if free_memory < 32 * 2**30:
         pytest.skip("needs 32 GiB of free GPU memory")
     pattern = BlockPattern.random((2**17, 2**19), block_shape=16, nnz=2**15).to("cuda")
     values = random_values(pattern, dtype=BF16, device="cuda")
     x = torch.randn(4096, pattern.in_features, dtype=BF16, device="cuda")
-    if feature_major:
+    if column_major:
         x = x.t().contiguous().t()
     with use_kernel(kernel), torch.no_grad():
         y = functional.linear(x, values, pattern)
         for tokens in (slice(0, 1024), slice(1800, 1928), slice(3072, 4096)):  # in one launch
-            some = x[tokens].t().contiguous().t() if feature_major else x[tokens]
+            some = x[tokens].t().contiguous().t() if column_major else x[tokens]
             assert torch.equal(functional.linear(some, values, pattern), y[tokens])
 
 
@@ -667,9 +667,9 @@ def test_a_pending_error_stays_with_the_caller(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def big_matrix(tokens: int, features: int, feature_major: bool) -> Tensor:
+def big_matrix(tokens: int, features: int, column_major: bool) -> Tensor:
     """Zeros, tokens x features."""
-    if feature_major:
+    if column_major:
         return torch.zeros(features, tokens, dtype=BF16, device="cuda").t()
     return torch.zeros(tokens, features, dtype=BF16, device="cuda")
 

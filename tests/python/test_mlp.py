@@ -261,7 +261,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_shape", [(128, 32), (64, 16), (32, 32), (64, 64)])
-def test_what_lies_between_narrow_blocks_is_feature_major(block_shape: tuple[int, int]) -> None:
+def test_what_lies_between_narrow_blocks_is_column_major(block_shape: tuple[int, int]) -> None:
     """As the class says, and the same numbers; captured in a graph as well."""
     options: dict[str, Any] = {"block_shape": block_shape, "dtype": torch.bfloat16, "bias": False}
     layers = [

@@ -300,7 +300,7 @@ REPEATED: dict[str, tuple[Any, int]] = {
     "one token": (lambda p, x, y, values, bias: functional.linear(x[0, 0], values, p, bias), 1),
     "4 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None], values, p, bias), 1),
     "5 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None, None], values, p, bias), 0),
-    "x feature-major": (
+    "x column-major": (
         lambda p, x, y, values, bias: functional.dds(x[0].t().contiguous().t(), values, p),
         1,
     ),
@@ -445,7 +445,7 @@ def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() 
     assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), layer(x))
     with pytest.raises(UnsupportedError, match=r"activation must be known when torch.fx.symbolic_trace"):
         torch.fx.symbolic_trace(layer)
-    others = {"residual": None, "gate": None, "activation": "none", "feature_major_output": False}
+    others = {"residual": None, "gate": None, "activation": "none", "column_major_output": False}
     assert torch.equal(torch.fx.symbolic_trace(layer, others)(x, *others.values()), layer(x))
 
 

@@ -105,7 +105,7 @@ def test_numbers_of_tokens_and_layouts(count: int) -> None:
     for x in (tokens(count), wide[:, IN:], tokens(2 * count)[::2], tokens(IN, count).mT[..., :IN]):
         x = x if x.shape[-1] == IN else tokens(count)
         for column_major in (False, True):
-            y = functional.quantized_linear(x, values, pattern, scales, feature_major_output=column_major)
+            y = functional.quantized_linear(x, values, pattern, scales, column_major_output=column_major)
             reference, tolerance = expected(x, values, scales, pattern)
             assert_within(y, reference, tolerance)
 

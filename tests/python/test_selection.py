@@ -52,7 +52,7 @@ def problems() -> Iterator[Product]:
     for (storage, nm), block, tokens in product(STORED, (32, 128), TOKENS):
         yield Product(*SHAPES[0], tokens, 0.25, block, torch.float16, "forward", storage, nm)
     for op, tokens in product(OPS, (1000, 1001, 4096)):
-        yield Product(*SHAPES[0], tokens, 0.25, 64, torch.bfloat16, op, feature_major=True)
+        yield Product(*SHAPES[0], tokens, 0.25, 64, torch.bfloat16, op, column_major=True)
     yield Product(*SHAPES[0], 512, 0.25, 64, torch.float64)
 
 
@@ -239,7 +239,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"tokens": 1 << 31}, "tokens must be an integer from 1 to 2147483647"),
         ({"tokens": 10**30}, "tokens must be an integer from 1 to 2147483647"),
         ({"dtype": [1]}, "dtype"),
-        ({"feature_major": "x"}, "feature_major must be True or False"),
+        ({"column_major": "x"}, "column_major must be True or False"),
         ({"tf32": "x"}, "tf32 must be True, False or None"),
         ({"density": 2}, "density"),
         ({"block_shape": 24}, "block_shape"),

@@ -599,7 +599,7 @@ def test_products_are_those_of_the_expansion_and_repeat(
     """With everything that can be added, by every policy; on the CPU to the last bit."""
     o = Operands(storage, dtype=dtype, device=device, tokens=40)
     for activation, major in product(ACTIVATIONS, (False, True)):
-        options: dict[str, Any] = {"residual": o.y, "feature_major_output": major}
+        options: dict[str, Any] = {"residual": o.y, "column_major_output": major}
         plain = functional.linear(o.x, o.stored.plain, o.pattern, o.bias, activation, **options)
         for policy in ("sparse", "auto", "dense"):
             result = o.linear(None, o.bias, activation, **options, policy=policy)

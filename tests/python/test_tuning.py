@@ -74,11 +74,11 @@ def last_is_fastest(dense: float = 9.0) -> Clock:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("form", ["plain", "feature_major", "compressed", "int8", "2:4 int8"])
+@pytest.mark.parametrize("form", ["plain", "column_major", "compressed", "int8", "2:4 int8"])
 def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None:
     forms: dict[str, dict[str, Any]] = {
         "plain": {},
-        "feature_major": {"feature_major": True},
+        "column_major": {"column_major": True},
         "compressed": {"storage": "compressed", "nm": (2, 4)},
         "int8": {"storage": "int8"},
         "2:4 int8": {"storage": "int8", "nm": (2, 4)},
@@ -292,7 +292,7 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
         {"product": {}},
         {"product": 3},
         {"product": PRODUCT_FIELDS | {"tokens": 10**30}},
-        {"product": PRODUCT_FIELDS | {"feature_major": "x"}},
+        {"product": PRODUCT_FIELDS | {"column_major": "x"}},
     ],
 )
 def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
@@ -421,7 +421,7 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"products": [3]}, r"products\[0\] must be a Product, got 3"),
         (
-            {"products": [Product(64, 64, 1, storage="int8", feature_major=True, block_shape=32)]},
+            {"products": [Product(64, 64, 1, storage="int8", column_major=True, block_shape=32)]},
             "must be stored 'plain'",
         ),
         ({"candidates": 0}, "candidates"),

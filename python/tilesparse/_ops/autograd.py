@@ -40,7 +40,7 @@ class Product(NamedTuple):
 
     Attributes:
         op: the operator, which takes the fields of the pattern one by one.
-        rest: slice of (bias, residual, activation, feature_major, *extras) that the operator takes next.
+        rest: slice of (bias, residual, activation, column_major, *extras) that the operator takes next.
         kernel: computes it on plain tensors and a prepared pattern, and takes all of these.
         gradients: returns the gradients of the tensors but extras from the gradient of the result, the
             factors, each of which is there if it is needed, and the extras.
@@ -66,7 +66,7 @@ def call(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
-    feature_major: bool = False,
+    column_major: bool = False,
     extras: Extras = (),
 ) -> Tensor:
     """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher.
@@ -78,12 +78,12 @@ def call(
         _refuse_tangents((*tensors, *tensors_of(extras)))
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        rest: tuple[Any, ...] = bias, residual, activation, feature_major, *extras
+        rest: tuple[Any, ...] = bias, residual, activation, column_major, *extras
         return op(*factors, *index, *rest[product.rest])
     pattern = prepared(index, product.looks)
     if records_gradient(tensors):
-        return _record((product, pattern, index, activation, feature_major, extras), *tensors)
-    return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
+        return _record((product, pattern, index, activation, column_major, extras), *tensors)
+    return product.kernel(first, second, pattern, bias, residual, activation, column_major, *extras)
 
 
 # ---- the fast path ----
@@ -102,7 +102,7 @@ class _Recorded(torch.autograd.Function):
         residual: Tensor | None,
     ) -> Tensor:
         need = ctx.needs_input_grad
-        product, pattern, index, activation, feature_major, extras = how
+        product, pattern, index, activation, column_major, extras = how
         kept = extras[product.kept]
         ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(kept))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
@@ -110,7 +110,7 @@ class _Recorded(torch.autograd.Function):
         shape = None if weight is None else weight.shape
         ctx.of = product, index, pattern, pattern.generation, weight, shape
         ctx.extras = without_tensors(kept)
-        return product.kernel(first, second, pattern, bias, residual, activation, feature_major, *extras)
+        return product.kernel(first, second, pattern, bias, residual, activation, column_major, *extras)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -51,7 +51,7 @@ def linear_on(
     bias: Tensor | None = None,
     activation: str = "none",
     residual: Tensor | None = None,
-    feature_major: bool = False,
+    column_major: bool = False,
     policy: str = "sparse",
     stored: tuple[Tensor | None, Tensor | None] = (None, None),
     gate: Tensor | None = None,
@@ -64,19 +64,19 @@ def linear_on(
     if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored, gate)
         plain = expand_values(values, *stored, x.dtype) if extras else values
-        y = _expanded_linear(x, plain, index, bias, feature_major)
+        y = _expanded_linear(x, plain, index, bias, column_major)
         return combined(y, activation, residual, gate)
     tensors = x, values, bias, residual, gate
     if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
         if gate is not None:
             extras = (*(extras or (None, None, False)), gate)
-        return call(DDS_NT, x, values, index, bias, residual, code, feature_major, extras)
+        return call(DDS_NT, x, values, index, bias, residual, code, column_major, extras)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
-    if gate is None and not feature_major and sums_with_activation(x, bias):
+    if gate is None and not column_major and sums_with_activation(x, bias):
         y = call(DDS_NT, x, values, index, _detached(bias), None, 0, False, extras)
         return combined(activate(y, bias, activation), "none", residual, None)
-    y = call(DDS_NT, x, values, index, bias, None, 0, feature_major, extras)
+    y = call(DDS_NT, x, values, index, bias, None, 0, column_major, extras)
     return combined(y, activation, residual, gate)
 
 
@@ -99,13 +99,13 @@ def linear_through(
     bias: Tensor | None,
     residual: Tensor | None,
     kept: tuple[Tensor | None, ...],
-    feature_major: bool = False,
+    column_major: bool = False,
 ) -> Tensor:
     """Compute `linear` with compressed values, and pass the gradient to ``values`` straight through.
 
     ``kept``: compressed values and metadata, then both of the transposed weight or None twice.
     """
-    return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, feature_major, kept)
+    return call(DDS_NT_THROUGH, x, values, index, bias, residual, 0, column_major, kept)
 
 
 def _prefers_dense(
@@ -122,10 +122,10 @@ def extras_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) ->
 
 
 def _expanded_linear(
-    x: Tensor, values: Tensor, index: Index, bias: Tensor | None, feature_major: bool
+    x: Tensor, values: Tensor, index: Index, bias: Tensor | None, column_major: bool
 ) -> Tensor:
     weight = call(EXPAND, values, None, index)
-    if not feature_major:
+    if not column_major:
         return torch.nn.functional.linear(x, weight, bias)
     columns = x.reshape(-1, index.shape[1]).t()
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
@@ -140,7 +140,7 @@ def quantized_linear_on(
     bias: Tensor | None = None,
     activation: str = "none",
     residual: Tensor | None = None,
-    feature_major: bool = False,
+    column_major: bool = False,
     policy: str = "sparse",
     gate: Tensor | None = None,
     fast: bool = True,
@@ -154,19 +154,19 @@ def quantized_linear_on(
         check_quantizable(x)  # the rest is checked as for other products
         refuse_gradient(records_gradient((values,)), None, scales)
         stored = metadata, stored_scales_on(scales, values, index)
-        return linear_on(x, values, index, bias, activation, residual, feature_major, policy, stored, gate)
+        return linear_on(x, values, index, bias, activation, residual, column_major, policy, stored, gate)
     tensors = x, values, bias, residual, gate
     direct, recorded = is_plain((*tensors, scales, metadata)), records_gradient(tensors)
     of_x = quantized_for(values, x, direct, is_inside(scales))
     if direct and not recorded:
         pattern = prepared(index, DDS_NT_QUANTIZED.looks)
         return dds_quantized(
-            x, values, pattern, bias, residual, code, feature_major, scales, gate, metadata, *of_x, fast
+            x, values, pattern, bias, residual, code, column_major, scales, gate, metadata, *of_x, fast
         )
     refuse_gradient(recorded and values.requires_grad, None, scales)
     if (code == 0 and gate is None) or not (recorded or transforms_active()):
         extras = scales, gate, metadata, *of_x, fast
-        return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, feature_major, extras)
+        return call(DDS_NT_QUANTIZED, x, values, index, bias, residual, code, column_major, extras)
     check_one(residual, gate)
     y = call(DDS_NT_QUANTIZED, x, values, index, bias, extras=(scales, None, metadata, *of_x, fast))
     return combined(y, activation, residual, gate)
@@ -291,7 +291,7 @@ def _dds_nt_fake(
     return x.new_empty(x.shape[0], index.shape[0] // groups)
 
 
-# These take bias, residual, activation and feature_major of `call` as well, which are not given.
+# These take bias, residual, activation and column_major of `call` as well, which are not given.
 
 
 def _grouped_dds_nn(y: Tensor, values: Tensor, pattern: Prepared, *rest: Any) -> Tensor:
@@ -401,7 +401,7 @@ def _groups_of(tokens: int, offsets: Tensor) -> Tensor:
 
 # ---- registration ----
 
-_LAYOUT = 2 + len(Index._fields) + 3  # where `call` has feature_major, which these do not take
+_LAYOUT = 2 + len(Index._fields) + 3  # where `call` has column_major, which these do not take
 
 
 def _without_layout(op: Callable[..., Tensor]) -> Callable[..., Tensor]:

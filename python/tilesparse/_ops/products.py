@@ -35,13 +35,13 @@ def _dds_nt_through(
     bias: Tensor | None,
     residual: Tensor | None,
     activation: int,
-    feature_major: bool,
+    column_major: bool,
     compressed: Tensor,
     metadata: Tensor,
     *_: Tensor | None,
 ) -> Tensor:
     """Multiply by compressed values in place of the dense blocks, which get the gradient."""
-    return _dds_nt(x, compressed, pattern, bias, residual, activation, feature_major, metadata)
+    return _dds_nt(x, compressed, pattern, bias, residual, activation, column_major, metadata)
 
 
 def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:

@@ -35,20 +35,20 @@ _STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
 LIB.define(
     f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
-    f"int activation=0, bool feature_major=False, {_STORED}, Tensor? gate=None) -> Tensor"
+    f"int activation=0, bool column_major=False, {_STORED}, Tensor? gate=None) -> Tensor"
 )
 LIB.define(
     f"dds_nt_through(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool feature_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
+    "bool column_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
     "Tensor? transposed_metadata) -> Tensor"
 )
 LIB.define(
     f"dds_nt_quantized(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool feature_major, Tensor scales, Tensor? gate, Tensor? metadata, Tensor x_values, Tensor x_scales, "
+    "bool column_major, Tensor scales, Tensor? gate, Tensor? metadata, Tensor x_values, Tensor x_scales, "
     "bool fast) -> Tensor"
 )
 LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
-LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool feature_major=False, {_STORED}) -> Tensor")
+LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool column_major=False, {_STORED}) -> Tensor")
 LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
@@ -81,12 +81,12 @@ LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tens
 
 
 class DdsOptions(NamedTuple):
-    """What dds_nt takes after its factors and the pattern, and dds_nn from feature_major on, without gate."""
+    """What dds_nt takes after its factors and the pattern, and dds_nn from column_major on, without gate."""
 
     bias: Tensor | None = None
     residual: Tensor | None = None
     activation: int = 0
-    feature_major: bool = False
+    column_major: bool = False
     metadata: Tensor | None = None
     scales: Tensor | None = None
     transposed: bool = False
@@ -150,7 +150,7 @@ def register(
     return getattr(torch.ops.tilesparse, name).default
 
 
-_REST = None, None, 0, False  # bias, residual, activation and feature_major, of which operators take the last
+_REST = None, None, 0, False  # bias, residual, activation and column_major, of which operators take the last
 
 
 def differentiable(
@@ -189,14 +189,14 @@ def register_plainly(
 
 
 def dds_fake(op: int, source: Tensor, values: Tensor, index: Index, *options: Any) -> Tensor:
-    bias, residual, activation, feature_major, metadata, scales, transposed, gate = DdsOptions(*options)
+    bias, residual, activation, column_major, metadata, scales, transposed, gate = DdsOptions(*options)
     if transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
         check_nothing_added(bias, residual, activation, gate)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), DDS_NN - op
     name = "x" if op == DDS_NT else "y"
     check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
-    return empty(source, result_form(source, index.shape[op], feature_major))
+    return empty(source, result_form(source, index.shape[op], column_major))
 
 
 dds_nt_fake = partial(dds_fake, DDS_NT)
@@ -205,15 +205,15 @@ dds_nn_fake = partial(dds_fake, DDS_NN)
 
 def dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
     check_values("values", values, index)
-    bias, residual, activation, feature_major, compressed, metadata, *_ = rest
-    return dds_nt_fake(x, compressed, index, bias, residual, activation, feature_major, metadata)
+    bias, residual, activation, column_major, compressed, metadata, *_ = rest
+    return dds_nt_fake(x, compressed, index, bias, residual, activation, column_major, metadata)
 
 
 def dds_nt_quantized_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
-    bias, residual, _, feature_major, scales, gate, metadata, x_values, x_scales, _ = rest
+    bias, residual, _, column_major, scales, gate, metadata, x_values, x_scales, _ = rest
     check_quantized_dds(x, values, index, bias, residual, scales, gate, metadata)
     check_quantized_x(x, x_values, x_scales, values.dtype, scales)
-    return empty(x, result_form(x, index.shape[0], feature_major))
+    return empty(x, result_form(x, index.shape[0], column_major))
 
 
 def row_scales_fake(scales: Tensor, _: None, index: Index, *__: object) -> Tensor:

@@ -266,7 +266,7 @@ def dds(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
-    feature_major: bool = False,
+    column_major: bool = False,
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
     transposed: bool = False,
@@ -292,7 +292,7 @@ def dds(
         bias,
         other,
         activation,
-        feature_major,
+        column_major,
         metadata,
         scales,
         asked_kernel,
@@ -307,7 +307,7 @@ def dds(
 
 def _dds(request: Request, pattern: Prepared) -> Tensor:
     """Run a product that `Prepared.run` does not know."""
-    op, source, values, bias, other, activation, feature_major, metadata, scales, _, gated = request
+    op, source, values, bias, other, activation, column_major, metadata, scales, _, gated = request
     context = context_of(source)
     key: Hashable = (
         op,
@@ -325,7 +325,7 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
         None if metadata is None else form_of(metadata),
         None if scales is None else form_of(scales),
         activation,
-        feature_major,
+        column_major,
         context,
     )
     if pattern.packs and source.is_cuda:
@@ -342,7 +342,7 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
         check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
         (operand, lines), weight = usable(name, source), aligned(values)
         kept = None if metadata is None else aligned(metadata)
-        near, other_lines = (None, None) if other is None else like_result(other, feature_major)
+        near, other_lines = (None, None) if other is None else like_result(other, column_major)
         if operand is not source or weight is not values or near is not other or kept is not metadata:
             residual, gate = (None, near) if gated else (near, None)
             return dds(
@@ -353,12 +353,12 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
                 bias,
                 residual,
                 activation,
-                feature_major,
+                column_major,
                 kept,
                 scales,
                 gate=gate,
             )
-        form = result_form(source, index.shape[op], feature_major)
+        form = result_form(source, index.shape[op], column_major)
         stored = storage_of(values, metadata, scales)
         added = {"residual": other_lines, "gated": gated, "activation": activation}
         product = dds_product(op, pattern, source, lines, form, context, added | stored)
@@ -530,7 +530,7 @@ def dds_quantized(
     bias: Tensor | None,
     residual: Tensor | None,
     activation: int,
-    feature_major: bool,
+    column_major: bool,
     scales: Tensor,
     gate: Tensor | None,
     metadata: Tensor | None,
@@ -553,7 +553,7 @@ def dds_quantized(
         bias,
         check_one(residual, gate),
         activation,
-        feature_major,
+        column_major,
         asked_kernel,
         gate is not None,
         fast,
@@ -569,11 +569,11 @@ def dds_quantized(
 def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     """Run a product that `Prepared.run_quantized` does not know."""
     x, x_values, x_scales, values, scales, bias, other = request[:7]
-    activation, feature_major, kernel, gated, fast, metadata = request[7:]
+    activation, column_major, kernel, gated, fast, metadata = request[7:]
     context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
     forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other, metadata)]
     forms += map(form_of, (x_values, x_scales, values, scales))
-    key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, feature_major, context
+    key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, column_major, context
     if pattern.packs and x.is_cuda:
         key = *key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
@@ -584,13 +584,13 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
         operand, ld = row_major(x_values)
         inside, weight = is_inside(scales), aligned(values)
         of_tokens, scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
-        near, lines = (None, None) if other is None else like_result(other, feature_major)
+        near, lines = (None, None) if other is None else like_result(other, column_major)
         kept = None if metadata is None else aligned(metadata)
         changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
         if kept is not metadata or any(one is not given for one, given in changed):
-            options = activation, feature_major, kernel, gated, fast, kept
+            options = activation, column_major, kernel, gated, fast, kept
             return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
-        form = result_form(x, pattern.shape[0], feature_major)
+        form = result_form(x, pattern.shape[0], column_major)
         added = {"residual": lines, "gated": gated, "activation": activation}
         stored = {
             "storage": int(metadata is not None),

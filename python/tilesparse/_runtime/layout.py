@@ -15,10 +15,10 @@ Lines = tuple[int, int, int]  # tokens, leading dimension, layout (0 row-major, 
 Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and strides unless contiguous
 
 
-def result_form(like: Tensor, features: int, feature_major: bool) -> Form:
+def result_form(like: Tensor, features: int, column_major: bool) -> Form:
     """Return the form of a result [..., features] beside ``like`` [..., other features]."""
     shape = (*like.shape[:-1], features)
-    if not feature_major:
+    if not column_major:
         return shape, None
     strides: list[int] = []
     tokens = 1
@@ -55,12 +55,12 @@ def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
     return matrix, lines
 
 
-def like_result(residual: Tensor, feature_major: bool) -> tuple[Tensor, Lines | None]:
+def like_result(residual: Tensor, column_major: bool) -> tuple[Tensor, Lines | None]:
     """Return a residual in the layout of the result, and None for its lines if it had to be copied."""
     features = residual.shape[-1]
-    lines = _lines(residual, residual.numel() // features, (int(feature_major),))
+    lines = _lines(residual, residual.numel() // features, (int(column_major),))
     if lines is None or is_misaligned(residual):
-        return empty(residual, result_form(residual, features, feature_major)).copy_(residual), None
+        return empty(residual, result_form(residual, features, column_major)).copy_(residual), None
     return residual, lines
 
 

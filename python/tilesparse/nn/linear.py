@@ -1213,7 +1213,7 @@ class BlockSparseLinear(StoredWeight):
         residual: Tensor | None = None,
         gate: Tensor | None = None,
         activation: str = "none",
-        feature_major_output: bool = False,
+        column_major_output: bool = False,
     ) -> Tensor:
         """Compute y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
 
@@ -1222,12 +1222,12 @@ class BlockSparseLinear(StoredWeight):
             residual: [..., out_features], added to the result, or None.
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
-            feature_major_output: the layout of the result; that of tensor parallelism is row-major always.
+            column_major_output: the layout of the result; that of tensor parallelism is row-major always.
 
         Returns:
             y [..., out_features].
         """
-        if self.merged is not None and activation == "none" and not feature_major_output:
+        if self.merged is not None and activation == "none" and not column_major_output:
             product, number = self.merged
             if residual is None and gate is None and (y := product.result(number, input)) is not None:
                 return y  # type: ignore[no-any-return]
@@ -1238,10 +1238,10 @@ class BlockSparseLinear(StoredWeight):
                 activation_code(activation)
                 check_one(residual, gate)
                 if self._needs_own_product():
-                    y = self._product(input, None, None, "none", feature_major_output)
+                    y = self._product(input, None, None, "none", column_major_output)
                     y, residual, gate = autocast(y, residual, gate)
                     return combined(y, activation, residual, gate)
-            return self._product(input, residual, gate, activation, feature_major_output)
+            return self._product(input, residual, gate, activation, column_major_output)
         except InvalidPatternError as error:
             raise InvalidPatternError(
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "

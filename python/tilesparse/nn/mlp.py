@@ -170,7 +170,7 @@ class BlockSparseMLP(nn.Module):
     def _hidden(self, x: Tensor) -> Tensor:
         """[..., hidden_features]: what ``down`` multiplies."""
         up, gate, gate_up = (self._part(role) for role in ("up", "gate", "gate_up"))
-        options = {"feature_major_output": True} if self._is_column_major(x) else {}
+        options = {"column_major_output": True} if self._is_column_major(x) else {}
         activation = self._part("activation")
         name = self.activation_name if activation is None or not _is_watched(activation) else None
         if gate_up is not None:

@@ -100,7 +100,7 @@ def device_to_measure(device: object) -> torch.device:
 def _check_measurable(product: object, device: torch.device) -> None:
     if not isinstance(product, Product):
         raise InvalidArgumentError(f"products must be of tilesparse.Product, got {type(product).__name__}")
-    if product.feature_major and not storage_of(product.storage).trainable:
+    if product.column_major and not storage_of(product.storage).trainable:
         raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
     now = Product(16, 16, 1, block_shape=16, dtype=product.dtype).tf32
     if device.type == "cuda" and product.tf32 != now:
@@ -163,9 +163,9 @@ def product_calls(product: Product, device: torch.device) -> ProductCalls:
         return torch.randn(shape, generator=generator, device=device, dtype=product.dtype)
 
     def activations(features: int) -> Tensor:
-        size = (features, product.tokens) if product.feature_major else (product.tokens, features)
+        size = (features, product.tokens) if product.column_major else (product.tokens, features)
         made = torch.randn(size, device=device, dtype=product.dtype)
-        return made.t() if product.feature_major else made
+        return made.t() if product.column_major else made
 
     x, y = activations(product.in_features), activations(product.out_features)
     kept = prepared(pattern.index_on(device))
@@ -180,7 +180,7 @@ def product_calls(product: Product, device: torch.device) -> ProductCalls:
     def sparse() -> Tensor:
         if product.activations is not None and scales is not None:
             return functional.quantized_linear(source, values, pattern, scales, metadata=metadata)
-        if product.feature_major:
+        if product.column_major:
             return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)
 

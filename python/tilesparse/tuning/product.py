@@ -240,7 +240,7 @@ class Product:
         storage: storage of the values, as in `BlockSparseLinear`: "plain", "compressed", "int8",
             "float8_e4m3fn" or "int4".
         nm: (2, 4) for values that are 2:4 and not stored plain.
-        feature_major: True for column-major (transposed) x and y, as in `functional.dsd`.
+        column_major: True for column-major (transposed) x and y, as in `functional.dsd`.
         activations: None, or the name of the storage: x is multiplied in 8 bits, too; op is "forward" then.
         tf32: True multiplies float32 in TF32 on CUDA devices; None takes PyTorch's current setting. It
             becomes False for other dtypes.
@@ -258,7 +258,7 @@ class Product:
     op: str = "forward"
     storage: str = "plain"
     nm: tuple[int, int] | None = None
-    feature_major: bool = False
+    column_major: bool = False
     tf32: bool | None = None
     activations: str | None = None
 
@@ -284,8 +284,8 @@ class Product:
         if not storage.trainable and self.op == "wgrad":
             raise InvalidArgumentError(f"storage must be 'plain' for wgrad, got {self.storage!r}")
         self._check_activations()
-        if not isinstance(self.feature_major, bool):
-            raise InvalidArgumentError(f"feature_major must be True or False, got {self.feature_major!r}")
+        if not isinstance(self.column_major, bool):
+            raise InvalidArgumentError(f"column_major must be True or False, got {self.column_major!r}")
         if not isinstance(self.tf32, bool | None):
             raise InvalidArgumentError(f"tf32 must be True, False or None, got {self.tf32!r}")
         tf32 = tf32_allowed() if self.tf32 is None else self.tf32
@@ -296,7 +296,7 @@ class Product:
         if self.activations is None:
             return
         check_quantized_activations(self.activations, self.storage, self.in_features)
-        for name, wanted in (("op", "forward"), ("feature_major", False)):
+        for name, wanted in (("op", "forward"), ("column_major", False)):
             if getattr(self, name) != wanted:
                 raise InvalidArgumentError(
                     f"{name} must be {wanted!r} with activations, got {getattr(self, name)!r}"
@@ -346,7 +346,7 @@ class Product:
             prefer: prefix of the names of kernels to prefer.
         """
         shape = self.out_features, self.in_features
-        layout = int(self.feature_major)
+        layout = int(self.column_major)
         eight = QUANTIZED[getattr(torch, self.activations)] if self.activations is not None else None
         stored = storage_of(self.storage).product_fields(self.nm, self.activations)
         on_cuda = device.device == KINDS.index("cuda")
@@ -373,7 +373,7 @@ class Product:
         bn, bk = self._block_shape
         extras = [self.storage] * (not storage_of(self.storage).trainable) + ["2:4"] * (self.nm is not None)
         extras += ["W8A8"] * (self.activations is not None)
-        extras += ["column-major"] * self.feature_major + ["TF32"] * bool(self.tf32)
+        extras += ["column-major"] * self.column_major + ["TF32"] * bool(self.tf32)
         words = [
             f"{self.op} of {self.in_features} -> {self.out_features} features",
             f"{self.tokens} tokens",
