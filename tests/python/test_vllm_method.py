@@ -14,7 +14,7 @@ from helpers import DEVICES, randn
 from torch import Tensor, nn
 
 from tilesparse import BlockSparseLinear
-from tilesparse.integrations.vllm.method import dense_part, for_serving, merged, multiplied, sparse_part
+from tilesparse.integrations.vllm.serving import dense_part, for_serving, merged, multiplied, sparse_part
 
 HIDDEN, ROWS = 256, (256, 128, 128)  # of q, k and v
 SIZES = (1, 2, 8, 33)  # tokens that are captured
