@@ -1097,10 +1097,10 @@ def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens
             return all(torch.equal(layer(x), twin(x)) for _ in range(2))
 
     assert same()
-    memory = torch.cuda.memory_allocated()
     twin.pack()
     assert same()
-    is_copied = torch.cuda.memory_allocated() - memory > layer.weight.nbytes // 2  # less goes back meanwhile
+    copies = [packed.memory.nbytes for packed in prepared(twin.index())._packed.values()]
+    is_copied = sum(copies) >= layer.weight.nbytes
     if tokens > 512:  # with fewer other kernels may be faster
         assert is_copied == (block_size < 64)
     with torch.no_grad():

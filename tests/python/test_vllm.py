@@ -75,13 +75,12 @@ def make_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     from vllm.model_executor.layers import linear
 
     from tilesparse.integrations.vllm import method
-    from tilesparse.integrations.vllm import method as config
 
     def make(kind: str, shards: dict[str, Any], rank: int = 0, ranks: int = 1, **sizes: Any) -> Any:
         monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(linear, "get_tensor_model_parallel_world_size", lambda: ranks)
         specs = {name: each.spec for name, each in shards.items() if isinstance(each, BlockSparseLinear)}
-        own = config.TileSparseConfig(specs)
+        own = method.TileSparseConfig(specs)
         names = {"QKVParallelLinear": "qkv_proj", "MergedColumnParallelLinear": "gate_up_proj"}
         name = names.get(kind, "layer")
         options = {"bias": False, "quant_config": own, "prefix": name, "return_bias": False}

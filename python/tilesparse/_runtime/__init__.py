@@ -1,1 +1,1 @@
-"""What is kept of a pattern, and calls of the core library."""
+"""Pattern cache and kernel launches."""

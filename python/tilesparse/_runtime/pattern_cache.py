@@ -1,4 +1,4 @@
-"""What is cached of a pattern: plans, copies, resolved calls; and writes that PyTorch does not count."""
+"""Cache of a pattern: plans, copies, resolved calls; and writes that PyTorch does not count."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What other libraries are told of block-sparse layers."""
+"""Support for Transformers, PEFT, Accelerate, Diffusers and vLLM."""

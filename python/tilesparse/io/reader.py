@@ -221,7 +221,7 @@ def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Ten
 
 
 def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
-    """That those which no checkpoint has are not empty."""
+    """Check that non-persistent buffers are materialized."""
     saved = {place.tensor for place in places.values()}
     empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
     if empty:

@@ -1809,7 +1809,7 @@ for _name in ("orthogonal_", "dirac_"):
 
 
 class Source(Enum):
-    """Where a pattern comes from."""
+    """Origin of a pattern."""
 
     SHARED = "every process is known to have it, or there is one process"
     OWN = "this process, so that others may have another one"

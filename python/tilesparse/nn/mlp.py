@@ -253,7 +253,7 @@ def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _is_bare(module: Any) -> bool:
-    """Whether a layer gives the same if something is fused into it: nobody else looks at its result."""
+    """Return True if nothing observes the layer's output, so an epilogue can be fused."""
     return type(module) is BlockSparseLinear and not _is_watched(module)
 
 

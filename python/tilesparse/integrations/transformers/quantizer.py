@@ -175,7 +175,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD, **copy.deepcopy(self._section)}
 
     def is_plain(self) -> bool:
-        """Whether all layers can be trained."""
+        """Return True if all layers can be trained."""
         return all(entry["storage"] == "plain" for entry in self.to_dict()["layers"].values())
 
     def get(self, key: str, default: Any = None) -> Any:

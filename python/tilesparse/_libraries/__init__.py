@@ -1,1 +1,0 @@
-"""What the package says to optional libraries without importing them."""
