@@ -66,7 +66,7 @@ static void test_room_for_dense_blocks(void) {
     CHECK(strstr(reason, "it is given dense blocks") != NULL, "%s", reason);
     if (strstr(ts_architectures(), "sm_") == NULL) return;
     o.desc.device = TS_CUDA;
-    o.desc.x.dtype = TS_FLOAT16;
+    o.desc.x.dtype = o.desc.y.dtype = TS_FLOAT16;
     SUCCEEDS(ts_matmul_select(&o.desc, &gpu, &kernel, NULL, 0));
 }
 
