@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Number, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,40 @@ SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of
 SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: its text if that is short, otherwise its type."""
+    if _is_short(value) or (isinstance(value, list | tuple) and all(map(_is_short, value))):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return f"a {value.layout} tensor"
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return kind.__name__ if kind.__module__ in ("builtins", __name__) else f"{_module(kind)}{kind.__name__}"
+
+
+def _is_short(value: object) -> bool:
+    return value is None or isinstance(value, str | Number | torch.dtype | torch.device)
+
+
+def _module(kind: type) -> str:
+    """Return the module that users import a class from, with a dot; nothing for this package."""
+    for package in ("torch.nn.", "torch.optim."):
+        if kind.__module__.startswith(package):
+            return package
+    own = kind.__module__.split(".")[0] in ("builtins", "collections", __package__)
+    return "" if own else f"{kind.__module__}."
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise `InvalidTypeError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._arguments import shown
 from ._checks import (
     DTYPES,
     POLICIES,
@@ -21,6 +20,7 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    shown,
 )
 from .errors import InvalidArgumentError
 from .storage.traits import PER_FEATURE, SCALES, STORAGES, traits_of

@@ -30,8 +30,7 @@ The file is long because most of it is documentation.
 import torch
 from torch import Tensor
 
-from ._arguments import check_types, check_types_after
-from ._checks import check_like_product, check_policy
+from ._checks import check_flag, check_like_product, check_policy
 from ._ops import epilogue
 from ._ops.autograd import autocast, call, records_gradient
 from ._ops.epilogue import activation_code
@@ -92,12 +91,8 @@ def linear(
         [..., out_features].
     """
     check_policy(policy)
-    try:
-        index, stored, layout = pattern.index_on(values.device), (metadata, scales), column_major_output
-        return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
-    except Exception as error:
-        check_types_after(error, linear, locals())
-        raise
+    index, stored, layout = pattern.index_on(values.device), (metadata, scales), column_major_output
+    return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
 
 
 def quantized_linear(
@@ -154,14 +149,10 @@ def quantized_linear(
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     check_policy(policy)
-    try:
-        if not (isinstance(use_fast_accum, bool) and isinstance(column_major_output, bool)):
-            check_types(quantized_linear, locals())
-        index, of_y = pattern.index_on(values.device), (bias, activation, residual, column_major_output)
-        return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
-    except Exception as error:
-        check_types_after(error, quantized_linear, locals())
-        raise
+    check_flag("use_fast_accum", use_fast_accum)
+    check_flag("column_major_output", column_major_output)
+    index, of_y = pattern.index_on(values.device), (bias, activation, residual, column_major_output)
+    return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
 
 
 def grouped_linear(
@@ -201,12 +192,8 @@ def grouped_linear(
     Returns:
         [tokens, out_features].
     """
-    try:
-        index, stored = pattern.index_on(values.device), (metadata, scales)
-        return grouped_linear_on(x, values, index, offsets, bias, activation, residual, stored, gate)
-    except Exception as error:
-        check_types_after(error, grouped_linear, locals())
-        raise
+    index, stored = pattern.index_on(values.device), (metadata, scales)
+    return grouped_linear_on(x, values, index, offsets, bias, activation, residual, stored, gate)
 
 
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -229,17 +216,13 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
         InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
     """
     activation_code(activation)
-    try:
-        if gate is not None:
-            check_like_product("gate", gate, y)
-        elif y.dim() == 0 or y.shape[-1] % 2:
-            raise InvalidArgumentError(
-                f"y must have an even number of features without a gate, got shape {tuple(y.shape)}"
-            )
-        return epilogue.gated(y, gate, activation)
-    except Exception as error:
-        check_types_after(error, gated, locals())
-        raise
+    if gate is not None:
+        check_like_product("gate", gate, y)
+    elif y.dim() == 0 or y.shape[-1] % 2:
+        raise InvalidArgumentError(
+            f"y must have an even number of features without a gate, got shape {tuple(y.shape)}"
+        )
+    return epilogue.gated(y, gate, activation)
 
 
 def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") -> tuple[Tensor, Tensor]:
@@ -262,11 +245,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") 
         InvalidArgumentError: another dtype or `per`, or another number of features.
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
-    try:
-        return epilogue.quantize(x, dtype, per)
-    except Exception as error:
-        check_types_after(error, quantize, locals())
-        raise
+    return epilogue.quantize(x, dtype, per)
 
 
 def dds(
@@ -296,13 +275,8 @@ def dds(
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    try:
-        if not isinstance(transpose, bool):
-            check_types(dds, locals())
-        return _dds(a, values, pattern, transpose, False, (metadata, scales))
-    except Exception as error:
-        check_types_after(error, dds, locals())
-        raise
+    check_flag("transpose", transpose)
+    return _dds(a, values, pattern, transpose, False, (metadata, scales))
 
 
 def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
@@ -323,16 +297,11 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    try:
-        if not isinstance(transpose, bool):
-            check_types(dsd, locals())
-        if b.dim() != 2:
-            raise InvalidArgumentError(f"b must be 2-D, got shape {tuple(b.shape)}")
-        # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is column-major.
-        return _dds(b.t(), values, pattern, not transpose, column_major=True).t()
-    except Exception as error:
-        check_types_after(error, dsd, locals())
-        raise
+    check_flag("transpose", transpose)
+    if b.dim() != 2:
+        raise InvalidArgumentError(f"b must be 2-D, got shape {tuple(b.shape)}")
+    # (W b)ᵀ = bᵀ Wᵀ, and the transpose of a row-major matrix is column-major.
+    return _dds(b.t(), values, pattern, not transpose, column_major=True).t()
 
 
 def sdd(
@@ -359,25 +328,20 @@ def sdd(
         UnsupportedError: no kernel of the library computes it on that device.
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
-    try:
-        if is_any_autocast_enabled():
-            y, x = autocast(y, x)
-        index = pattern.index_on(x.device)
-        if not isinstance(accumulate, bool):
-            check_types(sdd, locals())
-        if out is None:
-            if accumulate:
-                raise InvalidArgumentError("out must be given with accumulate=True, got None")
-            return call(SDD_TN, y, x, index)
-        if records_gradient((y, x, out)):
-            raise InvalidArgumentError(
-                "out must not be given where an operand requires a gradient; use no_grad()"
-            )
-        SDD_TN_INTO(y, x, *index, out, accumulate)
-        return out
-    except Exception as error:
-        check_types_after(error, sdd, locals())
-        raise
+    if is_any_autocast_enabled():
+        y, x = autocast(y, x)
+    index = pattern.index_on(x.device)
+    check_flag("accumulate", accumulate)
+    if out is None:
+        if accumulate:
+            raise InvalidArgumentError("out must be given with accumulate=True, got None")
+        return call(SDD_TN, y, x, index)
+    if records_gradient((y, x, out)):
+        raise InvalidArgumentError(
+            "out must not be given where an operand requires a gradient; use no_grad()"
+        )
+    SDD_TN_INTO(y, x, *index, out, accumulate)
+    return out
 
 
 def _dds(

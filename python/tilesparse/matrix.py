@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._arguments import checked, shown
-from ._checks import DTYPES, as_number, check_factor, check_like_product, check_values, checked_number
+from ._checks import DTYPES, as_number, check_factor, check_like_product, check_values, checked_number, shown
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
@@ -34,7 +33,6 @@ class BlockSparseMatrix:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
-    @checked
     def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
         _check_dtype("values", values)
         check_values("values", values, pattern.index_on(values.device))
@@ -42,7 +40,6 @@ class BlockSparseMatrix:
         self.pattern = pattern
 
     @classmethod
-    @checked
     def zeros(
         cls,
         pattern: BlockPattern,
@@ -60,7 +57,6 @@ class BlockSparseMatrix:
         return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
-    @checked
     def ones(
         cls,
         pattern: BlockPattern,
@@ -78,7 +74,6 @@ class BlockSparseMatrix:
         return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
-    @checked
     def randn(
         cls,
         pattern: BlockPattern,
@@ -99,7 +94,6 @@ class BlockSparseMatrix:
         return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
 
     @classmethod
-    @checked
     def from_blocks(
         cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
@@ -113,7 +107,6 @@ class BlockSparseMatrix:
         return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
 
     @classmethod
-    @checked
     def from_dense(
         cls,
         dense: Tensor,
@@ -146,7 +139,6 @@ class BlockSparseMatrix:
         return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
-    @checked
     def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
         """Keep the whole blocks of ``dense`` in which ``mask`` (same shape) has a nonzero.
 
@@ -171,7 +163,6 @@ class BlockSparseMatrix:
         return cls(canonical_bsr(matrix)[2].contiguous(), pattern)
 
     @classmethod
-    @checked
     def from_scipy(
         cls,
         matrix: Any,
@@ -192,7 +183,6 @@ class BlockSparseMatrix:
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
 
     @classmethod
-    @checked
     def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
         """Compute the kept blocks of yᵀ x; differentiable, see `functional.sdd`.
 
@@ -277,7 +267,6 @@ class BlockSparseMatrix:
         """Return the transposed matrix [in_features, out_features]; its values are a differentiable copy."""
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
-    @checked
     def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
         """Compute W @ dense, or Wᵀ @ dense with ``transpose=True``; differentiable, see `functional.dsd`.
 
@@ -290,7 +279,6 @@ class BlockSparseMatrix:
         """
         return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
 
-    @checked
     def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
         """Compute dense @ W, or dense @ Wᵀ with ``transpose=True``; differentiable, see `functional.dds`.
 
@@ -309,7 +297,6 @@ class BlockSparseMatrix:
     def __rmatmul__(self, dense: Tensor) -> Tensor:
         return self.rmatmul(dense)
 
-    @checked
     def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
         """Add the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
 
@@ -323,14 +310,12 @@ class BlockSparseMatrix:
         functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
         return self
 
-    @checked
     def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
         """Overwrite the values with the same blocks of a dense matrix [out_features, in_features]."""
         with torch.no_grad():
             self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
         return self
 
-    @checked
     def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
         """Multiply the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
 
@@ -343,7 +328,6 @@ class BlockSparseMatrix:
             self.values.mul_(factor)
         return self
 
-    @checked
     def block_norm(self, p: float = 2) -> Tensor:
         """Return the p-norm of every block [nnz] in slot order; half precision is summed in float32."""
         if math.isnan(as_number(p)):
@@ -352,7 +336,6 @@ class BlockSparseMatrix:
         norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
         return norms
 
-    @checked
     def move_blocks_(
         self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
     ) -> "BlockSparseMatrix":
@@ -371,7 +354,6 @@ class BlockSparseMatrix:
         self.pattern.move_blocks_(slots, blocks)
         return self
 
-    @checked
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Return True if both store the same blocks with the same values, in any slots."""
         mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
@@ -382,7 +364,6 @@ class BlockSparseMatrix:
             and torch.equal(self._in_row_order(), other._in_row_order())
         )
 
-    @checked
     def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
         """Return True if this matrix is close to a dense one, including the zeros of absent blocks.
 

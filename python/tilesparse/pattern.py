@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import checked, shown
 from ._checks import (
     INT32_MAX,
     Index,
@@ -19,6 +18,7 @@ from ._checks import (
     check_shapes,
     checked_count,
     checked_fraction,
+    shown,
 )
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
@@ -278,7 +278,6 @@ class BlockPattern(PatternView):
         InvalidPatternError: the tensors do not describe a pattern of that shape.
     """
 
-    @checked
     def __init__(
         self,
         crow_indices: Tensor | Sequence[int],
@@ -308,7 +307,6 @@ class BlockPattern(PatternView):
         return pattern
 
     @classmethod
-    @checked
     def random(
         cls,
         shape: Sequence[int],
@@ -355,7 +353,6 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=device)
 
     @classmethod
-    @checked
     def full(
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
@@ -364,7 +361,6 @@ class BlockPattern(PatternView):
         return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
-    @checked
     def from_blocks(
         cls,
         blocks: Tensor | Sequence[tuple[int, int]],
@@ -388,7 +384,6 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
-    @checked
     def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block."""
         check_matrix("mask", mask)
@@ -398,7 +393,6 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
 
     @classmethod
-    @checked
     def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         check_matrix("mask", mask)
@@ -416,7 +410,6 @@ class BlockPattern(PatternView):
         return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
 
     @classmethod
-    @checked
     def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
         """Keep the blocks of a scipy.sparse matrix of any format.
 
@@ -436,7 +429,6 @@ class BlockPattern(PatternView):
         )
 
     @classmethod
-    @checked
     def from_scores(
         cls,
         scores: Tensor,
@@ -459,7 +451,6 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, (bn, bk), device=scores.device)
 
     @classmethod
-    @checked
     def from_dense(
         cls,
         dense: Tensor,
@@ -498,7 +489,6 @@ class BlockPattern(PatternView):
             crow, chosen % cols, shape=shape, block_shape=block_shape, slot=slot, device=device or "cpu"
         )
 
-    @checked
     def to(self, device: torch.device | str | int) -> BlockPattern:
         """Copy to another device; return this pattern if it is already there."""
         index = moved_index(self._index, torch.device(device))
@@ -521,7 +511,6 @@ class BlockPattern(PatternView):
             self._copies[device] = copied[0], content
             return copied[0]
 
-    @checked
     def update_(self, other: BlockPattern) -> BlockPattern:
         """Replace the blocks by those of ``other``, a pattern of the same shape and block shape.
 
@@ -549,7 +538,6 @@ class BlockPattern(PatternView):
             self._own(moved_index(other._index, self.device, copy=True))
         return self
 
-    @checked
     def move_blocks_(
         self,
         slots: Tensor | Sequence[int],
@@ -594,7 +582,6 @@ class BlockPattern(PatternView):
         (out_features, in_features), (bn, bk) = self.shape, self.block_shape
         return BlockPattern.from_index(Index(col_ptr, row_idx, slot, (in_features, out_features), (bk, bn)))
 
-    @checked
     def refined(self, block_shape: int | Sequence[int]) -> BlockPattern:
         """Return the pattern of the same weight in smaller blocks, on the same device.
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import checked, shown
-from ._checks import as_integer
+from ._checks import as_integer, shown
 from ._files import few
 from .errors import InvalidArgumentError, UnsupportedError
 from .model.modules import NamePattern
@@ -51,7 +50,6 @@ class Map(NamedTuple):
     left: Tensor | None = None  # [R, C] bool: kept once, and not now
 
 
-@checked
 def patterns(source: nn.Module, *, layers: str | None = None) -> list[Figure]:
     """Draw the kept blocks of each layer, shaded by the root mean square of their weights.
 
@@ -79,7 +77,6 @@ def patterns(source: nn.Module, *, layers: str | None = None) -> list[Figure]:
     return _map_pages(maps, "kept blocks", "root mean square of a block / largest of the layer", 1.0)
 
 
-@checked
 def evolution(snapshots: Snapshots, *, layers: str | None = None) -> list[Figure]:
     """Draw how patterns changed in training.
 

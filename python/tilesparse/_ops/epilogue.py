@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._arguments import shown
-from .._checks import QUANTIZED, Index, check_combination, is_misaligned
+from .._checks import QUANTIZED, Index, check_combination, is_misaligned, shown
 from .._runtime import launch
 from .._runtime.device import ACTIVATIONS
 from .._runtime.launch import sdd_with_bias

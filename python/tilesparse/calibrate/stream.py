@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import shown
-from .._checks import checked_device
+from .._checks import checked_device, shown
 from .._runtime.torch_private import version
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from ..nn.linear import evaluating

@@ -8,14 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._arguments import checked
 from .._checks import Index, checked_count
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 
 
-@checked
 def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = None, src: int = 0) -> None:
     """Give every `BlockSparseLinear` of a model the pattern that it has in one process.
 

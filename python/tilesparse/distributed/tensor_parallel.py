@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.placement_types import Placement
 
-from .._arguments import checked
 from .._checks import Index, check_like_product, is_inside
 from .._ops.autograd import autocast
 from .._ops.epilogue import straight_through
@@ -146,7 +145,6 @@ class _Style:
 
     dim: int
 
-    @checked
     def __init__(
         self,
         *,

@@ -17,7 +17,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._arguments import checked
 from .._checks import BLOCK_SIZES, Index
 from .._hooks import PEFT, revert
 from .._ops.autograd import autocast
@@ -252,7 +251,6 @@ def unregister() -> None:
     revert(PEFT)
 
 
-@checked
 def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict[str, float]:
     """What `merge_adapter` and `merge_and_unload` would lose of each block-sparse layer's adapters.
 

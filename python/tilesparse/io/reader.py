@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._arguments import checked
 from .._checks import DTYPES, Index, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_header, read_json, read_tensor, shown
 from .._listeners import check_can_change, layers_changed
@@ -57,7 +56,6 @@ class _Place(NamedTuple):
     kept: Tensor | None  # what is there in the model, stays the same object and gets the contents
 
 
-@checked
 def load(
     model_or_class: Model | Callable[[], Model],
     path: str | os.PathLike[str],

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._files import STORABLE, few, read_json, write_json
 from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError
@@ -35,7 +34,6 @@ _HOW_TO_GATHER = (
 )
 
 
-@checked
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],

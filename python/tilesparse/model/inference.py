@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._arguments import checked, shown
+from .._checks import shown
 from .._listeners import layers_changed
 from .._reports import aligned, listed, without_numbers
 from ..calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
@@ -34,7 +34,6 @@ _REPETITIONS = 5  # calls of the whole model
 _Tokens = dict[BlockSparseLinear, list[int]]
 
 
-@checked
 @torch.no_grad()
 def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceReport:
     """Make a model with block-sparse layers ready for inference, in place, once it is on its device.

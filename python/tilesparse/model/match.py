@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .._arguments import shown
-from .._checks import check_block_shape
+from .._checks import check_block_shape, shown
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .._arguments import shown
+from .._checks import shown
 from ..errors import InvalidArgumentError
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear, is_conv1d, is_stored_otherwise

@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .._arguments import checked, shown
-from .._checks import check_text
+from .._checks import check_text, shown
 from .._listeners import layers_changed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
@@ -63,7 +62,6 @@ class BlockSparseModelPatcher:
         # What undo puts back, by name; None for models that were patched without keep_dense.
         self._originals: MutableMapping[nn.Module, dict[str, Target] | None] = WeakKeyDictionary()
 
-    @checked
     def add_pattern(
         self,
         regex: str,
@@ -97,7 +95,6 @@ class BlockSparseModelPatcher:
         """
         self._rules.append(Rule(NamePattern.parse(regex, fullmatch=fullmatch), LayerOptions.parse(options)))
 
-    @checked
     def is_patchable(self, name: str, module: nn.Module) -> bool:
         """Return True if `new_child_module` can replace a module of this kind. Override to change it.
 
@@ -108,7 +105,6 @@ class BlockSparseModelPatcher:
         check_text("name", name)
         return is_linear(module) or projections_of(module) is not None
 
-    @checked
     def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> Replacement:
         """Make the replacement of one layer. Override to change it.
 
@@ -122,12 +118,10 @@ class BlockSparseModelPatcher:
         """
         return sparse_layer(module, LayerOptions.parse(options))
 
-    @checked
     def get_patchable_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the layers of `model` that patterns can apply to, by qualified name."""
         return {name: module for name, module in model.named_modules() if self.is_patchable(name, module)}
 
-    @checked
     def patch_model(
         self, model: nn.Module, *, dry_run: bool = False, strict: bool = True, keep_dense: bool = False
     ) -> PatchReport:
@@ -170,7 +164,6 @@ class BlockSparseModelPatcher:
             self._remember(model, targets if keep_dense else None)
         return report
 
-    @checked
     def fuse_mlps(self, model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> FuseReport:
         """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
 
@@ -190,7 +183,6 @@ class BlockSparseModelPatcher:
             self._remember(model, targets)
         return FuseReport([fused_mlp(target) for target in targets], skipped)
 
-    @checked
     def undo(self, model: nn.Module) -> None:
         """Put back the very modules that this patcher has replaced in `model`, with all hooks.
 

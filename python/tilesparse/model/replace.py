@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_block_shape
 from .._listeners import check_can_change, layers_changed
 from .._progress import Progress
@@ -200,7 +199,6 @@ def _check_can_be_stored(weight: Tensor, storage: str) -> None:
         raise InvalidArgumentError(f"its weight must be finite for the storage {storage!r}, got inf or nan")
 
 
-@checked
 def sparsify_(
     model: nn.Module,
     config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],

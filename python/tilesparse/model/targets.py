@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from .._arguments import shown
-from .._checks import BLOCK_SIZES, check_block_shape, check_shapes
+from .._checks import BLOCK_SIZES, check_block_shape, check_shapes, shown
 from ..calibrate.calibration import naming_layer
 from ..calibrate.experts import expanded
 from ..config import BlockSparseConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import SCALE_GROUP
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
@@ -13,7 +12,6 @@ from ..pattern import BlockPattern
 from .linear import INDEX_NAMES, BlockSparseLinear
 
 
-@checked
 @torch.no_grad()
 def from_block_scales(
     weight: Tensor,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_types_after, checked
 from .._checks import check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
@@ -50,7 +49,6 @@ class BlockSparseExperts(nn.Module):
         InvalidArgumentError: an argument is of another type, or layers do not fit each other.
     """
 
-    @checked
     def __init__(
         self,
         up: ExpertsLinear,
@@ -79,7 +77,6 @@ class BlockSparseExperts(nn.Module):
             self.act_fn = activation
 
     @classmethod
-    @checked
     def from_experts(
         cls,
         module: nn.Module,
@@ -175,26 +172,22 @@ class BlockSparseExperts(nn.Module):
         Returns:
             [tokens, hidden], in the dtype of ``hidden_states``.
         """
-        try:
-            _check_routing(hidden_states, top_k_index, top_k_weights)
-            shard: Any = getattr(self.down, "shard", None)
-            x, weights, experts = hidden_states, top_k_weights, self.num_experts
-            chosen = top_k_index.clamp(0, experts - 1)
-            given = chosen == top_k_index
-            weights = torch.where(given, weights, 0)
-            if shard is not None:
-                x, chosen, weights, experts = shard.entered(x, chosen, weights)
-            routing = routing_of(chosen, experts)
-            x = gathered(x, routing, given)
-            y = self.down(self._between(x, routing.offsets), routing.offsets)
-            norm = self._modules.get(NORM)
-            if norm is not None:
-                y = norm(y)
-            y = combined(y, weights, routing).to(hidden_states.dtype)
-            return y if shard is None else shard.left(y)
-        except Exception as error:
-            check_types_after(error, BlockSparseExperts.forward, locals())
-            raise
+        _check_routing(hidden_states, top_k_index, top_k_weights)
+        shard: Any = getattr(self.down, "shard", None)
+        x, weights, experts = hidden_states, top_k_weights, self.num_experts
+        chosen = top_k_index.clamp(0, experts - 1)
+        given = chosen == top_k_index
+        weights = torch.where(given, weights, 0)
+        if shard is not None:
+            x, chosen, weights, experts = shard.entered(x, chosen, weights)
+        routing = routing_of(chosen, experts)
+        x = gathered(x, routing, given)
+        y = self.down(self._between(x, routing.offsets), routing.offsets)
+        norm = self._modules.get(NORM)
+        if norm is not None:
+            y = norm(y)
+        y = combined(y, weights, routing).to(hidden_states.dtype)
+        return y if shard is None else shard.left(y)
 
     def _between(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return what ``down`` multiplies [rows, intermediate]."""
@@ -321,7 +314,6 @@ class ExpertsLinear(BlockSparseLinear):
 
     of_experts = True
 
-    @checked
     def __init__(
         self,
         in_features: int,
@@ -346,7 +338,6 @@ class ExpertsLinear(BlockSparseLinear):
         self.update_spec(experts=experts)
 
     @classmethod
-    @checked
     @torch.no_grad()
     def from_layers(cls, layers: Sequence[BlockSparseLinear]) -> ExpertsLinear:
         """Return the projection of experts that are layers of their own, see `concatenate`.
@@ -399,38 +390,34 @@ class ExpertsLinear(BlockSparseLinear):
         Returns:
             y [tokens, out].
         """
-        try:
-            if offsets is None:
-                raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
-            shard: Any = self.shard
-            experts = self.experts if shard is None else shard.experts
-            if offsets.numel() != experts + 1:
-                raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
-            if self.origin.pending:
-                self.validate_pattern()
-            if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
-                raise UnsupportedError(
-                    "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
-                    "have neither"
-                )
-            whole = {
-                "weight": self.weight,
-                "bias": self.bias,
-                **{name: self._buffers[name] for name in STORED_NAMES},
-            }
-            tensors: Any = whole if shard is None else shard.tensors(self)
-            index = self.index() if shard is None else shard.index(self)
-            weight: Tensor = tensors["weight"]
-            if tensors["mask"] is not None:
-                (weight,) = autocast(weight)
-                weight = straight_through(weight, tensors["mask"])
-            stored = tensors["metadata"], tensors["scales"]
-            return grouped_linear_on(
-                x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
+        if offsets is None:
+            raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
+        shard: Any = self.shard
+        experts = self.experts if shard is None else shard.experts
+        if offsets.numel() != experts + 1:
+            raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
+        if self.origin.pending:
+            self.validate_pattern()
+        if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
+            raise UnsupportedError(
+                "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
+                "have neither"
             )
-        except Exception as error:
-            check_types_after(error, ExpertsLinear.forward, locals())
-            raise
+        whole = {
+            "weight": self.weight,
+            "bias": self.bias,
+            **{name: self._buffers[name] for name in STORED_NAMES},
+        }
+        tensors: Any = whole if shard is None else shard.tensors(self)
+        index = self.index() if shard is None else shard.index(self)
+        weight: Tensor = tensors["weight"]
+        if tensors["mask"] is not None:
+            (weight,) = autocast(weight)
+            weight = straight_through(weight, tensors["mask"])
+        stored = tensors["metadata"], tensors["scales"]
+        return grouped_linear_on(
+            x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
+        )
 
     @classmethod
     def from_linear(cls, linear: nn.Module, *args: Any, **options: Any) -> NoReturn:
@@ -445,7 +432,6 @@ class ExpertsLinear(BlockSparseLinear):
         """Raise UnsupportedError."""
         raise UnsupportedError("to_semi_structured needs one weight for all tokens, got those of experts")
 
-    @checked
     def cut(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
     ) -> BlockSparseLinear:

@@ -16,7 +16,6 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._arguments import check_types_after, checked, shown
 from .._checks import (
     ALIGNMENT,
     BLOCK_SIZES,
@@ -29,6 +28,7 @@ from .._checks import (
     check_policy,
     check_shapes,
     is_inside,
+    shown,
 )
 from .._hooks import adapt
 from .._ops.autograd import autocast, is_plain, records_gradient
@@ -724,7 +724,6 @@ class StoredWeight(nn.Module):
         """Error of the last `to_storage`: the Frobenius norm of the change of W, over that of W."""
         return self._storage_error
 
-    @checked
     @with_normal_tensors
     def set_nm(
         self: _Weight, nm: Sequence[int] | None, *, scores: Tensor | None = None, transposable: bool = False
@@ -750,7 +749,6 @@ class StoredWeight(nn.Module):
         self._nm, self._transposable = as_nm(nm), transposable
         return self
 
-    @checked
     @torch.no_grad()
     def update_mask_(self: _Weight, scores: Tensor | None = None) -> _Weight:
         """Choose anew which two of four weights are multiplied. Nothing waits for a GPU.
@@ -780,7 +778,6 @@ class StoredWeight(nn.Module):
         """Return the mask of 2:4 [nnz, bn, bk], however it is stored; None without 2:4."""
         return storage_of(self._storage).mask(self._stored())
 
-    @checked
     @with_normal_tensors
     def to_storage(
         self: _Weight,
@@ -1028,7 +1025,6 @@ class BlockSparseLinear(StoredWeight):
 
     bias: nn.Parameter | None
 
-    @checked
     @with_normal_tensors
     def __init__(
         self,
@@ -1072,7 +1068,6 @@ class BlockSparseLinear(StoredWeight):
         self.reset_parameters(generator)
 
     @classmethod
-    @checked
     def from_spec(
         cls, spec: LayerSpec, *, bias: bool = True, device: torch.device | str | int | None = None
     ) -> BlockSparseLinear:
@@ -1088,7 +1083,6 @@ class BlockSparseLinear(StoredWeight):
         return from_spec(cls, spec, bias, device)
 
     @classmethod
-    @checked
     def from_state(
         cls, spec: LayerSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> BlockSparseLinear:
@@ -1104,7 +1098,6 @@ class BlockSparseLinear(StoredWeight):
         """
         return from_state(cls, spec, tensors, dtype)
 
-    @checked
     def cut(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
     ) -> BlockSparseLinear:
@@ -1124,7 +1117,6 @@ class BlockSparseLinear(StoredWeight):
         return cut(self, rows, columns)
 
     @classmethod
-    @checked
     def from_linear(
         cls,
         linear: nn.Module,
@@ -1184,7 +1176,6 @@ class BlockSparseLinear(StoredWeight):
         """
         return to_semi_structured(self)
 
-    @checked
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw weight and bias anew, uniformly from ±1/√fan_in, and the pattern if there is none yet.
 
@@ -1247,9 +1238,6 @@ class BlockSparseLinear(StoredWeight):
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
                 f"{AVERAGES}"
             ) from error
-        except Exception as error:
-            check_types_after(error, BlockSparseLinear.forward, locals())
-            raise
 
     def _product(
         self, x: Tensor, residual: Tensor | None, gate: Tensor | None, activation: str, column_major: bool
@@ -1294,7 +1282,6 @@ class BlockSparseLinear(StoredWeight):
         lookers = self.shard, self.observe, self._buffers["mask"], beside
         return any(each is not None for each in lookers)
 
-    @checked
     def pack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keep a copy of the weight in the form in which kernels multiply it, for inference.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._arguments import checked
 from .._ops.autograd import records_gradient
 from .._runtime.pattern_cache import content_of
 from .._runtime.torch_private import current_stream, is_exporting, transforms_active
@@ -166,7 +165,6 @@ def _state_of_call(x: Tensor) -> tuple[object, ...]:
     return *mode, x.data_ptr(), written, stream
 
 
-@checked
 @torch.no_grad()
 def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     """Return one layer whose result is the results of several layers of one x, one after the other.

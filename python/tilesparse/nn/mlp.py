@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._arguments import check_types_after, checked
 from .._ops.autograd import autocast
 from .._ops.epilogue import constant
 from .._ops.linear import combined
@@ -69,7 +68,6 @@ class BlockSparseMLP(nn.Module):
     gated: bool
     activation_name: str | None
 
-    @checked
     def __init__(
         self,
         up: BlockSparseLinear | None,
@@ -94,7 +92,6 @@ class BlockSparseMLP(nn.Module):
                 self.add_module(self._names[role], part)
 
     @classmethod
-    @checked
     def from_module(cls, module: nn.Module, x: Tensor | None = None) -> BlockSparseMLP:
         """Return the same function of the same layers, under the same names.
 
@@ -149,11 +146,7 @@ class BlockSparseMLP(nn.Module):
         Returns:
             y [..., out_features], without ``down`` [..., hidden_features].
         """
-        try:
-            hidden = self._hidden(x)
-        except Exception as error:
-            check_types_after(error, BlockSparseMLP.forward, locals())
-            raise
+        hidden = self._hidden(x)
         down, dropout = self._part("down"), self._part("dropout")
         hidden_dropout = self._part("hidden_dropout")
         if hidden_dropout is not None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._arguments import checked
 from .._checks import check_activations
 from ..errors import InvalidArgumentError
 from ..functional import quantize
@@ -37,7 +36,6 @@ class PseudoBlockSparseLinear(nn.Module):
     block_cols: Tensor
     activations: str | None = None
 
-    @checked
     def __init__(self, layer: BlockSparseLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -55,7 +53,6 @@ class PseudoBlockSparseLinear(nn.Module):
         self.train(layer.training)
         note_owner(self)
 
-    @checked
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute y = x Wᵀ + bias with the dense W.
 

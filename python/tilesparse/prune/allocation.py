@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
 from .._reports import aligned
 from ..calibrate.calibration import (
@@ -139,7 +138,6 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
         return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
 
 
-@checked
 def uniform(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
@@ -162,7 +160,6 @@ def uniform(
     }
 
 
-@checked
 def erk(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
@@ -230,7 +227,6 @@ def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[
     return kept
 
 
-@checked
 def allocate(
     profiles: ErrorProfiles,
     model: nn.Module,
@@ -538,7 +534,6 @@ def _search(groups: Sequence[_Group], budget: float) -> tuple[list[int], float]:
 ErrorProfiles: TypeAlias = Mapping[str, Mapping[BlockSparseConfig, float]]
 
 
-@checked
 def measure_errors(
     model: nn.Module,
     batches: Iterable[Any],

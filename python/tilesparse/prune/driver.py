@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _progress
-from .._arguments import checked, shown
-from .._checks import checked_number
+from .._checks import checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._listeners import check_can_change, layers_changed
 from .._reports import aligned, empty_of, empty_texts, listed, warn_user
@@ -134,7 +133,6 @@ class PruneReport:
         return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
 
 
-@checked
 def prune_(
     model: nn.Module,
     config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],

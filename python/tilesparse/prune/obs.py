@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_shapes
 from ..calibrate.moments import DAMPING, Damped, Moments, damped, exact_products, supports
 from ..config import BlockSparseConfig
@@ -302,7 +301,6 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
     return matrix.view(rows, m, n // bk, bk).gather(2, index).view(rows, m, count * bk)
 
 
-@checked
 @torch.no_grad()
 def refit(
     weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_types, checked
 from .._checks import check_text, checked_count
 from .._progress import Progress
 from .._reports import aligned
@@ -74,7 +73,6 @@ class PermutationGroup:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        check_types(PermutationGroup.__init__, vars(self))
         check_text("consumer", self.consumer)
         if not self.producers:
             raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
@@ -91,7 +89,6 @@ class PermutationGroup:
         return [*dict.fromkeys(names), self.consumer]
 
 
-@checked
 def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
     """Find permutation groups by the names of a model's layers.
 
@@ -112,7 +109,6 @@ def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
     return groups
 
 
-@checked
 @torch.no_grad()
 def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
     """Reorder the units of a permutation group in place; the model's function stays the same.
@@ -349,7 +345,6 @@ class PermutationReport:
         return "\n".join([*aligned(rows), f"{taken} of {len(self.groups)} groups have another order"])
 
 
-@checked
 def permute_model(
     model: nn.Module,
     batches: Iterable[Any],

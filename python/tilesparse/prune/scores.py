@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_shapes
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import Forward, Loss, call_model, own_loss
@@ -22,13 +21,11 @@ from ..model.targets import block_shape_of
 from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 
 
-@checked
 def magnitude(weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return the Frobenius norm of each block."""
     return _sums(weight.float().square(), block_shape).sqrt()
 
 
-@checked
 def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return the sum of |W| · ‖X‖ over each block, with the norm of each input over the calibration data.
 
@@ -50,7 +47,6 @@ def wanda(weight: Tensor, input_norms: Tensor, block_shape: tuple[int, int]) -> 
     return _sums(weight.float().abs() * input_norms.float(), block_shape)
 
 
-@checked
 def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return the sum of -W · ∂L/∂W over each block: high where a step down the gradient makes weights larger.
 
@@ -61,7 +57,6 @@ def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> 
     return _sums(-weight.float() * gradient.float(), block_shape)
 
 
-@checked
 def taylor(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """The sum of |W · ∂L/∂W| over each block: by how much the loss changes without it, to first order.
 

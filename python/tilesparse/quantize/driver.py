@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import checked
 from .._checks import LARGEST
 from .._listeners import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
@@ -26,7 +25,6 @@ from .smooth import Plan, is_linear
 from .weights import WeightPlan, rounded_experts
 
 
-@checked
 def quantize_(
     model: nn.Module,
     batches: Iterable[Any],

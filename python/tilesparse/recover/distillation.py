@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked, shown
-from .._checks import checked_count, checked_number
+from .._checks import checked_count, checked_number, shown
 from .._runtime.torch_private import has_step_hooks
 from ..calibrate.stream import (
     call,
@@ -49,7 +48,6 @@ class DistillationHistory:
     replayed: int = 0
 
 
-@checked
 def distill(
     model: nn.Module,
     teacher: nn.Module | Callable[[Any], Any],

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .._arguments import checked
 from .._checks import checked_number
 from ..errors import InvalidArgumentError
 
@@ -71,7 +70,6 @@ class DistillationLoss:
         """The loss, a scalar on the student's device; arguments as of `terms`."""
         return self.total(self.terms(student, teacher, attention_mask))
 
-    @checked
     def terms(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """The differences that have a weight, by name and without their weights: scalars.
 
@@ -94,7 +92,6 @@ class DistillationLoss:
                 terms[name] = _similarities(student, teacher, attention_mask)
         return terms
 
-    @checked
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `terms`."""
         first, *others = (weight * terms[name] for name, weight in self._weights().items())

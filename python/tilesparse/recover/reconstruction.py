@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import checked_count, checked_number, checked_seed
 from .._progress import Progress
 from .._reports import aligned, listed, warn_user
@@ -38,7 +37,6 @@ from ..nn.linear import BlockSparseLinear, is_conv1d
 from .distillation import Forward, autocasting, check_autocast
 
 
-@checked
 def reconstruct(
     model: nn.Module,
     teacher: nn.Module,

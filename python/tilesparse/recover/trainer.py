@@ -17,7 +17,6 @@ except ImportError as error:
         f"tilesparse.recover.trainer needs Transformers and Accelerate (pip install accelerate): {error}"
     ) from error
 
-from .._arguments import checked
 from .._files import replacing
 from ..calibrate.stream import check_distinct, device_of, mask_of_outputs, moved
 from ..errors import CheckpointError, InvalidArgumentError
@@ -45,7 +44,6 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             another argument is not allowed.
     """
 
-    @checked
     def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
         if kwargs.get("compute_loss_func") is not None:
             raise InvalidArgumentError("compute_loss_func must be None beside a teacher")
@@ -98,7 +96,6 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             checkpoint is not the one that is resumed.
     """
 
-    @checked
     def __init__(
         self, schedule: Any, *, scheduler: Any = None, resume_from: str | Path | None = None
     ) -> None:

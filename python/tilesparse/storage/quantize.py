@@ -9,8 +9,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from .._arguments import checked, shown
-from .._checks import LARGEST, PACKED, check_content, check_values
+from .._checks import LARGEST, PACKED, check_content, check_values, shown
 from .._ops.linear import row_scales_on
 from .._ops.products import COMPRESS, expand_values
 from ..errors import InvalidArgumentError
@@ -20,7 +19,6 @@ from .traits import PER_FEATURE, SCALES
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 
-@checked
 def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
     """Return the mask of the two of each four neighbours with the highest scores.
 
@@ -89,7 +87,6 @@ def _masks(device: torch.device) -> Tensor:
         return torch.tensor(found, dtype=torch.bool, device=device).flatten(1)
 
 
-@checked
 def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Compress dense blocks to 2:4 by one kernel.
 
@@ -110,7 +107,6 @@ def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple
     return compressed, metadata
 
 
-@checked
 def expand(
     values: Tensor,
     metadata: Tensor | None = None,
@@ -131,7 +127,6 @@ def expand(
     return expand_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
-@checked
 def quantize(
     values: Tensor,
     dtype: torch.dtype,
@@ -232,7 +227,6 @@ def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) ->
     return pattern.block_indices()[0].to(values.device)
 
 
-@checked
 def row_scales(scales: Tensor, pattern: BlockPattern) -> Tensor:
     """Return the scales of output features as those of the rows of blocks, which `expand` takes.
 
@@ -304,7 +298,6 @@ _FRACTIONS = tuple(1 - 0.04 * step for step in range(1, 11))  # of that scale, w
 _AT_A_TIME = 1 << 22  # elements, of which several copies in float32 are made
 
 
-@checked
 def quantize_int4(
     values: Tensor, *, per: str = "row", search: bool = True, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

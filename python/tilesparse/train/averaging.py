@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from .._arguments import checked
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear, make_room
@@ -44,7 +43,6 @@ class AveragedModel(swa_utils.AveragedModel):
         UnsupportedError: by `update_parameters`, when a pattern has changed and its weight is not plain.
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -62,7 +60,6 @@ class AveragedModel(swa_utils.AveragedModel):
         super().__init__(model, device, one, several, use_buffers)
         self._seen: dict[str, tuple[object, int]] = {}  # what the model's patterns were at the last update
 
-    @checked
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Take the model's patterns, and its parameters into the average."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .._arguments import checked
 from .._checks import checked_fraction, checked_number
 from ..errors import InvalidArgumentError
 from ._layers import (
@@ -90,7 +89,6 @@ class BlockGates:
         >>> gates.compact(optimizer)
     """
 
-    @checked
     def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:
         if not 0 < checked_fraction("keep", keep) < 1:
             raise InvalidArgumentError(f"keep must be between 0 and 1, got {keep}")
@@ -119,7 +117,6 @@ class BlockGates:
         original: Tensor = parametrizations.weight.original
         return original
 
-    @checked
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """End the gates: multiply weights by them, and remove blocks whose gate is closed.
@@ -176,7 +173,6 @@ class GroupLasso(Uncopied):
         UnsupportedError: a weight is sharded, parametrized or not stored plain.
     """
 
-    @checked
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
         optimizer = checked_optimizer(optimizer)
         self._strength = checked_number("strength", strength)
@@ -223,7 +219,6 @@ def _fitted(density: float) -> float:
 RULES: Mapping[str, Callable[[float], float]] = {"fitted": _fitted, "mup": lambda density: 1 / density}
 
 
-@checked
 def learning_rate_factor(density: float, rule: str = "fitted") -> float:
     """Return the factor of the learning rate of a weight of this density over a dense one.
 
@@ -244,7 +239,6 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
     return RULES[rule](density)
 
 
-@checked
 def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
     """A model's parameters for an optimizer: weights of sparse layers learn faster, the sparser they are.
 

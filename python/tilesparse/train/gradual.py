@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._arguments import checked
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, has_peers, keep_blocks
@@ -76,7 +75,6 @@ class Gradual:
             too.
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -149,7 +147,6 @@ class Gradual:
         movement = {} if self._movement is None else self._movement.state_dict()
         return {"steps": self.steps, "first": dict(self._first), "movement": movement}
 
-    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
 
@@ -174,7 +171,6 @@ class Gradual:
         keep_slots(layer, self._optimizer, slots)
 
 
-@checked
 def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Remove the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
 

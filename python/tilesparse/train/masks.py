@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_compressible, checked_count, checked_number
 from ..config import check_nm
 from ..errors import InvalidArgumentError
@@ -31,7 +30,6 @@ from ._layers import (
 DECAYS = ("gradient", "weight")
 
 
-@checked
 def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
     """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
 
@@ -104,7 +102,6 @@ class MaskSchedule(Uncopied):
         UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -158,7 +155,6 @@ class MaskSchedule(Uncopied):
         """The number of steps. Masks are buffers of the model, and in its state_dict."""
         return {"steps": self.steps}
 
-    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too.
 

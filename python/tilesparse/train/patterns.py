@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._arguments import checked, shown
-from .._checks import check_shapes, checked_count, checked_fraction, checked_number, checked_seed
+from .._checks import check_shapes, checked_count, checked_fraction, checked_number, checked_seed, shown
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..nn.linear import BlockSparseLinear, Source, has_peers, has_slots
 from ._layers import (
@@ -116,7 +115,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         >>> optimizer.step(), schedule.step(), fractions.step(), optimizer.zero_grad()
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -250,7 +248,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             "averages": {name: average.clone() for name, average in self._averages.items()},
         }
 
-    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
 
@@ -619,7 +616,6 @@ def _is_known(state: object, weight: Tensor) -> bool:
     return state is None or isinstance(state, bool | int | float | str)
 
 
-@checked
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Return where the blocks of every `BlockSparseLinear` are now, by the names of layers.
 
@@ -637,7 +633,6 @@ NORMS = (1, 2, math.inf)
 STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
 
 
-@checked
 def block_gradient_norms(
     dy: Tensor, x: Tensor, block_shape: int | Sequence[int], *, norm: float = 1
 ) -> Tensor:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked, shown
-from .._checks import check_block_shape, checked_fraction
+from .._checks import check_block_shape, checked_fraction, shown
 from .._progress import Progress
 from .._reports import aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
@@ -52,7 +51,6 @@ _REPETITIONS = 3, 21  # of a call, at least and at most
 _CALLS = 7  # of the whole model
 
 
-@checked
 @torch.no_grad()
 def advise(
     model: nn.Module,
@@ -473,7 +471,6 @@ class AdviceReport:
                 return best
         return None
 
-    @checked
     def slower_than_dense(self, contender: BlockSparseConfig | torch.dtype | None) -> list[str]:
         """Return the names of layers that are no faster by a contender than by the fastest dense one."""
         return [
@@ -483,7 +480,6 @@ class AdviceReport:
             for name in measured.names
         ]
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write the report to a file, which `load` reads on any machine.
 
@@ -494,7 +490,6 @@ class AdviceReport:
         save_layers(path, self.device, self.versions, self.layers, **others)
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> AdviceReport:
         """Read what `save` wrote.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._arguments import checked
 from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
 from .._runtime.launch import prefer_kernels, preference
 from .._runtime.select import EXPAND_AND_RUN_DENSE
@@ -155,7 +154,6 @@ class KernelChoice:
         return "\n".join(lines)
 
 
-@checked
 def choose(
     product: Product,
     device: Device | torch.device | str | tuple[int, int] | None = None,
@@ -214,7 +212,6 @@ def _microseconds(time: float | None) -> str:
     return "no estimate" if time is None else f"estimated {time:.1f} us"
 
 
-@checked
 @contextmanager
 def prefer(kernel: str) -> Iterator[None]:
     """Prefer kernels by name or prefix for the products that run within this context.

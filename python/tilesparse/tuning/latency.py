@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import checked, shown
-from .._checks import DTYPES, as_integer, checked_count, is_sequence
+from .._checks import DTYPES, as_integer, checked_count, is_sequence, shown
 from .._progress import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
@@ -44,7 +43,6 @@ class LatencyTable:
     versions: Mapping[str, str]
     times: Mapping[tuple[int, int], Mapping[BlockSparseConfig | None, float]]
 
-    @checked
     def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
         """Return milliseconds of one call of a layer of this shape.
 
@@ -89,7 +87,6 @@ class LatencyTable:
             return "the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)
         return ", ".join(" ".join(filter(None, described(config))) for config in self.times[shape])
 
-    @checked
     def total(self, model: nn.Module, configs: Mapping[str, BlockSparseConfig | None]) -> float:
         """Return milliseconds of one call of each of these layers of a dense model, stored by their configs.
 
@@ -125,7 +122,6 @@ class LatencyTable:
                 lines.append(f"  {density:8}{block:>8}  {storage:18}{time:10.4f} ms")
         return "\n".join(lines)
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write the table to a file, which `load` reads on any machine.
 
@@ -139,7 +135,6 @@ class LatencyTable:
         save_layers(path, self.device, self.versions, layers)
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> LatencyTable:
         """Read what `save` wrote, or `AdviceReport.save` if all layers had as many tokens.
 
@@ -166,7 +161,6 @@ class LatencyTable:
         return cls(device, tokens, dtype, versions, times)
 
 
-@checked
 @torch.no_grad()
 def measure_latency(
     model: nn.Module,
@@ -227,7 +221,6 @@ def _call(config: BlockSparseConfig | None, shape: tuple[int, int], x: torch.Ten
         raise type(error)(f"configs: {config}: {error}") from error
 
 
-@checked
 @torch.no_grad()
 def time_layers(
     model: nn.Module, layers: Iterable[str], *, tokens: int, repetitions: int = 21

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
-from .._arguments import checked
 from .._checks import checked_count, checked_device
 from .._runtime import launch
 from .._runtime.launch import ask_for, gather
@@ -36,7 +35,6 @@ from .store import Measurement, add_to_file, count_measurement, file, kernel_num
 from .timing import Call, milliseconds, own_numbers
 
 
-@checked
 @torch.no_grad()
 def tune(
     products: Iterable[Product],
@@ -275,7 +273,6 @@ def _dense_int8(weight: Tensor, x: Tensor) -> Call:
     return lambda: layer(x.float()).to(x.dtype)
 
 
-@checked
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
     """Return the products of a checkpoint's layers for each number of tokens; no weight is read.
 

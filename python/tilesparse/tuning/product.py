@@ -13,7 +13,6 @@ from typing import TypeAlias
 import torch
 
 from .. import _C
-from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
 from .._runtime.select import DECODE_TOKENS
 from .._runtime.torch_private import tf32_allowed
@@ -102,7 +101,6 @@ class Device:
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least, most))
 
     @classmethod
-    @checked
     def find(cls, what: Device | torch.device | str | tuple[int, int] | None = None) -> Device:
         """Find a device by its name or compute capability.
 
@@ -305,7 +303,6 @@ class Product:
             raise InvalidArgumentError("dtype must have 16 or 32 bits with activations, got torch.float64")
 
     @classmethod
-    @checked
     def of(cls, layer: BlockSparseLinear, *, tokens: int, op: str = "forward") -> Product:
         """Describe a product of a layer; while it trains with 2:4, the product with compressed values.
 

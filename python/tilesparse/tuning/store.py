@@ -22,7 +22,6 @@ import platformdirs
 import torch
 
 from .. import _C
-from .._arguments import checked
 from .._checks import DTYPES, QUANTIZED, as_integer, as_number, checked_number
 from .._files import replacing
 from .._runtime.select import add_measurement, measurements_changed
@@ -88,7 +87,6 @@ class MeasuredLayers:
     names: tuple[str, ...] = ()
     calls: int = 1
 
-    @checked
     def time(self, way: BlockSparseConfig | torch.dtype | None) -> float:
         """Return milliseconds of a call.
 
@@ -272,7 +270,6 @@ def count_measurement(measurement: Measurement) -> None:
     )
 
 
-@checked
 def load(path: Path | None = None) -> tuple[list[Measurement], int]:
     """Load the measurements of a file into this process, replacing all that counted.
 

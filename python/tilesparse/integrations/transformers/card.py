@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._arguments import checked
 from ..._checks import check_module, check_text
 from ...errors import InvalidArgumentError
 from ...nn.linear import BlockSparseLinear
@@ -12,7 +11,6 @@ from .dense import sparse_layers, tensors_of
 from .following import TAGS
 
 
-@checked
 def model_card(model: Any, repository: str = "path/or/repository") -> str:
     """A README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
 

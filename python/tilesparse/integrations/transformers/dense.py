@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._arguments import checked
 from ..._listeners import check_can_change, layers_changed
 from ...errors import UnsupportedError
 from ...model.modules import follow, set_submodule, share_hooks
@@ -18,7 +17,6 @@ from ...nn.linear import BlockSparseLinear, is_conv1d
 from ...storage.formats import storage_of
 
 
-@checked
 def to_dense(model: Any, dtype: torch.dtype | None = None) -> Any:
     """Gives a model of Transformers its dense layers back, zero where no block was kept, in place.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..._arguments import checked
 from ..._checks import check_module
 from ...config import METHOD
 from ...errors import UnsupportedError
@@ -18,7 +17,6 @@ from .quantizer import TileSparseConfig, TileSparseHfQuantizer, method_of, owner
 TAGS = ("tilesparse", "block-sparse")
 
 
-@checked
 def follow(model: nn.Module) -> None:
     """Makes the configurations of Transformers' models say what their block-sparse layers are.
 
