@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=2 python benchmarks/bench_advise.py --device cpu --models minilm --output cpu_advise.json
 
 Models have the sizes of their names and random weights. At each density a copy of the model is made like the
-fastest contender of `advise`, by `sparsify_` and `prepare_for_inference`, and a call of it is measured as
+fastest contender of `advise`, by `sparsify_` and `prepare_for_inference_`, and a call of it is measured as
 that of the dense model is: on a GPU as the time that the GPU works in it.
 """
 
@@ -144,7 +144,7 @@ def _milliseconds(model: nn.Module, report: AdviceReport, contender: Way, x: tor
     made = copy.deepcopy(model)
     names = [name for measured in report.layers for name in measured.names]
     ts.sparsify_(made, contender, filter_fn=lambda _, name: name in names)  # type: ignore[arg-type]
-    ts.prepare_for_inference(made, (x,))
+    ts.prepare_for_inference_(made, (x,))
     call, busy = milliseconds_of_call(made, (x,), x.device)
     return call if busy is None else busy
 

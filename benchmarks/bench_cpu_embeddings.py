@@ -89,7 +89,7 @@ def sparsified(
     options: dict[str, Any] = {"storage": "int8", "activations": "int8"} if "int8" in variant else {}
     config = ts.BlockSparseConfig(density=density, block_shape=block, **options)
     ts.sparsify_(model, {f"model.{ENCODER}": config})
-    ts.prepare_for_inference(model, batch)  # whose sizes it measures
+    ts.prepare_for_inference_(model, batch)  # whose sizes it measures
     return model
 
 

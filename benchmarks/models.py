@@ -374,7 +374,7 @@ def make_sparse(
     """
     patcher = RandomPatcher(density, block_shape, seed, activations)
     patcher.patch_model(model)
-    patcher.fuse_mlps(model, x)
+    patcher.fuse_mlps_(model, x)
     return model
 
 

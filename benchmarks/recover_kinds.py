@@ -37,7 +37,7 @@ from transformers import AttentionInterface
 from tilesparse import BlockSparseConfig
 from tilesparse.integrations.transformers import to_dense
 from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill
+from tilesparse.recover import DistillationLoss, distill_
 from tilesparse.tuning.product import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}
@@ -176,7 +176,7 @@ def distilled(
 
     weights = {"logits": 1.0, "hidden_states": arguments.hidden_states}
     with compiled(model, on_gpu):
-        history = distill(
+        history = distill_(
             model,
             teacher,
             texts.batches(course),

@@ -32,7 +32,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tilesparse import BlockSparseConfig
 from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill, reconstruct
+from tilesparse.recover import DistillationLoss, distill_, reconstruct_
 from tilesparse.tuning.product import default_device
 
 HELD_OUT = 20  # one file in this many
@@ -177,7 +177,7 @@ def distilled(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: rate_of((step + 1) / (arguments.steps + 1), WARM_UP)
     )
-    history = distill(
+    history = distill_(
         model,
         lambda batch: targets[id(batch)],
         (order.choice(batches) for _ in range(arguments.steps)),
@@ -225,7 +225,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 )
             )
         },
-        "reconstructed": lambda: {"fitted": fitted(reconstruct(model, dense, some))},
+        "reconstructed": lambda: {"fitted": fitted(reconstruct_(model, dense, some))},
         "distilled": lambda: distilled(model, dense, batches, arguments),
     }
     case: dict[str, Any] = {"seed": arguments.seed, "results": []}

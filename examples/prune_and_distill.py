@@ -41,6 +41,6 @@ for batch in batches(60):
 sparse = copy.deepcopy(dense).eval()
 print(ts.prune_(sparse, ts.BlockSparseConfig(density=0.25, block_shape=32), batches(16)))
 print(f"dense {loss_of(dense):.2f}, pruned {loss_of(sparse):.2f} nats per byte")
-ts.distill(sparse, dense, batches(30), lr=1e-3)
+ts.distill_(sparse, dense, batches(30), lr=1e-3)
 print(f"distilled {loss_of(sparse):.2f} nats per byte")
 sparse.save_pretrained("sparse-model")  # from_pretrained reads it wherever tilesparse is imported

@@ -35,12 +35,12 @@ from .integrations import accelerate, diffusers, hooks, peft_hooks
 from .io import load, save
 from .matrix import BlockSparseMatrix
 from .model import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
-from .model.inference import prepare_for_inference
-from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, PseudoBlockSparseLinear, concatenate
+from .model.inference import prepare_for_inference_
+from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, ReferenceBlockSparseLinear, concatenate
 from .pattern import BlockPattern
 from .prune import prune_
 from .quantize import quantize_
-from .recover import distill
+from .recover import distill_
 
 # Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
 from .tuning import Measurement as Measurement
@@ -82,7 +82,7 @@ __all__ = [
     "NoDeviceError",
     "PatchReport",
     "PatternChangedError",
-    "PseudoBlockSparseLinear",
+    "ReferenceBlockSparseLinear",
     "TileSparseError",
     "TuneFileError",
     "UnsupportedError",
@@ -91,7 +91,7 @@ __all__ = [
     "advise",
     "choose",
     "concatenate",
-    "distill",
+    "distill_",
     "distributed",
     "errors",
     "export",
@@ -101,7 +101,7 @@ __all__ = [
     "load",
     "plot",
     "prefer",
-    "prepare_for_inference",
+    "prepare_for_inference_",
     "prune",
     "prune_",
     "quantize",

@@ -41,7 +41,7 @@ from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseModelPat
 from tilesparse.integrations.peft import merge_loss
 from tilesparse.nn.experts import projections_of
 from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill, reconstruct
+from tilesparse.recover import DistillationLoss, distill_, reconstruct_
 
 OPTIONS: dict[str, Any] = {"density": 0.5, "block_shape": BLOCK}
 
@@ -281,7 +281,7 @@ def check_loaded(found: dict[str, str]) -> None:
 def fuse(kind: Kind) -> None:
     model = patched(kind)
     expected, keys = outputs(kind, model), list(model.state_dict())
-    report = BlockSparseModelPatcher().fuse_mlps(model, kind.batch(0))
+    report = BlockSparseModelPatcher().fuse_mlps_(model, kind.batch(0))
     check(len(report.mlps) == kind.fused, f"{len(report.mlps)} MLPs fused, expected {kind.fused}")
     check(all(one.reason for one in report.skipped), "skipped without a reason")
     check(list(model.state_dict()) == keys, "names have changed")
@@ -293,7 +293,7 @@ def fuse(kind: Kind) -> None:
 def generate(kind: Kind) -> None:
     model = patched(kind)
     twin = densified(kind, model)
-    BlockSparseModelPatcher().fuse_mlps(model, kind.batch(0))
+    BlockSparseModelPatcher().fuse_mlps_(model, kind.batch(0))
     batch = {name: one for name, one in kind.batch(0).items() if not name.startswith("decoder")}
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     texts = [one.generate(**batch, **options) for one in (model, twin)]
@@ -419,7 +419,7 @@ def recover(kind: Kind) -> None:
     options: dict[str, Any] = {}
     if kind.output != "logits":
         options["forward"] = lambda one, batch: getattr(one(**batch), kind.output)
-    history = distill(model, teacher, batches, optimizer, loss=DistillationLoss(logits=1.0), **options)
+    history = distill_(model, teacher, batches, optimizer, loss=DistillationLoss(logits=1.0), **options)
     with torch.no_grad():
         student, target = (outputs(kind, one).log_softmax(-1) for one in (twin, teacher))
     rows = student.shape[:-1].numel()
@@ -441,7 +441,7 @@ def reconstruction(kind: Kind) -> None:
     batches = [kind.batch(seed) for seed in range(4)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = reconstruct(model, teacher, batches, epochs=3, lr=1e-3)
+        report = reconstruct_(model, teacher, batches, epochs=3, lr=1e-3)
     kept = {one.name: one.kept for one in report.submodules}
     said = " ".join(str(one.message) for one in caught)
     for one in report.submodules:

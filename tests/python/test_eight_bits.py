@@ -40,7 +40,7 @@ from tilesparse import (
     BlockSparseModelPatcher,
     InvalidArgumentError,
     Product,
-    PseudoBlockSparseLinear,
+    ReferenceBlockSparseLinear,
     UnsupportedError,
     functional,
     sparsify_,
@@ -519,7 +519,7 @@ def test_a_layer_from_a_dense_one(dtype: torch.dtype, name: str) -> None:
     assert 0 < layer.storage_error < 0.05
     x = tokens(dtype=dtype)
     torch.testing.assert_close(layer(x), linear(x), rtol=0.1, atol=0.1)
-    torch.testing.assert_close(layer(x), PseudoBlockSparseLinear(layer)(x), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(layer(x), ReferenceBlockSparseLinear(layer)(x), rtol=2e-2, atol=2e-2)
 
 
 @both
@@ -736,7 +736,7 @@ def test_patcher_and_sparsify(name: str) -> None:
     assert torch.equal(other(x), model(x))
     pseudo = dense_model()
     sparsify_(pseudo, BlockSparseConfig(1, 32))
-    tilesparse.prepare_for_inference(model)
+    tilesparse.prepare_for_inference_(model)
     torch.testing.assert_close(model(x), other(x))
 
 
@@ -804,7 +804,7 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
         half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         assert half.model.layers[0].mlp.up_proj.scales.dtype == torch.float32
         torch.testing.assert_close(half(tokens).logits.float(), wanted, rtol=0.1, atol=0.1)
-        tilesparse.prepare_for_inference(loaded)
+        tilesparse.prepare_for_inference_(loaded)
         torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=0.02, atol=0.02)
         generated = loaded.generate(tokens, max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 15)

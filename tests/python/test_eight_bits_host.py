@@ -502,10 +502,10 @@ def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]
     ids = torch.arange(12)[None]
     with torch.no_grad():
         wanted = model(ids).logits
-    report = BlockSparseModelPatcher().fuse_mlps(model, ids, dry_run=True)
+    report = BlockSparseModelPatcher().fuse_mlps_(model, ids, dry_run=True)
     assert [mlp.storages for mlp in report.mlps] == [(f"{name} W8A8",)] * 2 and not report.skipped
     assert f"silu  {name} W8A8" in str(report)
-    tilesparse.prepare_for_inference(model, ids)
+    tilesparse.prepare_for_inference_(model, ids)
     assert sum(isinstance(module, BlockSparseMLP) for module in model.modules()) == 2
     counted.clear()
     with torch.no_grad(), Recorder() as recorder:

@@ -347,7 +347,7 @@ def test_models_are_patched_by_structure(kind: str) -> None:
     assert report.after.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not any("experts" in one.name and len(one.shape) == 3 for one in report.dense)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    fused = patcher.fuse_mlps(model)
+    fused = patcher.fuse_mlps_(model)
     assert not any("Experts" in one.kind for one in (*fused.mlps, *fused.skipped))
     patcher.undo(model)
     assert experts_of(model) == found
@@ -376,7 +376,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         quantized = ts.quantize_(copy.deepcopy(sparse), batches, storage=storage)
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
-    prepared = ts.prepare_for_inference(copy.deepcopy(sparse), batches[0])
+    prepared = ts.prepare_for_inference_(copy.deepcopy(sparse), batches[0])
     assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]
@@ -500,9 +500,9 @@ def test_experts_are_reconstructed_and_distilled() -> None:
         return float((model(**batches[0]).logits - teacher(**batches[0]).logits).detach().norm())
 
     before = error()
-    ts.recover.reconstruct(model, teacher, batches, epochs=8)
+    ts.recover.reconstruct_(model, teacher, batches, epochs=8)
     middle = error()
-    ts.distill(model, teacher, batches * 5, lr=1e-4)
+    ts.distill_(model, teacher, batches * 5, lr=1e-4)
     assert error() < middle < before
 
 
@@ -651,4 +651,4 @@ def test_what_does_not_know_experts_says_so() -> None:
     ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, 32), "o_proj": ts.BlockSparseConfig(0.5, 32)})
     report = ts.quantize_(copy.deepcopy(model), calibration("mixtral"))
     assert "no products with 8-bit activations" in str(report)
-    ts.prepare_for_inference(copy.deepcopy(model))
+    ts.prepare_for_inference_(copy.deepcopy(model))

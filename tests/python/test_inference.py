@@ -28,7 +28,7 @@ from tilesparse import (
     BlockSparseModelPatcher,
     InvalidArgumentError,
     InvalidTypeError,
-    prepare_for_inference,
+    prepare_for_inference_,
 )
 from tilesparse.nn.merged import MergedProduct
 from tilesparse.tuning import store
@@ -94,7 +94,7 @@ def prepared(**options: Any) -> tuple[Any, Any]:
     """A model, and the same one prepared."""
     model = Attention(**options).eval()
     twin = copy.deepcopy(model).requires_grad_(False)
-    prepare_for_inference(model, tokens())
+    prepare_for_inference_(model, tokens())
     assert len(merged(model)) == 1
     return twin, model
 
@@ -120,7 +120,7 @@ def test_a_prepared_model_computes_the_same(device: str, storage: str) -> None:
     x = randn(7, 64, dtype=torch.float32, device=device)
     expected, names = model.eval()(x), list(model.state_dict())
     model.train()
-    report = prepare_for_inference(model, x)
+    report = prepare_for_inference_(model, x)
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     assert isinstance(model[2], BlockSparseMLP) and len(report.mlps.mlps) == 1
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
@@ -134,10 +134,10 @@ def test_architectures_compute_the_same_bits(name: str) -> None:
     kind = ZOO[name]
     model: Any = patched(kind)
     patcher = BlockSparseModelPatcher()
-    patcher.fuse_mlps(model, kind.batch(0))  # which rounds once less; all else is equal bit for bit
+    patcher.fuse_mlps_(model, kind.batch(0))  # which rounds once less; all else is equal bit for bit
     with torch.no_grad():
         expected = outputs(kind, model)
-    state, report = copy.deepcopy(model.state_dict()), prepare_for_inference(model, kind.batch(0))
+    state, report = copy.deepcopy(model.state_dict()), prepare_for_inference_(model, kind.batch(0))
     shared = [one for one in report.shared if one.reason is None]
     assert shared and len(merged(model)) == len(shared)
     calls: list[nn.Module] = []
@@ -154,7 +154,7 @@ def test_architectures_compute_the_same_bits(name: str) -> None:
 def test_prepared_models_are_saved_as_before(name: str, tmp_path: Path) -> None:
     kind = ZOO[name]
     model: Any = patched(kind)
-    prepare_for_inference(model, kind.batch(0))
+    prepare_for_inference_(model, kind.batch(0))
     expected = outputs(kind, model)
     model.save_pretrained(tmp_path / "pretrained")
     tilesparse.save(model, tmp_path / "saved")
@@ -178,7 +178,7 @@ def test_layers_of_one_x_share_a_product(name: str, dtype: torch.dtype, device: 
     model = Attention(**STORED[name]).eval().to(device, dtype)
     x = randn(3, 5, 64, dtype=dtype, device=device)
     expected = model(x).detach()
-    report = prepare_for_inference(model, x)
+    report = prepare_for_inference_(model, x)
     names = ("q_proj", "k_proj", "v_proj")
     assert [(one.names, one.reason) for one in report.shared] == [(names, None)]
     assert [product.names for product in report.products] == [names]
@@ -217,7 +217,7 @@ def test_hooks_see_and_change_what_is_theirs() -> None:
     x = randn(5, 64, dtype=torch.float32)
     with torch.no_grad():
         expected = model(x)
-        prepare_for_inference(model, x)
+        prepare_for_inference_(model, x)
         del seen[2:]
         assert len(merged(model)) == 1 and torch.equal(model(x), expected)
     assert seen == ["q_proj", "v_proj"] * 2
@@ -263,7 +263,7 @@ UNCOUNTED = [("hook", torch.inference_mode), ("pre-hook", torch.inference_mode)]
 def test_what_is_written_to_between_layers_counts(how: str, mode: Any) -> None:
     model = Writing().eval()
     twin = copy.deepcopy(model)
-    prepare_for_inference(model, tokens())
+    prepare_for_inference_(model, tokens())
     for one in (twin, model):
         WRITES[how](one)
     with mode():
@@ -286,7 +286,7 @@ class Modes(Attention):
 def test_results_are_of_the_mode_of_their_call(mode: Any) -> None:
     model = Modes().eval()
     twin = copy.deepcopy(model).requires_grad_(False)
-    prepare_for_inference(model, tokens())
+    prepare_for_inference_(model, tokens())
     model.mode = twin.mode = mode
     x = tokens().requires_grad_()
     for mine, wanted in zip(model(x), twin(x), strict=True):
@@ -401,9 +401,9 @@ def test_copies_are_models_of_their_own() -> None:
     assert not merged(copied) and len(merged(model)) == 1
     copied.k_proj.weight.zero_()
     assert torch.equal(model(x), twin(x)) and not torch.equal(copied(x), twin(x))
-    prepare_for_inference(copied, x)
+    prepare_for_inference_(copied, x)
     assert len(merged(copied)) == 1
-    prepare_for_inference(model, x)
+    prepare_for_inference_(model, x)
     assert len(merged(model)) == 1 and torch.equal(model(x), twin(x))
 
 
@@ -508,7 +508,7 @@ def test_layers_whose_x_may_change_stay_apart(how: str) -> None:
     kind = type("Kind", (Apart,), {"forward": getattr(Apart, how)})
     model, x = kind().eval(), randn(5, 64, dtype=torch.float32)
     expected = model(x.clone())
-    report = prepare_for_inference(model, x.clone())
+    report = prepare_for_inference_(model, x.clone())
     assert not report.shared and not merged(model)
     assert torch.equal(model(x.clone()), expected)
 
@@ -554,7 +554,7 @@ def test_layers_that_have_one_x_in_every_call_share(make: Any, batch: Any, group
     model = make().eval()
     inputs = batch if isinstance(batch, tuple) else (batch,)
     expected = model(*inputs)
-    report = prepare_for_inference(model, batch)
+    report = prepare_for_inference_(model, batch)
     assert sorted(tuple(sorted(one.names)) for one in report.shared) == [tuple(sorted(one)) for one in groups]
     assert len(merged(model)) == len(groups)
     torch.testing.assert_close(model(*inputs), expected)
@@ -570,7 +570,7 @@ def test_a_shared_product_that_gives_something_else_is_undone(monkeypatch: pytes
         return y if y is None or number < 2 else y + 0.1
 
     monkeypatch.setattr(MergedProduct, "result", wrong)
-    report = prepare_for_inference(model, tokens())
+    report = prepare_for_inference_(model, tokens())
     assert not merged(model) and "not merged: q_proj, k_proj, v_proj: their results differed" in str(report)
     assert all(map(operator.is_, model.parameters(), parameters)) and torch.equal(model(tokens()), expected)
 
@@ -595,7 +595,7 @@ def test_layers_that_differ_stay_apart(change: Any, reason: str) -> None:
     change(model)
     x = randn(5, 64, dtype=torch.float32)
     expected = model(x)
-    report = prepare_for_inference(model, x)
+    report = prepare_for_inference_(model, x)
     (one,) = report.shared
     assert one.reason is not None and reason in one.reason and reason in str(report)
     assert not merged(model) and torch.equal(model(x), expected)
@@ -606,7 +606,7 @@ def test_dense_layers_stay_beside_shared_products() -> None:
     model.q_proj = nn.Linear(64, 128)
     x = randn(5, 64, dtype=torch.float32)
     expected = model(x)
-    assert prepare_for_inference(model, x).shared[0].names == ("k_proj", "v_proj")
+    assert prepare_for_inference_(model, x).shared[0].names == ("k_proj", "v_proj")
     assert torch.equal(model(x), expected)
 
 
@@ -619,7 +619,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
     kind = ZOO["llama"]
     model: Any = patched(kind)
-    report = prepare_for_inference(model, kind.batch(0))
+    report = prepare_for_inference_(model, kind.batch(0))
     measured = {one.product: one for one in store.measurements(own_file)[0]}
     named = [name for product in report.products for name in product.names]
     modules = dict(model.named_modules())
@@ -646,7 +646,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_batch_nothing_is_measured(own_file: Path) -> None:
-    report = prepare_for_inference(sparse())
+    report = prepare_for_inference_(sparse())
     assert report.seconds_before is None and report.seconds_after is None and not own_file.exists()
     assert {(one.tokens, one.kernel, one.microseconds) for one in report.products} == {(None, None, None)}
 
@@ -665,7 +665,7 @@ def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     for dense, policy, kernel in ((1.0, "auto", {"dense"}), (9.0, "sparse", {"cpu_portable"})):
         model = sparse()
         time_dense_as(dense, monkeypatch)
-        report = prepare_for_inference(model, x)
+        report = prepare_for_inference_(model, x)
         assert {layer.policy for layer in layers(model)} == {policy}
         names = {product.kernel for product in report.products}
         assert names == kernel if policy == "auto" else "dense" not in names
@@ -675,7 +675,7 @@ def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_policy_that_was_chosen_stays() -> None:
     model = sparse(policy="dense")
-    report = prepare_for_inference(model, randn(7, 64, dtype=torch.float32))
+    report = prepare_for_inference_(model, randn(7, 64, dtype=torch.float32))
     assert {layer.policy for layer in layers(model)} == {"dense"}
     assert {product.kernel for product in report.products} == {"dense"}
 
@@ -687,7 +687,7 @@ def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: 
     state = copy.deepcopy(model.state_dict())
     x = randn(40, 64, dtype=torch.float32)
     expected = model(x)
-    report = prepare_for_inference(model, x)
+    report = prepare_for_inference_(model, x)
     (product,) = report.products
     assert ("expanded once" in product.done) == (name not in ("plain", "int8 W8A8"))
     assert product.kernel is not None and product.kernel.startswith("cpu_")
@@ -697,11 +697,11 @@ def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: 
 
 def test_four_bits_of_few_tokens_are_read_as_they_are() -> None:
     model = Attention(storage="int4").eval()
-    report = prepare_for_inference(model, randn(3, 64, dtype=torch.float32))
+    report = prepare_for_inference_(model, randn(3, 64, dtype=torch.float32))
     (product,) = report.products
     assert product.done == ("merged",)
-    assert prepare_for_inference(model).products[0].done == ("merged",)
-    many = prepare_for_inference(model, randn(9, 64, dtype=torch.float32))
+    assert prepare_for_inference_(model).products[0].done == ("merged",)
+    many = prepare_for_inference_(model, randn(9, 64, dtype=torch.float32))
     assert many.products[0].done == ("merged", "expanded once")
 
 
@@ -715,24 +715,24 @@ def test_four_bits_of_few_tokens_are_read_as_they_are() -> None:
     ],
 )
 def test_batches_are_what_models_take(batch: Any) -> None:
-    report = prepare_for_inference(sparse(), batch(randn(2, 3, 64, dtype=torch.float32)))
+    report = prepare_for_inference_(sparse(), batch(randn(2, 3, 64, dtype=torch.float32)))
     assert {product.tokens for product in report.products} == {6}
 
 
 def test_nothing_is_changed_by_what_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="model must have a block-sparse layer"):
-        prepare_for_inference(nn.Linear(3, 3))
+        prepare_for_inference_(nn.Linear(3, 3))
     with pytest.raises(InvalidArgumentError, match="0 on the meta device"):
-        prepare_for_inference(sparse().to("meta"))
+        prepare_for_inference_(sparse().to("meta"))
     model: Any = sparse()
     model(randn(7, 64, dtype=torch.float32)).sum().backward()
     with pytest.raises(InvalidArgumentError, match=r"not be in training, got a gradient of 0\.weight"):
-        prepare_for_inference(model)
+        prepare_for_inference_(model)
     model.zero_grad()
     with pytest.raises(InvalidTypeError, match="batch must be a tensor, or a mapping"):
-        prepare_for_inference(model, "a text")
+        prepare_for_inference_(model, "a text")
     with pytest.raises(tilesparse.TileSparseError):
-        prepare_for_inference(model, randn(7, 63, dtype=torch.float32))
+        prepare_for_inference_(model, randn(7, 63, dtype=torch.float32))
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert layers(model)[0].policy == "sparse" and not isinstance(model[2], BlockSparseMLP)
 
@@ -767,7 +767,7 @@ def test_a_failure_on_the_way_changes_nothing(error: BaseException, monkeypatch:
 
     monkeypatch.setattr("tilesparse.model.inference.tune", fail)
     with pytest.raises(type(error)):
-        prepare_for_inference(model, tokens())
+        prepare_for_inference_(model, tokens())
     assert all(map(operator.is_, model.modules(), modules))
     assert all(map(operator.is_, model.parameters(), parameters))
     assert [(module.training, dict(module._forward_hooks)) for module in modules] == modes

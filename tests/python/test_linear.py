@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, PseudoBlockSparseLinear, sparsify_
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, ReferenceBlockSparseLinear, sparsify_
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
@@ -86,7 +86,7 @@ def test_computes_the_dense_layer_and_its_gradients(
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_adds_a_residual(device: str, policy: str) -> None:
     layer = make(policy=policy, device=device)
-    dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
+    dense, twin = layer.to_linear(), ReferenceBlockSparseLinear(layer)
     x, residual = randn(2, 5, IN, device=device), randn(2, 5, OUT, device=device).requires_grad_()
     expected = dense(x) + residual
     for module in (layer, twin):
@@ -178,7 +178,7 @@ def test_the_plain_twin_agrees_through_forty_adam_steps(
     device: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     layer = make(device=device, dtype=dtype)
-    twin = PseudoBlockSparseLinear(layer)
+    twin = ReferenceBlockSparseLinear(layer)
     optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (layer, twin)]
     x, target = randn(64, IN, device=device, dtype=dtype), randn(64, OUT, device=device, dtype=dtype)
     for _ in range(40):
@@ -454,7 +454,7 @@ def test_second_derivatives(policy: str) -> None:
     assert torch.autograd.gradgradcheck(function, (x, layer.weight), fast_mode=True)
 
 
-@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+@pytest.mark.parametrize("kind", [lambda layer: layer, ReferenceBlockSparseLinear])
 def test_calls_are_those_of_nn_linear(kind: Callable[[BlockSparseLinear], nn.Module]) -> None:
     """As PyTorch's own tests of modules call it: by the name of the argument, and without a mode."""
     layer, x = kind(make()), randn(4, IN)
@@ -465,7 +465,7 @@ def test_calls_are_those_of_nn_linear(kind: Callable[[BlockSparseLinear], nn.Mod
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", [lambda layer: layer, PseudoBlockSparseLinear])
+@pytest.mark.parametrize("kind", [lambda layer: layer, ReferenceBlockSparseLinear])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_refused_by_name(
     kind: Callable[[BlockSparseLinear], nn.Module], layout: torch.layout
@@ -624,7 +624,7 @@ INITS: dict[str, Callable[[Tensor], Tensor]] = {
         copy.deepcopy,
         lambda layer: pickle.loads(pickle.dumps(layer)),
         lambda layer: layer.double(),
-        PseudoBlockSparseLinear,
+        ReferenceBlockSparseLinear,
     ],
 )
 def test_initial_values_of_pytorch_count_the_weights_of_a_row(

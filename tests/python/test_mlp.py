@@ -358,9 +358,9 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         if name.endswith((".mlp", ".intermediate"))
     ]
     names = list(model.state_dict())
-    assert patcher.fuse_mlps(model, x, dry_run=True).mlps and fused(model) == []
-    assert not patcher.fuse_mlps(model).mlps and fused(model) == []
-    report = patcher.fuse_mlps(model, x)
+    assert patcher.fuse_mlps_(model, x, dry_run=True).mlps and fused(model) == []
+    assert not patcher.fuse_mlps_(model).mlps and fused(model) == []
+    report = patcher.fuse_mlps_(model, x)
     assert [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps] == [
         (name, gated, activation) for name in fused(model)
     ]
@@ -387,7 +387,7 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         tilesparse.load(copy.deepcopy(model), tmp_path / "own"),
         type(model).from_pretrained(tmp_path / "theirs"),
     ):
-        BlockSparseModelPatcher().fuse_mlps(loaded, x)
+        BlockSparseModelPatcher().fuse_mlps_(loaded, x)
         assert fused(loaded) == fused(model)
         with torch.no_grad():
             torch.testing.assert_close(loaded.eval()(x).logits, expected, rtol=1e-5, atol=1e-5)
@@ -402,7 +402,7 @@ def test_compiled_models_compute_the_same(kind: str) -> None:
     x = given(kind)
     with torch.no_grad():
         expected = model(x).logits
-        patcher.fuse_mlps(model, x)
+        patcher.fuse_mlps_(model, x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x).logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -412,7 +412,7 @@ def test_adapters_of_peft() -> None:
     model, _ = patched("llama")
     other, x = copy.deepcopy(model), given("llama")
     patcher = BlockSparseModelPatcher()
-    patcher.fuse_mlps(model, x)
+    patcher.fuse_mlps_(model, x)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
     results = []
     for base in (model, other):
@@ -431,7 +431,7 @@ def test_what_is_left_alone_is_reported() -> None:
     first, second = (block.mlp for block in model.model.layers)
     first.norm = nn.LayerNorm(4)
     second.up_proj = nn.Linear(SIZES["hidden_size"], SIZES["intermediate_size"])
-    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps(model, given("llama")).skipped}
+    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps_(model, given("llama")).skipped}
     other = "it has other parts than one to three BlockSparseLinear, an activation and dropouts"
     assert reasons == {
         "model.layers.0.mlp": other,
@@ -444,16 +444,16 @@ def test_what_is_left_alone_is_reported() -> None:
     model, patcher = patched("bert")
     half = model.bert.encoder.layer[0].intermediate
     half.dense = half.dense.to_linear()
-    assert not patcher.fuse_mlps(model, given("bert")).skipped and len(fused(model)) == 1
+    assert not patcher.fuse_mlps_(model, given("bert")).skipped and len(fused(model)) == 1
     model, patcher = patched("llama")
-    for skipped in patcher.fuse_mlps(model).skipped:
+    for skipped in patcher.fuse_mlps_(model).skipped:
         assert skipped.reason == "a call shows what it computes: pass a batch"
     with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
         BlockSparseMLP.from_module(model.model.layers[0].mlp)
     model, patcher = patched("vit")
     for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
         spoil(block.mlp)
-    text = str(patcher.fuse_mlps(model, given("vit")))
+    text = str(patcher.fuse_mlps_(model, given("vit")))
     assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
 
 
@@ -470,7 +470,7 @@ def test_other_classes_are_known_by_their_calls() -> None:
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
     patcher.patch_model(model)
-    assert [mlp.kind for mlp in patcher.fuse_mlps(model, given("phi")).mlps] == ["PhiMLP"] * 2
+    assert [mlp.kind for mlp in patcher.fuse_mlps_(model, given("phi")).mlps] == ["PhiMLP"] * 2
 
 
 def test_halves_of_modernbert() -> None:
@@ -501,7 +501,7 @@ def test_sequences(
     results = []
     for fuse in (False, True):
         if fuse:
-            report = patcher.fuse_mlps(model)
+            report = patcher.fuse_mlps_(model)
             assert [(mlp.name, mlp.kind) for mlp in report.mlps] == [
                 ("1", "Sequential")
             ] and not report.skipped
@@ -527,7 +527,7 @@ def test_sequences_that_compute_something_else_are_left_alone() -> None:
         nn.Sequential(up, nn.GELU(), down, nn.GELU()),
         nn.Sequential(nn.Linear(64, 96), nn.GELU(), down),
     ]
-    report = BlockSparseModelPatcher().fuse_mlps(nn.ModuleList(others))
+    report = BlockSparseModelPatcher().fuse_mlps_(nn.ModuleList(others))
     assert not report.mlps and not report.skipped
 
 
@@ -582,7 +582,7 @@ def test_a_call_shows_what_a_module_computes(name: str, dtype: torch.dtype) -> N
     model[0].down.bias.data.zero_()
     x = randn(5, 64, dtype=dtype)
     expected, modes = model(x), [module.training for module in model.modules()]
-    report = BlockSparseModelPatcher().fuse_mlps(model, x)
+    report = BlockSparseModelPatcher().fuse_mlps_(model, x)
     assert [module.training for module in model.modules()] == modes
     if reason is None:
         assert len(report.mlps) == 1 and report.mlps[0].gated == gated
@@ -597,10 +597,10 @@ def test_inputs_that_show_nothing_fuse_nothing() -> None:
         if isinstance(one, BlockSparseLinear):
             nn.init.zeros_(one.get_parameter("bias"))
     x = torch.zeros(5, 64)
-    (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, x).skipped
+    (skipped,) = BlockSparseModelPatcher().fuse_mlps_(model, x).skipped
     assert "show nothing" in skipped.reason
     nn.init.zeros_(model[0].get_parameter("down.weight"))  # what follows it is not seen
-    (skipped,) = BlockSparseModelPatcher().fuse_mlps(model, randn(5, 64, dtype=torch.float32)).skipped
+    (skipped,) = BlockSparseModelPatcher().fuse_mlps_(model, randn(5, 64, dtype=torch.float32)).skipped
     assert "show nothing" in skipped.reason
 
 
@@ -608,5 +608,5 @@ def test_generation() -> None:
     model, patcher = patched("llama")
     prompt = torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    patcher.fuse_mlps(model, prompt)
+    patcher.fuse_mlps_(model, prompt)
     assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)

@@ -45,7 +45,7 @@ from tilesparse import (
     BlockPattern,
     BlockSparseLinear,
     BlockSparseModelPatcher,
-    PseudoBlockSparseLinear,
+    ReferenceBlockSparseLinear,
     _progress,
 )
 from tilesparse.cli.demo import GPT, SIZES
@@ -191,7 +191,7 @@ def test_a_patched_model_equals_its_plain_twin_and_trains() -> None:
     model, twin, x = gpt(), gpt(), tokens()
     patcher(density=0.5).patch_model(model)
     patcher(density=0.5, pseudo_linear=True).patch_model(twin)
-    assert isinstance(twin.blocks[0].mlp[0], PseudoBlockSparseLinear)
+    assert isinstance(twin.blocks[0].mlp[0], ReferenceBlockSparseLinear)
     for module in (model, twin):
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
         for _ in range(5):
@@ -273,7 +273,7 @@ def test_dense_layers_are_kept_only_if_asked_for() -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match=r"patch_model\(model, keep_dense=True\)"):
             made.undo(model)
-        made.fuse_mlps(model)  # could be undone, but not the patching before
+        made.fuse_mlps_(model)  # could be undone, but not the patching before
         made.patch_model(model, keep_dense=True)
     assert {name: modules[name] for name in modules if "mlp" not in name} == {
         name: module for name, module in model.named_modules() if "mlp" not in name

@@ -47,7 +47,7 @@ from tilesparse import (
     UnsupportedError,
 )
 from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill, losses, reconstruct, reconstruction
+from tilesparse.recover import DistillationLoss, distill_, losses, reconstruct_, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
@@ -290,7 +290,7 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
     model, teacher = pair(name)
     model.train()
     before, of_teacher = tensors_of(model), tensors_of(teacher)
-    report = reconstruct(model, teacher, texts(8), epochs=2, lr=2e-3)
+    report = reconstruct_(model, teacher, texts(8), epochs=2, lr=2e-3)
     blocks = [f"{TARGETS[name]}.{i}" for i in (0, 1)]
     assert report.blocks == blocks and not report.skipped
     assert [one.name for one in report.submodules] == [f"{b}.{part}" for b in blocks for part in PARTS[name]]
@@ -307,16 +307,16 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert getattr(model.config, "use_cache", True)  # as it was
     again = pruned(teacher, name)
-    reconstruct(again, teacher, iter(texts(8)), epochs=2, lr=2e-3)
+    reconstruct_(again, teacher, iter(texts(8)), epochs=2, lr=2e-3)
     assert same(tensors_of(again), after)
     other = pruned(teacher, name)
-    reconstruct(other, teacher, texts(8), epochs=2, lr=2e-3, seed=1)
+    reconstruct_(other, teacher, texts(8), epochs=2, lr=2e-3, seed=1)
     assert not same(tensors_of(other), after)
 
 
 def test_later_blocks_are_given_what_reconstructed_ones_give() -> None:
     model, teacher = pair("mlp")
-    report = reconstruct(model, teacher, vectors(8), epochs=3, lr=3e-3)
+    report = reconstruct_(model, teacher, vectors(8), epochs=3, lr=3e-3)
     assert [one.name for one in report.submodules] == ["0", "2", "3"] and report.blocks == [
         "0",
         "1",
@@ -336,8 +336,8 @@ def test_padding_does_not_count() -> None:
     changed = copy.deepcopy(batches)
     for batch in changed:
         batch["input_ids"][batch["attention_mask"].eq(0)] = 3
-    first = reconstruct(model, teacher, batches, epochs=1)
-    second = reconstruct(other, teacher, changed, epochs=1)
+    first = reconstruct_(model, teacher, batches, epochs=1)
+    second = reconstruct_(other, teacher, changed, epochs=1)
     for one, two in zip(first.submodules, second.submodules, strict=True):
         assert abs(one.before / two.before - 1) < 1e-4 and abs(one.after / two.after - 1) < 1e-4
 
@@ -345,7 +345,7 @@ def test_padding_does_not_count() -> None:
 def test_weights_are_kept_only_where_the_held_out_error_fell() -> None:
     model, teacher = pair("llama")
     before = tensors_of(model)
-    report = reconstruct(model, teacher, texts(4), epochs=1, lr=10.0)
+    report = reconstruct_(model, teacher, texts(4), epochs=1, lr=10.0)
     assert not any(one.kept for one in report.submodules) and "left as it was" in str(report)
     assert same(tensors_of(model), before)
 
@@ -354,12 +354,12 @@ def test_weights_are_kept_only_where_the_held_out_error_fell() -> None:
 def test_models_in_16_bits_take_steps_that_these_could_not(dtype: torch.dtype) -> None:
     model, teacher = pair("llama", dtype)
     batches = texts(12)
-    report = reconstruct(model, teacher, batches, epochs=4, lr=3e-4)
+    report = reconstruct_(model, teacher, batches, epochs=4, lr=3e-4)
     assert all(one.after < 0.97 * one.before for one in report.submodules)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     full, exact = pair("llama")
     for one, two in zip(
-        report.submodules, reconstruct(full, exact, batches, epochs=4, lr=3e-4).submodules, strict=True
+        report.submodules, reconstruct_(full, exact, batches, epochs=4, lr=3e-4).submodules, strict=True
     ):
         assert abs(one.after / two.after - 1) < 0.05
 
@@ -367,7 +367,7 @@ def test_models_in_16_bits_take_steps_that_these_could_not(dtype: torch.dtype) -
 def test_autocast_and_2_4() -> None:
     model, teacher = pair("llama", block_shape=(32, 32), nm=(2, 4))
     before = tensors_of(model)
-    report = reconstruct(model, teacher, texts(10), epochs=4, lr=2e-3, autocast=torch.bfloat16)
+    report = reconstruct_(model, teacher, texts(10), epochs=4, lr=2e-3, autocast=torch.bfloat16)
     kept = tuple(one.name for one in report.submodules if one.kept)
     assert len(kept) == 3  # of the first attention no path through the blocks is left
     for name, layer in model.named_modules():
@@ -386,8 +386,8 @@ def test_autocast_sees_dense_weights_as_they_are_now() -> None:
     patcher.patch_model(model)
     other = copy.deepcopy(model)
     options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"]}
-    exact = reconstruct(model, teacher, texts(6), epochs=2, lr=2e-3, **options)
-    mixed = reconstruct(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16, **options)
+    exact = reconstruct_(model, teacher, texts(6), epochs=2, lr=2e-3, **options)
+    mixed = reconstruct_(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16, **options)
     for one, two in zip(mixed.submodules, exact.submodules, strict=True):
         assert two.kept and abs(one.before / two.before - 1) < 0.02 and abs(one.after / two.after - 1) < 0.1
 
@@ -397,7 +397,7 @@ def test_a_position_bias_that_one_block_gives_is_computed_anew() -> None:
     config = T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
     teacher = T5EncoderModel(config).eval()
     model = pruned(teacher, r"encoder\.block")
-    report = reconstruct(model, teacher, texts(4), epochs=1)
+    report = reconstruct_(model, teacher, texts(4), epochs=1)
     assert [one.name for one in report.submodules] == [
         f"encoder.block.{block}.layer.{layer}" for block in (0, 1) for layer in (0, 1)
     ]
@@ -409,7 +409,7 @@ def test_labels_change_nothing_in_reconstruction() -> None:
     other = copy.deepcopy(model)
     labelled = [batch | {"labels": batch["input_ids"]} for batch in batches]
     first, second = (
-        reconstruct(one, teacher, some, submodules=[""], epochs=1)  # gives logits, or else a loss first
+        reconstruct_(one, teacher, some, submodules=[""], epochs=1)  # gives logits, or else a loss first
         for one, some in ((model, batches), (other, labelled))
     )
     assert first == second
@@ -419,7 +419,7 @@ def test_named_submodules_alone_are_fitted() -> None:
     model, teacher = pair("llama")
     before = tensors_of(model)
     names = ["model.layers.1.mlp", "model.layers.0.self_attn.v_proj"]
-    report = reconstruct(model, teacher, texts(4), submodules=names, epochs=1, lr=1e-3)
+    report = reconstruct_(model, teacher, texts(4), submodules=names, epochs=1, lr=1e-3)
     assert [one.name for one in report.submodules] == names[::-1]
     for name, tensor in tensors_of(model).items():
         assert torch.equal(tensor, before[name]) or name.startswith(tuple(names))
@@ -433,12 +433,12 @@ def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
     patcher.patch_model(model)
     before = tensors_of(model)
     with pytest.warns(UserWarning, match=r"did not fit pooler\.dense \(outside of the stack"):
-        report = reconstruct(model, teacher, texts(4), epochs=1)
+        report = reconstruct_(model, teacher, texts(4), epochs=1)
     assert len(report.submodules) == 3
     assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
     assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
     names = ["pooler", "encoder.layer.1.output"]
-    report = reconstruct(model, teacher, texts(8), submodules=names, epochs=2)
+    report = reconstruct_(model, teacher, texts(8), submodules=names, epochs=2)
     assert [one.name for one in report.submodules] == names[::-1] and report.blocks == [""]
     assert report.submodules[1].after < report.submodules[1].before
 
@@ -451,11 +451,11 @@ def test_what_cannot_be_trained_is_reported() -> None:
     with pytest.warns(
         UserWarning, match=r"model\.layers\.0\.mlp, model\.layers\.1\.self_attn \(no parameter"
     ):
-        report = reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
+        report = reconstruct_(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert [one.name for one in report.skipped] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
     assert len(report.submodules) == 2 and "skipped model.layers.0.mlp: no parameter" in str(report)
     with pytest.raises(InvalidArgumentError, match="submodules must have parameters to train"):
-        reconstruct(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
+        reconstruct_(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
 
 
 class TwoTowers(nn.Module):
@@ -594,7 +594,7 @@ def test_all_stacks_are_fitted_in_the_order_in_which_they_run(name: str) -> None
     model = pruned(teacher, regex)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        report = reconstruct(model, teacher, batches(3), epochs=1)
+        report = reconstruct_(model, teacher, batches(3), epochs=1)
     assert report.blocks == blocks and not report.skipped
     assert [one.name for one in report.submodules] == submodules
 
@@ -604,13 +604,13 @@ def test_what_does_not_run_is_named() -> None:
     teacher = llava().eval()
     model = pruned(teacher, r".*layers")
     with pytest.warns(UserWarning, match=r"vision_tower\.encoder\.layers\.\*\.self_attn \(3\).*does not run"):
-        report = reconstruct(model, teacher, texts(3, padded=False), epochs=1)
+        report = reconstruct_(model, teacher, texts(3, padded=False), epochs=1)
     assert {one.name.split(".")[1] for one in report.submodules} == {"language_model"}
     assert len(report.skipped) == 6
     before = tensors_of(model)
     with pytest.raises(InvalidArgumentError, match="does not run"):
         names = ["model.vision_tower.encoder.layers.0.mlp", "model.language_model.layers.0.mlp"]
-        reconstruct(model, teacher, texts(3, padded=False), epochs=1, submodules=names)
+        reconstruct_(model, teacher, texts(3, padded=False), epochs=1, submodules=names)
     assert same(tensors_of(model), before)
 
 
@@ -629,7 +629,7 @@ def test_a_stack_that_holds_less_than_half_is_none() -> None:
 
     teacher = Inner()
     model = pruned(teacher, ".")
-    report = reconstruct(model, teacher, vectors(3), epochs=1)
+    report = reconstruct_(model, teacher, vectors(3), epochs=1)
     assert report.blocks == [""]
     assert [one.name for one in report.submodules] == ["before", "inner", "after"]
 
@@ -651,7 +651,7 @@ def test_models_without_a_stack_are_one_block() -> None:
     teacher = Tree()
     model = pruned(teacher, "mlp")
     batches = [{"x": x, "y": x.roll(1, 1)} for x in vectors(6)]
-    report = reconstruct(model, teacher, batches, epochs=4, lr=2e-3)
+    report = reconstruct_(model, teacher, batches, epochs=4, lr=2e-3)
     assert report.blocks == [""]
     assert [one.name for one in report.submodules] == ["items.0", "items.2", "items.1"]
     assert all(one.kept for one in report.submodules)
@@ -678,7 +678,7 @@ def test_modules_that_write_to_their_inputs() -> None:
             if isinstance(one, nn.ReLU):
                 one.inplace = inplace
         names = ["0.part", "1.part"]
-        last = reconstruct(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).submodules[1]
+        last = reconstruct_(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).submodules[1]
         return last.before, last.after
 
     assert error_of(True) == error_of(False)
@@ -697,7 +697,7 @@ def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
     model = copy.deepcopy(teacher)
     model[0][1] = pruned(teacher[0], "1$")[1]
     batches = vectors(4)
-    report = reconstruct(model, teacher, batches, submodules=["0"], epochs=1)
+    report = reconstruct_(model, teacher, batches, submodules=["0"], epochs=1)
     assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
     with torch.no_grad():
         y, t = model(batches[-1].clone()), teacher(batches[-1].clone())
@@ -775,7 +775,7 @@ def test_reconstruction_refuses_and_leaves_the_model(
     arguments: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(3), "epochs": 1}
     before = tensors_of(model)
     with pytest.raises(error, match=message):
-        reconstruct(**(arguments | change(model, teacher)))
+        reconstruct_(**(arguments | change(model, teacher)))
     assert same(tensors_of(model), before) and model.config.use_cache
 
 
@@ -785,7 +785,7 @@ def test_activations_that_are_not_finite_are_named() -> None:
     batches = vectors(4)
     teacher[2].bias.data[3] = float("inf")  # the first submodule has been fitted by then
     with pytest.raises(InvalidArgumentError, match="batches: submodule '2' gives NaN or infinity"):
-        reconstruct(model, teacher, batches, epochs=1, lr=1e-3)
+        reconstruct_(model, teacher, batches, epochs=1, lr=1e-3)
     assert same(tensors_of(model), before)
 
 
@@ -800,7 +800,7 @@ def test_an_interruption_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(reconstruction.Progress, "show", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        reconstruct(model, teacher, texts(3), epochs=1, lr=1e-3)
+        reconstruct_(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert same(tensors_of(model), before) and model.config.use_cache
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -811,7 +811,7 @@ def test_shared_modules_are_refused() -> None:
     model = pruned(teacher, "mlp")
     before = tensors_of(model)
     with pytest.raises((UnsupportedError, InvalidArgumentError)):
-        reconstruct(model, teacher, vectors(3), submodules=["0", "1"])
+        reconstruct_(model, teacher, vectors(3), submodules=["0", "1"])
     assert same(tensors_of(model), before)
 
 
@@ -826,10 +826,10 @@ def test_blocks_visit_the_device_one_at_a_time() -> None:
                 [next(one.parameters()).device.type for one in model.model.layers]
             )
         )
-    report = reconstruct(model, teacher, texts(6), epochs=2, lr=2e-3, device="cuda")
+    report = reconstruct_(model, teacher, texts(6), epochs=2, lr=2e-3, device="cuda")
     assert all(devices.count("cuda") == 1 for devices in seen)
     assert all(tensor.device.type == "cpu" for tensor in tensors_of(model).values())
-    expected = reconstruct(other, teacher, texts(6), epochs=2, lr=2e-3)
+    expected = reconstruct_(other, teacher, texts(6), epochs=2, lr=2e-3)
     for one, two in zip(report.submodules, expected.submodules, strict=True):
         assert abs(one.after / two.after - 1) < 0.05
 
@@ -856,7 +856,7 @@ def test_distillation_lowers_the_loss_and_leaves_pattern_and_teacher(dtype: torc
     watch, patterns = Watch(teacher), [layer.pattern.to_block_mask() for layer in sparse(model)]
     of_teacher = tensors_of(teacher)
     loss = DistillationLoss(logits=1.0, hidden_states=0.5)
-    history = distill(model, teacher, texts(4) * 5, adam(model, 3e-3), loss=loss, clip=1.0)
+    history = distill_(model, teacher, texts(4) * 5, adam(model, 3e-3), loss=loss, clip=1.0)
     assert len(history.loss) == len(history.gradient_norm) == 20
     assert sum(history.loss[-4:]) < 0.7 * sum(history.loss[:4])
     for total, logits, hidden in zip(history.loss, *history.terms.values(), strict=True):
@@ -872,18 +872,18 @@ def test_distillation_lowers_the_loss_and_leaves_pattern_and_teacher(dtype: torc
 def test_a_learning_rate_stands_for_an_optimizer() -> None:
     model, teacher = pair("llama")
     other = copy.deepcopy(model)
-    found = distill(model, teacher, texts(3), lr=1e-3)
+    found = distill_(model, teacher, texts(3), lr=1e-3)
     optimizer = torch.optim.AdamW(other.parameters(), 1e-3, weight_decay=0.0)
-    assert found == distill(other, teacher, texts(3), optimizer, loss=DistillationLoss(logits=1.0))
+    assert found == distill_(other, teacher, texts(3), optimizer, loss=DistillationLoss(logits=1.0))
     assert same(tensors_of(model), tensors_of(other))
     both: dict[str, Any] = {"optimizer": optimizer, "lr": 1e-3}
     for arguments in ({}, both):
         with pytest.raises(InvalidArgumentError, match="lr must be given in place of an optimizer"):
-            distill(other, teacher, texts(3), **arguments)
+            distill_(other, teacher, texts(3), **arguments)
     with pytest.raises(InvalidArgumentError, match="lr"):
-        distill(other, teacher, texts(3), lr=0.0)
+        distill_(other, teacher, texts(3), lr=0.0)
     with pytest.raises(InvalidArgumentError, match="model must have parameters"):
-        distill(other.requires_grad_(False), teacher, texts(3), lr=1e-3)
+        distill_(other.requires_grad_(False), teacher, texts(3), lr=1e-3)
 
 
 def test_accumulated_batches_are_one_large_batch() -> None:
@@ -895,14 +895,14 @@ def test_accumulated_batches_are_one_large_batch() -> None:
         for group in (batches[:2], batches[2:4], batches[4:])
     ]
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
-    first = distill(model, teacher, iter(batches), optimizers[0], loss=loss, accumulate=2)
-    second = distill(other, teacher, joined, optimizers[1], loss=loss)
+    first = distill_(model, teacher, iter(batches), optimizers[0], loss=loss, accumulate=2)
+    second = distill_(other, teacher, joined, optimizers[1], loss=loss)
     torch.testing.assert_close(first.loss, second.loss)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
 class Mover:
-    """Moves one block of every layer after a step, at random; a schedule as `distill` expects it."""
+    """Moves one block of every layer after a step, at random; a schedule as `distill_` expects it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers, self._generator = sparse(model), seeded(5)
@@ -947,7 +947,7 @@ def test_schedules_step_after_the_optimizer_and_runs_resume(kind: str) -> None:
 
     def run(model: Any, states: list[Any], some: list[Any]) -> None:
         schedule, optimizer, *schedulers = states
-        distill(model, teacher, some, optimizer, loss=loss, scheduler=schedulers, schedule=schedule)
+        distill_(model, teacher, some, optimizer, loss=loss, scheduler=schedulers, schedule=schedule)
 
     whole, states = start()
     run(whole, states, batches)
@@ -976,7 +976,7 @@ def test_callbacks_steps_and_teachers_from_a_cache() -> None:
     cached = {id(batch): teacher(batch).detach() for batch in batches}
     seen: list[tuple[int, list[str]]] = []
     loss = DistillationLoss(logits=1.0, temperature=2.0)
-    history = distill(
+    history = distill_(
         model,
         lambda batch: cached[id(batch)],
         batches,
@@ -987,7 +987,7 @@ def test_callbacks_steps_and_teachers_from_a_cache() -> None:
     )
     assert seen == [(step, ["loss", "logits"]) for step in (1, 2, 3)] and len(history.loss) == 3
     assert history.gradient_norm == []
-    run = distill(other, teacher, [(b,) for b in batches[:3]], adam(other), loss=loss)
+    run = distill_(other, teacher, [(b,) for b in batches[:3]], adam(other), loss=loss)
     assert run.loss == history.loss and same(tensors_of(model), tensors_of(other))
 
 
@@ -995,9 +995,9 @@ def test_labels_go_to_both_models() -> None:
     model, teacher = pair("llama")
     watches = Watch(model), Watch(teacher)
     batches = [batch | {"labels": batch["input_ids"]} for batch in texts(1)]
-    history = distill(model, teacher, batches, adam(model), loss=DistillationLoss(task=1.0, logits=1.0))
+    history = distill_(model, teacher, batches, adam(model), loss=DistillationLoss(task=1.0, logits=1.0))
     assert 3 < history.terms["task"][0] < 6  # the logarithm of the vocabulary's size is 4.6
-    distill(model, teacher, batches, adam(model), loss=DistillationLoss(logits=1.0))
+    distill_(model, teacher, batches, adam(model), loss=DistillationLoss(logits=1.0))
     assert [["labels" in kwargs for _, _, kwargs in watch.calls] for watch in watches] == 2 * [[True, True]]
 
 
@@ -1012,11 +1012,11 @@ def test_encoder_decoders_take_the_batches_that_pruning_takes() -> None:
     teacher = T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, decoder_start_token_id=0)).eval()
     model, batches = copy.deepcopy(teacher), translations(4)
     prune_(model, BlockSparseConfig(0.5, 16), batches, layers=r".*wi")
-    report = reconstruct(model, teacher, batches, epochs=1)
+    report = reconstruct_(model, teacher, batches, epochs=1)
     assert any(part.after < part.before for part in report.submodules)
     with torch.no_grad():
         ours, theirs = model(**batches[0]).logits, teacher(**batches[0]).logits
-    history = distill(model, teacher, batches, lr=1e-3)
+    history = distill_(model, teacher, batches, lr=1e-3)
     counted = batches[0]["labels"] != -100
     divergence = (theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1)
     assert history.loss[0] == pytest.approx(float(divergence[counted].mean()), rel=1e-3)
@@ -1034,11 +1034,11 @@ class Writing(nn.Sequential):
 def test_model_and_teacher_have_inputs_of_their_own() -> None:
     teacher, x = Writing(nn.Linear(64, 64)), vectors(1)[0]
     model, before = copy.deepcopy(teacher), x.clone()
-    history = distill(model, teacher, [x], lr=1e-3, loss=DistillationLoss(logits=1.0))
+    history = distill_(model, teacher, [x], lr=1e-3, loss=DistillationLoss(logits=1.0))
     assert history.loss[0] == pytest.approx(0, abs=1e-6) and torch.equal(x, before)
 
 
-@pytest.mark.parametrize("train", [distill, reconstruct])
+@pytest.mark.parametrize("train", [distill_, reconstruct_])
 def test_batches_without_data_are_refused(train: Any) -> None:
     model, teacher = pair("llama")
     batches = [{name: value.to("meta") for name, value in batch.items()} for batch in texts(2)]
@@ -1056,7 +1056,7 @@ def test_autocast_and_forward() -> None:
         return logits
 
     loss = DistillationLoss(logits=1.0)
-    distill(model, teacher, texts(1), adam(model), loss=loss, forward=forward, autocast=torch.bfloat16)
+    distill_(model, teacher, texts(1), adam(model), loss=loss, forward=forward, autocast=torch.bfloat16)
     assert dtypes == [torch.bfloat16] * 2
 
 
@@ -1071,7 +1071,7 @@ def test_a_graph_trains_as_plain_steps_do() -> None:
         model = copy.deepcopy(first)
         rate = torch.tensor(3e-3, device="cuda")
         optimizer = torch.optim.AdamW(model.parameters(), rate, capturable=True)
-        history = distill(
+        history = distill_(
             model,
             teacher,
             batches * 2,
@@ -1145,7 +1145,7 @@ def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({"schedule": Mover(model)}, UnsupportedError, "schedule must be None where graph is True"),
     ]:
         with pytest.raises(error, match=message):
-            distill(**(given | change), graph=True)
+            distill_(**(given | change), graph=True)
         assert same(tensors_of(model), before), message
 
 
@@ -1191,12 +1191,12 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"graph": 1}, "graph must be"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
-            distill(**(given | change))
+            distill_(**(given | change))
         assert same(tensors_of(model), before), message
     with pytest.raises(UnsupportedError, match=r"autocast must be torch\.bfloat16, got torch\.float16"):
-        distill(**given, autocast=torch.float16)
+        distill_(**given, autocast=torch.float16)
     with torch.no_grad():  # it is training
-        assert len(distill(**given).loss) == 2 and not same(tensors_of(model), before)
+        assert len(distill_(**given).loss) == 2 and not same(tensors_of(model), before)
 
 
 # Transformers' Trainer.
@@ -1273,7 +1273,7 @@ def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
     untrained = run.evaluate()["eval_loss"]
     run.train()
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    (expected,) = distill(twin, teacher, [batch] * 2, adam(twin), loss=run.loss, accumulate=2).loss
+    (expected,) = distill_(twin, teacher, [batch] * 2, adam(twin), loss=run.loss, accumulate=2).loss
     assert abs(logged[0] / expected - 1) < 1e-5 and abs(untrained / expected - 1) < 1e-5
     assert run.evaluate()["eval_loss"] < 0.9 * untrained
     assert run.predict(Rows()).predictions.shape == (12, TOKENS, VOCABULARY)  # and no hidden states

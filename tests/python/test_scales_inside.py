@@ -28,7 +28,7 @@ from tilesparse import (
     BlockSparseConfig,
     BlockSparseLinear,
     InvalidArgumentError,
-    PseudoBlockSparseLinear,
+    ReferenceBlockSparseLinear,
     functional,
     sparsify_,
     storage,
@@ -251,7 +251,7 @@ def test_there_and_back_and_copies() -> None:
     half = copy.deepcopy(layer).to(torch.bfloat16)
     assert half.scales is not None and half.scales.dtype == torch.float32
     torch.testing.assert_close(half(x.bfloat16()).float(), y, rtol=0.1, atol=3)
-    reference = PseudoBlockSparseLinear(layer)(x)
+    reference = ReferenceBlockSparseLinear(layer)(x)
     torch.testing.assert_close(reference, y, rtol=1e-4, atol=1e-3)
     assert torch.equal(layer.to_storage("plain").weight, blocks)
 

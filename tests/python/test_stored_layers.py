@@ -20,7 +20,7 @@ from tilesparse import (
     BlockSparseLinear,
     InvalidArgumentError,
     InvalidPatternError,
-    PseudoBlockSparseLinear,
+    ReferenceBlockSparseLinear,
     UnsupportedError,
     functional,
 )
@@ -109,7 +109,7 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
     x, residual = randn(*many, IN, device=device), randn(*many, OUT, device=device)
     tolerance = tolerance_of(layer, device)
     assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    dense, twin = layer.to_linear(), PseudoBlockSparseLinear(layer)
+    dense, twin = layer.to_linear(), ReferenceBlockSparseLinear(layer)
     for other in (dense(rounded(layer, x)) + residual, twin(x, residual=residual)):
         assert_close(layer(x, residual=residual), other)
     for policy in ("dense", "auto"):

@@ -92,7 +92,7 @@ class Kind:
         batch: some inputs, for a seed.
         dense: regular expressions of names of linear layers that `".*"` leaves dense, in blocks of BLOCK,
             and of the reason that reports give.
-        fused: how many MLPs `fuse_mlps` finds in a call.
+        fused: how many MLPs `fuse_mlps_` finds in a call.
         refused: steps that are refused, and a regular expression of the sentence that says so.
         subclasses: whether its layers are subclasses of `torch.nn.Linear`, for which a patcher is overridden.
         adapted: layers that get LoRA, where PEFT does not take all linear ones of the dense model either.

@@ -35,13 +35,13 @@ _Tokens = dict[BlockSparseLinear, list[int]]
 
 
 @torch.no_grad()
-def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceReport:
+def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceReport:
     """Make a model with block-sparse layers ready for inference, in place, once it is on its device.
 
     In this order:
 
     - The model is put into evaluation mode, and its parameters record no gradients.
-    - MLPs are fused, see `BlockSparseModelPatcher.fuse_mlps`.
+    - MLPs are fused, see `BlockSparseModelPatcher.fuse_mlps_`.
     - On CUDA devices weights in a storage that no kernel of the device reads are stored as kernels read them.
     - With a batch, layers that their module calls with one x in each of its calls, such as q, k and v, share
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
@@ -81,7 +81,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
 
     Examples:
         >>> model = AutoModelForCausalLM.from_pretrained("pruned").cuda()
-        >>> print(prepare_for_inference(model, tokenizer("A text", return_tensors="pt").to("cuda")))
+        >>> print(prepare_for_inference_(model, tokenizer("A text", return_tensors="pt").to("cuda")))
     """
     layers = _checked_layers(model)
     if batch is not None and next(tensors_in(batch), None) is None:
@@ -97,7 +97,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
         _remember(model, layers, undo)
         model.eval().requires_grad_(False)
         patcher = BlockSparseModelPatcher()
-        mlps = patcher.fuse_mlps(model, batch)
+        mlps = patcher.fuse_mlps_(model, batch)
         if mlps.mlps:
             undo.callback(patcher.undo, model)
         stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
@@ -330,7 +330,7 @@ class PreparedProduct:
 
 @dataclass(frozen=True)
 class InferenceReport:
-    """What `prepare_for_inference` did to each layer, or why not; ``str()`` makes a table of it.
+    """What `prepare_for_inference_` did to each layer, or why not; ``str()`` makes a table of it.
 
     Attributes:
         products: the products of block-sparse layers, in the order of the model; one that the batch calls
@@ -396,4 +396,4 @@ def _groups(products: Sequence[PreparedProduct]) -> list[tuple[str, PreparedProd
     return list(found.values())
 
 
-__all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference"]
+__all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference_"]

@@ -43,7 +43,7 @@ class LayerOptions:
         config: how they are stored.
         pattern: the blocks to keep, whose density and block shape `config` has; None chooses blocks.
         parts: (r, c), the parts of block rows and columns that keep equally many of the chosen blocks.
-        pseudo_linear: use `PseudoBlockSparseLinear`.
+        pseudo_linear: use `ReferenceBlockSparseLinear`.
         untie: replace layers that share a parameter with another module, too.
 
     Raises:

@@ -20,10 +20,10 @@ from .._checks import shown
 from ..errors import InvalidArgumentError
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear, is_conv1d, is_stored_otherwise
-from ..nn.reference import PseudoBlockSparseLinear
+from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import Storage
 
-Replacement: TypeAlias = BlockSparseLinear | PseudoBlockSparseLinear | BlockSparseExperts
+Replacement: TypeAlias = BlockSparseLinear | ReferenceBlockSparseLinear | BlockSparseExperts
 
 # What `torch.nn.Module` keeps of the hooks of a call. A new layer shares the containers, so that the
 # handles that were given out still remove their hooks.

@@ -83,7 +83,7 @@ class BlockSparseModelPatcher:
                   on the meta device need one, as there is nothing to choose blocks by.
                 - ``parts``: (r, c): keep as many blocks of each of r parts of the block rows and c of the
                   block columns, for tensor parallelism over so many processes; (1, 1), as beside ``pattern``.
-                - ``pseudo_linear``: use `PseudoBlockSparseLinear`; False.
+                - ``pseudo_linear``: use `ReferenceBlockSparseLinear`; False.
                 - ``untie``: patch a layer even if it shares a parameter with another module, which then
                   keeps the dense one; False.
 
@@ -154,7 +154,7 @@ class BlockSparseModelPatcher:
             made: object = self.new_child_module(name, module, options.to_mapping())
             if not isinstance(made, Replacement):
                 raise InvalidTypeError(
-                    "new_child_module must return a BlockSparseLinear, PseudoBlockSparseLinear or "
+                    "new_child_module must return a BlockSparseLinear, ReferenceBlockSparseLinear or "
                     f"BlockSparseExperts, got {shown(made)}; is_patchable leaves layers out"
                 )
             return made
@@ -164,7 +164,7 @@ class BlockSparseModelPatcher:
             self._remember(model, targets if keep_dense else None)
         return report
 
-    def fuse_mlps(self, model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> FuseReport:
+    def fuse_mlps_(self, model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> FuseReport:
         """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
 
         Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same

@@ -14,7 +14,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.experts import BlockSparseExperts, Projections, projections_of
 from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
-from ..nn.reference import PseudoBlockSparseLinear
+from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .match import (
     LayerOptions,
@@ -146,7 +146,7 @@ def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
     layer = BlockSparseLinear.from_linear(
         module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
     ).to_storage(config.storage, per=config.scales, activations=config.activations)
-    return PseudoBlockSparseLinear(layer) if options.pseudo_linear else layer
+    return ReferenceBlockSparseLinear(layer) if options.pseudo_linear else layer
 
 
 def _sparse_experts(module: nn.Module, projections: Projections, options: LayerOptions) -> BlockSparseExperts:

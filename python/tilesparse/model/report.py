@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from .._reports import aligned, empty_of, empty_texts, listed, warn_user, without_numbers
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
-from ..nn.reference import PseudoBlockSparseLinear
+from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .modules import Read, Replacement, Target
 
@@ -35,7 +35,7 @@ class PatchedLayer:
     """One replaced layer.
 
     `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
-    `BlockSparseLinear`; for a reference layer (`PseudoBlockSparseLinear`), whose weight is plain, `policy` is
+    `BlockSparseLinear`; for a reference layer (`ReferenceBlockSparseLinear`), whose weight is plain, `policy` is
     "pseudo". `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
     not what pruning removes.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
@@ -138,7 +138,7 @@ class FusedMLP:
 
 @dataclass(frozen=True)
 class FuseReport:
-    """MLPs that `BlockSparseModelPatcher.fuse_mlps` fused, or would fuse; ``str()`` makes a table of it.
+    """MLPs that `BlockSparseModelPatcher.fuse_mlps_` fused, or would fuse; ``str()`` makes a table of it.
 
     Attributes:
         mlps: the fused MLPs.
@@ -256,12 +256,12 @@ def _patched(target: Target) -> Iterator[PatchedLayer]:
         yield _patched_layer(name, new, _size([module]))
 
 
-def _patched_layer(name: str, new: BlockSparseLinear | PseudoBlockSparseLinear, before: Size) -> PatchedLayer:
+def _patched_layer(name: str, new: BlockSparseLinear | ReferenceBlockSparseLinear, before: Size) -> PatchedLayer:
     stored: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
     shape, experts = (new.out_features, new.in_features), 1
     if isinstance(new, BlockSparseLinear):
         stored, experts = (new.policy, new.nm, new.storage), new.spec.experts or 1
-    if isinstance(new, PseudoBlockSparseLinear):
+    if isinstance(new, ReferenceBlockSparseLinear):
         rows, columns = new.block_rows, new.block_cols
     else:
         rows, columns = new.pattern.block_indices()

@@ -5,14 +5,14 @@ from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
 from .merged import concatenate
 from .mlp import BlockSparseMLP
-from .reference import PseudoBlockSparseLinear
+from .reference import ReferenceBlockSparseLinear
 
 __all__ = [
     "BlockSparseExperts",
     "BlockSparseLinear",
     "BlockSparseMLP",
     "ExpertsLinear",
-    "PseudoBlockSparseLinear",
+    "ReferenceBlockSparseLinear",
     "concatenate",
     "from_block_scales",
 ]

@@ -13,7 +13,7 @@ from ..storage.formats import storage_of
 from .linear import BlockSparseLinear, note_owner, representation
 
 
-class PseudoBlockSparseLinear(nn.Module):
+class ReferenceBlockSparseLinear(nn.Module):
     """Reference layer: the function of a `BlockSparseLinear` in plain PyTorch, slow and simple to trust.
 
     Each call builds the dense weight from the kept blocks, so results, gradients and optimizer states of the

@@ -3,9 +3,9 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .distillation import DistillationHistory, distill
+from .distillation import DistillationHistory, distill_
 from .losses import DistillationLoss
-from .reconstruction import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct
+from .reconstruction import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct_
 
 __all__ = [
     "DistillationHistory",
@@ -13,6 +13,6 @@ __all__ = [
     "FittedSubmodule",
     "ReconstructionReport",
     "SkippedSubmodule",
-    "distill",
-    "reconstruct",
+    "distill_",
+    "reconstruct_",
 ]

@@ -33,7 +33,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class DistillationHistory:
-    """Losses of `distill`, one entry for each step of the optimizer.
+    """Losses of `distill_`, one entry for each step of the optimizer.
 
     Attributes:
         loss: the loss, averaged over the batches of a step.
@@ -48,7 +48,7 @@ class DistillationHistory:
     replayed: int = 0
 
 
-def distill(
+def distill_(
     model: nn.Module,
     teacher: nn.Module | Callable[[Any], Any],
     batches: Iterable[Any],

@@ -37,7 +37,7 @@ from ..nn.linear import BlockSparseLinear, is_conv1d
 from .distillation import Forward, autocasting, check_autocast
 
 
-def reconstruct(
+def reconstruct_(
     model: nn.Module,
     teacher: nn.Module,
     batches: Iterable[Any],
@@ -71,7 +71,7 @@ def reconstruct(
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
-        batches: as of `distill`; all are kept. Where the output of a submodule is
+        batches: as of `distill_`; all are kept. Where the output of a submodule is
             [batch, tokens, …], tokens count that an ``attention_mask`` of the batch does not leave out.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
             where it has no such child. A warning names other block-sparse layers, as it does what has no
@@ -79,7 +79,7 @@ def reconstruct(
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         held_out: fraction of the batches, the last ones, that are not trained on; at least one.
-        forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill` does.
+        forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill_` does.
         device: where blocks are computed; None is where the model is.
         autocast: torch.bfloat16 to run blocks in mixed precision; None does not.
         seed: of the order of batches, which is all that is random.
@@ -542,7 +542,7 @@ class SkippedSubmodule:
 
 @dataclass(frozen=True)
 class ReconstructionReport:
-    """Result of `reconstruct`; ``str()`` makes a table of it.
+    """Result of `reconstruct_`; ``str()`` makes a table of it.
 
     `blocks` are the modules that were on the device one at a time; [""] is the whole model.
     """

@@ -174,7 +174,7 @@ def measure_latency(
     """Measure the layers of a model, dense and by each config, on the device at hand.
 
     Layers of one shape share their times. Each is a layer of its own with random blocks and values and
-    without a bias, packed for inference as `prepare_for_inference` does; those of one shape take turns, so
+    without a bias, packed for inference as `prepare_for_inference_` does; those of one shape take turns, so
     that a device which changes its speed does so for all.
 
     On CUDA devices this is the median time of the GPU between two events, with a cold L2 cache: flushing that
