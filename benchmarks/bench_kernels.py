@@ -33,7 +33,9 @@ from harness import (
 from kernel_cases import KINDS, Calls, Drawn, draw, product_of
 from problems import OPS
 
-from tilesparse import _C, UnsupportedError, prefer
+from tilesparse import _C
+from tilesparse.errors import UnsupportedError
+from tilesparse.tuning import prefer
 
 REPETITIONS = 9
 LAUNCH_SECONDS = 120e-6  # products alone

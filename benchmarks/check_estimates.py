@@ -19,7 +19,8 @@ import stored
 from kernel_cases import gpu_of, product_of
 from report import rows_of
 
-from tilesparse import _C, Device
+from tilesparse import _C
+from tilesparse.tuning import Device
 
 KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 

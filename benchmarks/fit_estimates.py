@@ -30,7 +30,8 @@ from estimate_fit import Coefficients, Loss, Row, Table
 from kernel_cases import gpu_of, product_of
 from report import rows_of
 
-from tilesparse import _C, Device
+from tilesparse import _C
+from tilesparse.tuning import Device
 from tilesparse.tuning.product import MEASURED
 
 ROOT = Path(__file__).parents[1]

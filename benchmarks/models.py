@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher, functional
+from tilesparse import BlockPattern, BlockSparseLinear, functional
+from tilesparse.model import BlockSparseModelPatcher
 
 ROTARY_BASE = 500_000.0  # of Llama 3
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn

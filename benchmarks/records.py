@@ -45,7 +45,7 @@ def environment(commit: str | None) -> dict[str, Any]:
         "tilesparse": tilesparse.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cpu": tilesparse.Device.find("cpu").name,
+        "cpu": tilesparse.tuning.Device.find("cpu").name,
         "cpus": os.cpu_count(),
     }
     if torch.cuda.is_available():

@@ -26,8 +26,9 @@ from records import recorded, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.cli.demo import GPT, Size
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
 
 HEAD = 64  # features of an attention head

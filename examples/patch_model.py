@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tilesparse import BlockSparseModelPatcher
+from tilesparse.model import BlockSparseModelPatcher
 
 model = nn.Sequential(
     nn.Embedding(256, 512),

@@ -1,66 +1,47 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
-from . import (
-    _belongs,
-    distributed,
-    errors,
-    export,
-    functional,
-    io,
-    plot,
-    prune,
-    quantize,
-    recover,
-    storage,
-    train,
-    tuning,
-)
-from .config import BlockSparseConfig, LayerSpec
-from .errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CudaError,
-    InternalError,
-    InvalidArgumentError,
-    InvalidPatternError,
-    InvalidTypeError,
-    NoDeviceError,
-    PatternChangedError,
-    TileSparseError,
-    TuneFileError,
-    UnsupportedError,
-    UnsynchronizedPatternError,
-)
-from .integrations import accelerate, diffusers, hooks, peft_hooks
-from .io import load, save
-from .matrix import BlockSparseMatrix
-from .model import BlockSparseModelPatcher, FuseReport, PatchReport, sparsify_
-from .model.inference import prepare_for_inference_
-from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP, ReferenceBlockSparseLinear, concatenate
-from .pattern import BlockPattern
-from .prune import prune_
-from .quantize import quantize_
-from .recover import distill_
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# Paths of 0.1.0: descriptions that few users make themselves, at home in `tuning`.
-from .tuning import Measurement as Measurement
-from .tuning import tune
-from .tuning.advise import advise
-from .tuning.choose import KernelChoice as KernelChoice
-from .tuning.choose import KernelInfo as KernelInfo
-from .tuning.choose import choose, kernels, prefer
-from .tuning.product import Device as Device
-from .tuning.product import Product as Product
+from . import _belongs
+from ._files import tune_file
+from .integrations import accelerate, diffusers, hooks, peft_hooks
+
+if TYPE_CHECKING:
+    from . import distributed, errors, functional, nn, storage, train, tuning
+    from .config import BlockSparseConfig
+    from .errors import TileSparseError
+    from .io import load, save
+    from .matrix import BlockSparseMatrix
+    from .model import sparsify_
+    from .model.inference import prepare_for_inference_
+    from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
+    from .pattern import BlockPattern
+    from .prune import prune_
+    from .quantize import quantize_
+    from .recover import distill_, reconstruct_
+    from .tuning.advise import advise
 
 __version__ = _belongs.VERSION
 
-tuning.load_on_import()
-accelerate.register()
-diffusers.register()
-hooks.register_checkpoints()
-hooks.register_configurations()
-hooks.register_inductor()
-peft_hooks.register()
+_MODULES = {  # that have a name; each is imported when it is first used
+    "BlockPattern": "pattern",
+    "BlockSparseConfig": "config",
+    "BlockSparseExperts": "nn",
+    "BlockSparseLinear": "nn",
+    "BlockSparseMLP": "nn",
+    "BlockSparseMatrix": "matrix",
+    "TileSparseError": "errors",
+    "advise": "tuning.advise",
+    "distill_": "recover",
+    "load": "io",
+    "prepare_for_inference_": "model.inference",
+    "prune_": "prune",
+    "quantize_": "quantize",
+    "reconstruct_": "recover",
+    "save": "io",
+    "sparsify_": "model",
+}
 
 __all__ = [
     "BlockPattern",
@@ -69,48 +50,53 @@ __all__ = [
     "BlockSparseLinear",
     "BlockSparseMLP",
     "BlockSparseMatrix",
-    "BlockSparseModelPatcher",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "CudaError",
-    "FuseReport",
-    "InternalError",
-    "InvalidArgumentError",
-    "InvalidPatternError",
-    "InvalidTypeError",
-    "LayerSpec",
-    "NoDeviceError",
-    "PatchReport",
-    "PatternChangedError",
-    "ReferenceBlockSparseLinear",
     "TileSparseError",
-    "TuneFileError",
-    "UnsupportedError",
-    "UnsynchronizedPatternError",
     "__version__",
     "advise",
-    "choose",
-    "concatenate",
     "distill_",
     "distributed",
     "errors",
-    "export",
     "functional",
-    "io",
-    "kernels",
     "load",
-    "plot",
-    "prefer",
+    "nn",
     "prepare_for_inference_",
-    "prune",
     "prune_",
-    "quantize",
     "quantize_",
-    "recover",
+    "reconstruct_",
     "save",
     "sparsify_",
     "storage",
     "train",
-    "tune",
     "tuning",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+importlib.import_module("._ops.linear", __name__)  # registers torch.ops.tilesparse
+accelerate.register()
+diffusers.register()
+hooks.register_checkpoints()
+hooks.register_configurations()
+hooks.register_inductor()
+peft_hooks.register()
+
+_measurements = tune_file()
+if _measurements is not None and _measurements.exists():
+    importlib.import_module(".tuning.store", __name__).load_on_import()

@@ -15,10 +15,28 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import platformdirs
 import torch
 from torch import Tensor
 
 from .errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+
+VARIABLE = "TILESPARSE_TUNE_FILE"
+
+
+def tune_file() -> Path | None:
+    """Return the path of the measurements: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache.
+
+    It is None if the variable is empty or the user has no home: no file is read or written.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    try:
+        cache = platformdirs.user_cache_path("tilesparse")
+    except RuntimeError:  # a user without a home
+        return None
+    return cache / "tune.json" if cache.is_absolute() else None
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from helpers import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse import BlockSparseLinear
+from tilesparse.model import BlockSparseModelPatcher
 
 SIDE, PATCH, WIDTH = 8, 2, 64
 # Five rows of three pixels for each digit.

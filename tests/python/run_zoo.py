@@ -37,8 +37,9 @@ from transformers.utils import logging
 from zoo import BLOCK, ZOO, Kind, linear_layers
 
 import tilesparse
-from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseModelPatcher, TileSparseError
+from tilesparse import BlockSparseConfig, BlockSparseLinear, TileSparseError
 from tilesparse.integrations.peft import merge_loss
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn.experts import projections_of
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill_, reconstruct_

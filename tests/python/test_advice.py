@@ -14,8 +14,9 @@ import transformers
 from torch import nn
 
 import tilesparse as ts
-from tilesparse import BlockSparseConfig, InvalidArgumentError, InvalidTypeError, TuneFileError, advise
+from tilesparse import BlockSparseConfig, advise
 from tilesparse.cli import command
+from tilesparse.errors import InvalidArgumentError, InvalidTypeError, TuneFileError
 from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
 from tilesparse.tuning import advise as advising
 from tilesparse.tuning.advise import call_of, contenders_for, left_out
@@ -116,7 +117,7 @@ def test_sparse_contenders_are_stored_as_they_say() -> None:
         assert layer.density == contender.density and layer.bias is None
         assert (layer.storage, layer.activations) == (contender.storage, contender.activations)
         assert call().shape == (4, 64)
-    with pytest.raises(ts.UnsupportedError, match="no kernel reads"):
+    with pytest.raises(ts.errors.UnsupportedError, match="no kernel reads"):
         call_of(sparse(0.5, storage="int4"), (64, 128), torch.randn(64, 128))
 
 

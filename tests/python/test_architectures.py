@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from test_packaging import ROOT, run
 
-from tilesparse import _C, Device
+from tilesparse import _C
+from tilesparse.tuning import Device
 from tilesparse.tuning.product import GPUS as KNOWN_GPUS
 
 CUDA_FOLDERS = [

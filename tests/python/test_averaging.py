@@ -13,7 +13,8 @@ from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, InvalidPatternError
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError
 from tilesparse.train import AveragedModel, Gradual
 
 IN, OUT = 96, 64

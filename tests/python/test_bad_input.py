@@ -15,7 +15,8 @@ from helpers import DEVICES, make_pattern, randn, random_values
 from torch import Tensor
 
 import tilesparse
-from tilesparse import BlockPattern, InvalidArgumentError, InvalidPatternError, TileSparseError, functional
+from tilesparse import BlockPattern, TileSparseError, functional
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError
 
 SHAPE, BLOCK_SHAPE = (48, 64), (16, 32)
 
@@ -433,7 +434,7 @@ def test_layers_name_what_is_no_tensor(x: Any, said: str, policy: str, nm: Any) 
     layer = tilesparse.BlockSparseLinear(32, 32, density=1.0, policy=policy, nm=nm, block_shape=32)
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            for error in (TypeError, ValueError, tilesparse.InvalidTypeError):
+            for error in (TypeError, ValueError, tilesparse.errors.InvalidTypeError):
                 with pytest.raises(error, match=said):
                     layer(x)
 

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from test_docs import executed
 from torch import nn
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, TuneFileError
+from tilesparse import BlockSparseLinear
 from tilesparse.config import BlockSparseConfig as Config
+from tilesparse.errors import InvalidArgumentError, TuneFileError
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.prune import allocate, erk, measure_errors, prune_, uniform
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve

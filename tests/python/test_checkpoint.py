@@ -22,15 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    BlockSparseModelPatcher,
-    CheckpointError,
-    InvalidArgumentError,
-    io,
-)
+from tilesparse import BlockPattern, BlockSparseLinear, io
+from tilesparse.errors import CheckpointError, InvalidArgumentError
 from tilesparse.io.manifest import CONFIG, INDEX, WEIGHTS
+from tilesparse.model import BlockSparseModelPatcher
 
 # nm, storage and what has a scale.
 FORMS = {

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesparse import _C, Device, Product, _progress, choose
+from tilesparse import _C, _progress
 from tilesparse.cli import command as cli
 from tilesparse.cli import demo, info
+from tilesparse.tuning import Device, Product, choose
 from tilesparse.tuning.measure import device_to_measure, product_calls
 from tilesparse.tuning.product import MEASURED, OPS
 

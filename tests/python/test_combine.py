@@ -11,8 +11,8 @@ from helpers import DEVICE_DTYPES, DEVICES, Recorder, assert_within, randn, roun
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from tilesparse import InvalidArgumentError
 from tilesparse._ops.epilogue import combine, spread
+from tilesparse.errors import InvalidArgumentError
 
 OPS: Any = torch.ops.tilesparse
 # Tokens, choices, features: a vector, many of a warp, and what is not a multiple of what threads read.

@@ -18,17 +18,11 @@ import torch
 from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
 
-from tilesparse import (
-    _C,
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    InvalidPatternError,
-    PatternChangedError,
-)
+from tilesparse import _C, BlockPattern, BlockSparseLinear
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import TENSORS, exclusive
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
 from tilesparse.prune.driver import Progress
 from tilesparse.prune.obs import Solution
 from tilesparse.tuning import Device, LatencyTable

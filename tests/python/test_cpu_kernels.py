@@ -33,10 +33,11 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 CPU = 0
 # By the size of an element.

@@ -21,11 +21,12 @@ import pytest
 import stored
 import torch
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import DTYPES
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse._runtime.torch_private import tf32_allowed
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 KERNELS = _C.kernels()
 CUDA = 1

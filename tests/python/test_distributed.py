@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilesparse import BlockSparseLinear, UnsupportedError, UnsynchronizedPatternError
+from tilesparse import BlockSparseLinear
 from tilesparse._runtime import agreement, pattern_cache
 from tilesparse.distributed import synchronize_patterns
+from tilesparse.errors import UnsupportedError, UnsynchronizedPatternError
 from tilesparse.train import MaskSchedule
 
 IN, OUT = 96, 64

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from zoo import ZOO
 
 import tilesparse
-from tilesparse import _C, BlockSparseLinear, Product, TileSparseError, errors, tuning
+from tilesparse import _C, BlockSparseLinear, TileSparseError, errors, tuning
 from tilesparse.cli import command as cli
+from tilesparse.tuning import Product
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(_C.__file__).parent / "include" / "tilesparse" / "tilesparse.h"

@@ -37,21 +37,19 @@ from tilesparse import (
     BlockPattern,
     BlockSparseConfig,
     BlockSparseLinear,
-    BlockSparseModelPatcher,
-    InvalidArgumentError,
-    Product,
-    ReferenceBlockSparseLinear,
-    UnsupportedError,
     functional,
     sparsify_,
     storage,
+    tuning,
 )
 from tilesparse._runtime import select
 from tilesparse.cli import main
 from tilesparse.config import LayerSpec
-from tilesparse.errors import CheckpointError
+from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.export import decompositions
-from tilesparse.tuning import load, products_of
+from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.nn import ReferenceBlockSparseLinear
+from tilesparse.tuning import Product, load, products_of
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
@@ -673,10 +671,10 @@ def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch
     product = Product.of(layer, tokens=100)
     assert product.activations == name and "W8A8" in str(product)
     assert Product.of(layer, tokens=100, op="dgrad").activations is None
-    chosen = tilesparse.choose(product, "cpu")
-    assert chosen.kernel in {kernel.name for kernel in tilesparse.kernels() if EIGHT[name] in kernel.dtypes}
+    chosen = tuning.choose(product, "cpu")
+    assert chosen.kernel in {kernel.name for kernel in tuning.kernels() if EIGHT[name] in kernel.dtypes}
     try:
-        (measured,) = tilesparse.tune([product], "cpu", candidates=1, repetitions=1)
+        (measured,) = tuning.tune([product], "cpu", candidates=1, repetitions=1)
         assert measured.product == product and set(measured.microseconds) == {chosen.kernel}
         assert load()[0] == [measured]
     finally:
@@ -734,8 +732,8 @@ def test_patcher_and_sparsify(name: str) -> None:
     other = dense_model()
     patcher.patch_model(other)
     assert torch.equal(other(x), model(x))
-    pseudo = dense_model()
-    sparsify_(pseudo, BlockSparseConfig(1, 32))
+    reference = dense_model()
+    sparsify_(reference, BlockSparseConfig(1, 32))
     tilesparse.prepare_for_inference_(model)
     torch.testing.assert_close(model(x), other(x))
 

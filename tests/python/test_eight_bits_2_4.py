@@ -11,16 +11,9 @@ from helpers import DEVICES, PATTERNS, assert_within, make_pattern, randn, rando
 from torch import Tensor, nn
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    BlockSparseConfig,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    Product,
-    functional,
-    sparsify_,
-    storage,
-)
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, functional, sparsify_, storage
+from tilesparse.errors import InvalidArgumentError
+from tilesparse.tuning import Product
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 NM = (2, 4)

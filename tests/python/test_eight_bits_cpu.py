@@ -29,9 +29,10 @@ from helpers import (
 from test_cpu_kernels import CPU, POISON, Guarded, descriptor, random_pattern
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NT
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 CODES = {INT8: 5, FLOAT8: 6}

@@ -15,20 +15,13 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.utils import run_and_get_code
 
 import tilesparse
-from tilesparse import (
-    BlockSparseConfig,
-    BlockSparseLinear,
-    BlockSparseMLP,
-    BlockSparseModelPatcher,
-    InvalidArgumentError,
-    functional,
-    sparsify_,
-    storage,
-)
+from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, functional, sparsify_, storage
 from tilesparse._ops.epilogue import _last
 from tilesparse._runtime import launch
 from tilesparse._runtime.device import TENSORS
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError
+from tilesparse.model import BlockSparseModelPatcher
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70

@@ -15,9 +15,11 @@ import torch
 from kernel_cases import product_of
 from report import rows_of
 
-from tilesparse import _C, Device, UnsupportedError
+from tilesparse import _C
 from tilesparse._checks import DTYPES
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse.errors import UnsupportedError
+from tilesparse.tuning import Device
 from tilesparse.tuning import product as devices
 
 ROOT = Path(__file__).parents[2]

@@ -338,7 +338,7 @@ def test_models_are_patched_by_structure(kind: str) -> None:
     batch = ZOO[kind].batch(0)
     found = experts_of(model)
     expected = model(**batch).logits
-    patcher = ts.BlockSparseModelPatcher()
+    patcher = ts.model.BlockSparseModelPatcher()
     patcher.add_pattern("experts", {"density": 1, "block_shape": BLOCK})
     report = patcher.patch_model(model, keep_dense=True)
     assert set(sparse_experts_of(model)) == set(found)
@@ -368,7 +368,7 @@ class Stacked(nn.Module):
 def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
     model = nn.Sequential(Stacked())
     report = ts.sparsify_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), dry_run=True)
-    patcher = ts.BlockSparseModelPatcher()
+    patcher = ts.model.BlockSparseModelPatcher()
     patcher.add_pattern(".*router", {"density": 0.5, "block_shape": BLOCK})
     batches, sparse = [torch.randn(80, 64)], copy.deepcopy(model)
     assert "gate_up_proj" in str(patcher.patch_model(sparse))
@@ -629,7 +629,7 @@ def test_a_checkpoint_of_experts_does_not_load_into_others(tmp_path: Path) -> No
     ts.save(model, tmp_path)
     text = (tmp_path / "config.json").read_text()
     assert '"version": 3' in text
-    with pytest.raises(ts.CheckpointError, match=r"missing in the model|experts"):
+    with pytest.raises(ts.errors.CheckpointError, match=r"missing in the model|experts"):
         ts.load(ZOO["llama"].skeleton, tmp_path)
 
 

@@ -14,8 +14,10 @@ from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, UnsupportedError
+from tilesparse import BlockSparseLinear
+from tilesparse.errors import UnsupportedError
 from tilesparse.export import decompositions
+from tilesparse.model import BlockSparseModelPatcher
 
 IN, OUT = 96, 64
 FORWARD = """

@@ -27,10 +27,11 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import BlockPattern, InvalidArgumentError, PatternChangedError, functional
+from tilesparse import BlockPattern, functional
 from tilesparse._ops import linear
 from tilesparse._runtime import device as _native
 from tilesparse._runtime import launch
+from tilesparse.errors import InvalidArgumentError, PatternChangedError
 
 SHAPES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 TOKENS = [0, 1, 3, 17, 127, 1000]

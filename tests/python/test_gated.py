@@ -19,11 +19,12 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import _C, InvalidArgumentError, functional
+from tilesparse import _C, functional
 from tilesparse._checks import DTYPES
 from tilesparse._runtime import launch
 from tilesparse._runtime.device import ACTIVATIONS
 from tilesparse._runtime.layout import row_stride
+from tilesparse.errors import InvalidArgumentError
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,

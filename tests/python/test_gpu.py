@@ -30,21 +30,13 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import (
-    _C,
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    InvalidPatternError,
-    PatternChangedError,
-    UnsupportedError,
-    functional,
-)
+from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
 
 pytestmark = pytest.mark.gpu
 

@@ -29,18 +29,11 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import (
-    _C,
-    BlockPattern,
-    InvalidArgumentError,
-    InvalidTypeError,
-    PatternChangedError,
-    UnsupportedError,
-    functional,
-)
+from tilesparse import _C, BlockPattern, functional
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import known_kernels, use_kernel
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError, InvalidTypeError, PatternChangedError, UnsupportedError
 
 OPS = torch.ops.tilesparse
 DENSITIES = [0.0, 0.1, 0.5, 1.0]  # of one expert after another

@@ -34,9 +34,10 @@ from test_kernels import (
 from test_kernels import Problem as OneProblem
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE
 from tilesparse._runtime.device import ACTIVATIONS, SDD_TN
+from tilesparse.errors import UnsupportedError
 
 pytestmark = pytest.mark.gpu
 

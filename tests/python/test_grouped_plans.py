@@ -23,8 +23,9 @@ from test_plan import (
     walks_strips,
 )
 
-from tilesparse import _C, BlockPattern, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse.errors import UnsupportedError
 
 GROUPS = 5
 GRID = (12, 7)  # of one weight; strips of 64 features begin with it whatever the block

@@ -62,16 +62,10 @@ from transformers import (
 from transformers.utils import logging
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    BlockSparseConfig,
-    BlockSparseLinear,
-    BlockSparseModelPatcher,
-    CheckpointError,
-    InvalidArgumentError,
-    UnsupportedError,
-)
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear
+from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card, to_dense
+from tilesparse.model import BlockSparseModelPatcher
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

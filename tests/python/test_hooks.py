@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tilesparse import BlockSparseLinear, UnsupportedError
+from tilesparse import BlockSparseLinear
 from tilesparse._hooks import adapt, revert, when_imported
+from tilesparse.errors import UnsupportedError
 from tilesparse.integrations import diffusers
 
 

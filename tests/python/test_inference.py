@@ -21,15 +21,9 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 import tilesparse
-from tilesparse import (
-    BlockSparseConfig,
-    BlockSparseLinear,
-    BlockSparseMLP,
-    BlockSparseModelPatcher,
-    InvalidArgumentError,
-    InvalidTypeError,
-    prepare_for_inference_,
-)
+from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, prepare_for_inference_
+from tilesparse.errors import InvalidArgumentError, InvalidTypeError
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn.merged import MergedProduct
 from tilesparse.tuning import store
 
@@ -633,8 +627,8 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
         layer = own[0] if own[0].merged is None else own[0].merged[0].whole
         assert product.shape == (layer.out_features, layer.in_features)
         assert product.tokens == 64
-        what = tilesparse.Product.of(layer, tokens=64)
-        assert product.kernel == tilesparse.choose(what, "cpu", policy=product.policy).kernel
+        what = tilesparse.tuning.Product.of(layer, tokens=64)
+        assert product.kernel == tilesparse.tuning.choose(what, "cpu", policy=product.policy).kernel
         assert product.microseconds == min(measured[what].microseconds.values())
         assert product.dense_microseconds == measured[what].dense_microseconds
         assert len(measured[what].microseconds) == 3

@@ -41,10 +41,11 @@ from helpers import (
 )
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import Prepared, prepared
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, ReferenceBlockSparseLinear, sparsify_
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, sparsify_
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import (
     InvalidArgumentError,
@@ -26,6 +26,7 @@ from tilesparse.errors import (
     PatternChangedError,
     UnsupportedError,
 )
+from tilesparse.nn import ReferenceBlockSparseLinear
 
 IN, OUT = 128, 96
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -11,8 +11,8 @@ import torch
 from helpers import DEVICES, assert_within, blocks_of_dense, rounding_unit, seeded
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
-from tilesparse.errors import PatternChangedError
+from tilesparse import BlockPattern, BlockSparseLinear, functional
+from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -21,7 +21,8 @@ from helpers import (
     shuffled,
 )
 
-from tilesparse import BlockPattern, BlockSparseMatrix, InvalidArgumentError, InvalidPatternError
+from tilesparse import BlockPattern, BlockSparseMatrix
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError
 
 BLOCK_SHAPE = (16, 32)
 

@@ -33,15 +33,10 @@ from transformers import (
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    BlockSparseMLP,
-    BlockSparseModelPatcher,
-    InvalidArgumentError,
-    UnsupportedError,
-)
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMLP
 from tilesparse._runtime import launch
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.model import BlockSparseModelPatcher
 
 ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda t: t),

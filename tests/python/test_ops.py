@@ -14,10 +14,11 @@ from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, rando
 from torch import Tensor, func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilesparse import _C, BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, functional
+from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 OPS = torch.ops.tilesparse
 EXCHANGE = "__dlpack_c_exchange_api__"  # of PyTorch 2.10 and later

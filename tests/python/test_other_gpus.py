@@ -20,9 +20,10 @@ import test_kernels
 import torch
 from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, form_of, prepared_on
 
-import tilesparse
-from tilesparse import _C, BlockPattern, Device, Product, UnsupportedError
+from tilesparse import _C, BlockPattern, tuning
 from tilesparse._checks import BLOCK_SIZES
+from tilesparse.errors import UnsupportedError
+from tilesparse.tuning import Device, Product
 from tilesparse.tuning.product import OPS, runs_on
 
 NO_ROOM = ("the device has too little shared memory", "the device has no room for clusters of thread blocks")
@@ -40,9 +41,9 @@ HOPPER = Device.find("H100")
 ASK = """
 import tilesparse
 try:
-    device = tilesparse.Device.find("cuda")
+    device = tuning.Device.find("cuda")
     print(device.name, device.multiprocessors, device.shared_memory)
-except tilesparse.InvalidArgumentError as error:
+except tilesparse.errors.InvalidArgumentError as error:
     print(error)
 """
 TESTS = "test_small or test_more_tiles or (test_each_group and uneven)"
@@ -96,7 +97,7 @@ def test_what_has_no_room_is_refused_and_another_kernel_computes_it(name: str) -
     for op, block, tokens, dtype in product(
         OPS, (16, 32, 64, 128), (1, 64, 8192), (torch.bfloat16, torch.float32, torch.float64)
     ):
-        choice = tilesparse.choose(Product(4096, 14336, tokens, 0.25, block, dtype, op), Device.of(device))
+        choice = tuning.choose(Product(4096, 14336, tokens, 0.25, block, dtype, op), Device.of(device))
         assert choice.kernel in able | {None}  # None: dense is faster
         assert choice.candidates, "no kernel is left"
 

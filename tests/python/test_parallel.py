@@ -34,16 +34,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
+from tilesparse.distributed import tensor_parallel as _shards
+from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
-from tilesparse.distributed import tensor_parallel as _shards
 from tilesparse.io import prepare, section
 from tilesparse.pattern import moved_index
 

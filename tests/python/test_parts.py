@@ -12,15 +12,9 @@ import torch
 from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    InvalidPatternError,
-    InvalidTypeError,
-    UnsupportedError,
-    concatenate,
-)
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
+from tilesparse.nn import concatenate
 
 OUT, IN = 384, 256
 NM = (2, 4)

@@ -41,17 +41,12 @@ from transformers import (
     UMT5ForConditionalGeneration,
 )
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    BlockSparseModelPatcher,
-    ReferenceBlockSparseLinear,
-    _progress,
-)
+from tilesparse import BlockPattern, BlockSparseLinear, _progress
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.model import SkippedLayer
+from tilesparse.model import BlockSparseModelPatcher, SkippedLayer
+from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.prune import prune_
 from tilesparse.quantize import quantize_
 
@@ -106,9 +101,9 @@ def test_density_one_gives_the_results_of_the_dense_model() -> None:
     expected = model(x)
     expected.sum().backward()
     gradient = model.tokens.weight.grad
-    for pseudo in (False, True):
+    for reference in (False, True):
         patched = gpt()
-        patcher(density=1, pseudo_linear=pseudo).patch_model(patched)
+        patcher(density=1, reference_layers=reference).patch_model(patched)
         result = patched(x)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-3)
         result.sum().backward()
@@ -166,8 +161,8 @@ def test_plain_twins_of_stored_layers_have_the_values_that_these_multiply_by(
 ) -> None:
     model = nn.Sequential(nn.Linear(64, 96))
     expected = BlockSparseLinear.from_linear(model[0], **{"block_shape": 32, **options})
-    (layer,) = patcher("0", pseudo_linear=True, **options).patch_model(model).layers
-    assert (layer.policy, layer.nm, layer.storage) == ("pseudo", None, "plain")
+    (layer,) = patcher("0", reference_layers=True, **options).patch_model(model).layers
+    assert (layer.policy, layer.nm, layer.storage) == ("reference", None, "plain")
     assert layer.error == expected.storage_error
     assert isinstance(model[0].weight, torch.Tensor)
     assert torch.equal(model[0].weight, expected.plain_values())
@@ -190,7 +185,7 @@ def test_eight_bits_are_for_finite_weights(storage: str, pattern: BlockPattern |
 def test_a_patched_model_equals_its_plain_twin_and_trains() -> None:
     model, twin, x = gpt(), gpt(), tokens()
     patcher(density=0.5).patch_model(model)
-    patcher(density=0.5, pseudo_linear=True).patch_model(twin)
+    patcher(density=0.5, reference_layers=True).patch_model(twin)
     assert isinstance(twin.blocks[0].mlp[0], ReferenceBlockSparseLinear)
     for module in (model, twin):
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
@@ -404,7 +399,7 @@ def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
         (".*", {"density": "half"}, "density"),
         (".*", {"block_shape": 24}, "block_shape"),
         (".*", {"block_shape": (32, 20)}, "block_shape"),
-        (".*", {"pseudo_linear": 1}, "pseudo_linear"),
+        (".*", {"reference_layers": 1}, "reference_layers"),
         (".*", {"policy": "fast"}, "policy.*'dense'.*'fast'"),
         (".*", {"pattern": [[0, 0]]}, "pattern.*list"),
         (".*", {"parts": 2}, "parts.*2"),
@@ -549,8 +544,8 @@ def test_layers_that_no_sparse_layer_can_stand_for_are_skipped() -> None:
         assert word in said[name]
 
 
-@pytest.mark.parametrize("pseudo_linear", [False, True])
-def test_hooks_move_to_the_new_layer_and_back(pseudo_linear: bool) -> None:
+@pytest.mark.parametrize("reference_layers", [False, True])
+def test_hooks_move_to_the_new_layer_and_back(reference_layers: bool) -> None:
     calls: list[str] = []
 
     def record(name: str) -> Callable[..., None]:
@@ -574,7 +569,7 @@ def test_hooks_move_to_the_new_layer_and_back(pseudo_linear: bool) -> None:
     expected.sum().backward()
     seen_dense, calls[:] = list(calls), []
 
-    made = patcher("0", density=1, pseudo_linear=pseudo_linear)
+    made = patcher("0", density=1, reference_layers=reference_layers)
     made.patch_model(model, dry_run=True)
     made.patch_model(model, keep_dense=True)
     y = model(x)
@@ -687,10 +682,10 @@ def test_models_on_the_meta_device_need_patterns() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'blocks\.0\.attention.inputs'.*pattern.*meta"):
         patcher().patch_model(model)
     pattern = BlockPattern.random((256, 64), block_shape=(16, 32), density=0.25)
-    for pseudo_linear in (False, True):
+    for reference_layers in (False, True):
         for storage in ("plain", "int8"):
             twin = copy.deepcopy(model)
-            options: dict[str, Any] = {"pseudo_linear": pseudo_linear, "storage": storage}
+            options: dict[str, Any] = {"reference_layers": reference_layers, "storage": storage}
             report = patcher(r"blocks\.0\.mlp\.0", pattern=pattern, **options).patch_model(twin)
             (layer,) = report.layers
             assert (layer.block_shape, layer.density, layer.error) == ((16, 32), 0.25, 0)
@@ -959,7 +954,7 @@ def test_empty_block_rows_and_columns_are_named() -> None:
         BlockSparseLinear.from_linear(lopsided()[0], density=0.25, block_shape=32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = patcher(r"\d", density=1, pseudo_linear=True).patch_model(lopsided())
+        report = patcher(r"\d", density=1, reference_layers=True).patch_model(lopsided())
         assert "empty" not in str(report)
         patcher(r"\d", density=0).patch_model(lopsided())  # as asked for
         pattern = BlockPattern.from_blocks([(0, 0)], shape=(128, 64), block_shape=32)

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError
+from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._runtime.pattern_cache import entries, prepared
+from tilesparse.errors import InvalidArgumentError
 
 block_shapes = st.tuples(st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
 

@@ -30,8 +30,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from tilesparse import BlockSparseLinear, BlockSparseModelPatcher, InvalidArgumentError, UnsupportedError
+from tilesparse import BlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.peft import LoraLinear, MergeLossWarning, merge_loss
+from tilesparse.model import BlockSparseModelPatcher
 
 FORMS: list[dict[str, Any]] = [
     {},

@@ -12,8 +12,8 @@ from helpers import DEVICES, seeded
 from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 
-from tilesparse import InvalidArgumentError
 from tilesparse.config import BlockSparseConfig as Config
+from tilesparse.errors import InvalidArgumentError
 from tilesparse.prune import (
     PermutationGroup,
     Rows,

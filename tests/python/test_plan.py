@@ -17,10 +17,11 @@ import torch
 from helpers import DEVICES, PATTERNS, make_pattern, seeded, shuffled
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError
+from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, DTYPES, QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import Prepared, prepared
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 BLOCK_SHAPES = list(product(BLOCK_SIZES, BLOCK_SIZES))
 # The index of the first kernel for each plan shape and set of products: later ones are for groups.

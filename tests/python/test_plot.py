@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from test_docs import executed
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, UnsupportedError, plot
+from tilesparse import BlockPattern, BlockSparseLinear, plot
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 
 def model_of(*densities: float, device: str = "cpu", **options: Any) -> nn.Sequential:

@@ -34,12 +34,13 @@ from transformers import (
 )
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear, InvalidArgumentError, cli
+from tilesparse import BlockPattern, BlockSparseLinear, cli
 from tilesparse.calibrate.moments import Damped, Moments
 from tilesparse.calibrate.stream import Stream
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
+from tilesparse.errors import InvalidArgumentError
 from tilesparse.prune import PruneReport, measure_errors, obs, prune_, refit, scores
 
 B = 16
@@ -851,7 +852,7 @@ def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
         prune_(case.model, Config(0.5, 16), [object()], folder=tmp_path)
     file = next(tmp_path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-40] + bytes(40))
-    with pytest.raises(tilesparse.CheckpointError, match=file.name):
+    with pytest.raises(tilesparse.errors.CheckpointError, match=file.name):
         prune_(case.model, Config(0.5, 16), case.batches, folder=tmp_path)
     assert unchanged(case.model, before)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 import tilesparse as ts
-from tilesparse import BlockSparseConfig, BlockSparseLinear, InvalidArgumentError, UnsupportedError
+from tilesparse import BlockSparseConfig, BlockSparseLinear
 from tilesparse.calibrate.stream import tensors_in
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.quantize import quantize_
 from tilesparse.quantize.smooth import Samples, Search
 from tilesparse.storage.formats import QuantizedStorage, storage_of

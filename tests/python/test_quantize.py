@@ -11,8 +11,9 @@ from helpers import DEVICES, randn
 from torch import Tensor
 
 import tilesparse
-from tilesparse import InvalidArgumentError, functional
+from tilesparse import functional
 from tilesparse._checks import QUANTIZED
+from tilesparse.errors import InvalidArgumentError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -145,5 +146,5 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             functional.quantize(x, dtype)
-    with pytest.raises(tilesparse.InvalidArgumentError, match="dtype"):
+    with pytest.raises(tilesparse.errors.InvalidArgumentError, match="dtype"):
         torch.ops.tilesparse.quantize(torch.ones(2, 32), 3)

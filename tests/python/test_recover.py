@@ -38,14 +38,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import (
-    BlockSparseConfig,
-    BlockSparseLinear,
-    BlockSparseModelPatcher,
-    CheckpointError,
-    InvalidArgumentError,
-    UnsupportedError,
-)
+from tilesparse import BlockSparseConfig, BlockSparseLinear
+from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill_, losses, reconstruct_, reconstruction
 from tilesparse.recover import distillation as graphs

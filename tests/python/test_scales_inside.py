@@ -23,19 +23,11 @@ from helpers import (
 from torch import Tensor, nn
 
 import tilesparse
-from tilesparse import (
-    BlockPattern,
-    BlockSparseConfig,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    ReferenceBlockSparseLinear,
-    functional,
-    sparsify_,
-    storage,
-)
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, functional, sparsify_, storage
 from tilesparse.config import LayerSpec
+from tilesparse.errors import InvalidArgumentError
 from tilesparse.export import decompositions
-from tilesparse.nn import from_block_scales
+from tilesparse.nn import ReferenceBlockSparseLinear, from_block_scales
 
 FLOAT8 = torch.float8_e4m3fn
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
@@ -259,7 +251,7 @@ def test_there_and_back_and_copies() -> None:
 def test_joined_layers_and_parts_of_layers() -> None:
     one, other, x = layer_of(), layer_of().to_storage("plain").to_storage("int8"), tokens()
     other.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn")
-    joined = tilesparse.concatenate([one, other])
+    joined = tilesparse.nn.concatenate([one, other])
     assert joined.spec.scales == "block"
     assert torch.equal(joined(x), torch.cat((one(x), other(x)), -1))
     part = one.cut(rows=(SIDE, OUT), columns=(0, 2 * SIDE))

@@ -1,4 +1,4 @@
-"""Which kernels serve which GPUs: a table of what is chosen, and what `tilesparse.choose` says of it."""
+"""Which kernels serve which GPUs: a table of what is chosen, and what `choose` says of it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ import pytest
 import torch
 
 import tilesparse
-from tilesparse import (
-    _C,
-    BlockSparseLinear,
-    Device,
-    InvalidArgumentError,
-    NoDeviceError,
-    Product,
-    UnsupportedError,
-)
+from tilesparse import _C, BlockSparseLinear
 from tilesparse._runtime.launch import use_kernel
+from tilesparse.errors import InvalidArgumentError, NoDeviceError, UnsupportedError
+from tilesparse.tuning import Device, Product
 from tilesparse.tuning.product import OPS
 
 # Made anew, after a change that is meant to be one, by: python tests/python/test_selection.py
@@ -58,7 +52,7 @@ def problems() -> Iterator[Product]:
 
 def chosen(problem: Product, device: str) -> str:
     try:
-        return tilesparse.choose(problem, device).kernel or "dense"
+        return tilesparse.tuning.choose(problem, device).kernel or "dense"
     except UnsupportedError:
         return "none"
 
@@ -109,17 +103,17 @@ def test_no_gpu_is_given_a_kernel_that_is_not_for_it() -> None:
 def test_kernels_fit_into_the_shared_memory_there_is() -> None:
     """What 8.6, 8.9 and 12.0 have, 99 KiB, is less than some kernels take elsewhere."""
     wide = Product(4096, 14336, 8192, 0.25, 64, torch.bfloat16)
-    assert tilesparse.choose(wide, "8.0").kernel == "sm80_dds_nt_bf16_256x128"
+    assert tilesparse.tuning.choose(wide, "8.0").kernel == "sm80_dds_nt_bf16_256x128"
     for device in ("8.6", "8.9", "12.0"):
-        answer = tilesparse.choose(wide, device)
+        answer = tilesparse.tuning.choose(wide, device)
         assert answer.refused["sm80_dds_nt_bf16_256x128"] == "the device has too little shared memory"
         assert "sm80_dds_nt_bf16_256x128" not in [candidate.kernel for candidate in answer.candidates]
     hopper = Device.find("9.0")
-    before = {kernel.name for kernel in tilesparse.kernels()}
+    before = {kernel.name for kernel in tilesparse.tuning.kernels()}
     for kibibytes in range(227, 0, -1):  # with less and less, ever fewer kernels
         less = replace(hopper, shared_memory=kibibytes << 10)
         try:
-            now = {each.kernel for each in tilesparse.choose(wide, less).candidates}
+            now = {each.kernel for each in tilesparse.tuning.choose(wide, less).candidates}
         except UnsupportedError as error:
             assert "the device has too little shared memory" in str(error)
             now = set()
@@ -138,8 +132,8 @@ def test_gpus_that_are_too_old_are_told_so(device: str) -> None:
     )
     for op in OPS:
         with pytest.raises(UnsupportedError, match=sentence):
-            tilesparse.choose(Product(1024, 1024, 64, op=op, block_shape=32), device)
-    answer = tilesparse.choose(Product(1024, 1024, 64, block_shape=32), device, policy="auto")
+            tilesparse.tuning.choose(Product(1024, 1024, 64, op=op, block_shape=32), device)
+    answer = tilesparse.tuning.choose(Product(1024, 1024, 64, block_shape=32), device, policy="auto")
     assert (answer.kernel, answer.candidates, answer.runner_up) == (None, (), None)
 
 
@@ -148,7 +142,7 @@ def test_gpus_that_are_too_old_are_told_so(device: str) -> None:
 def test_a_choice_says_what_is_next(device: str) -> None:
     for problem in list(problems())[::37]:
         try:
-            answer = tilesparse.choose(problem, device)
+            answer = tilesparse.tuning.choose(problem, device)
         except UnsupportedError:
             continue
         times = [each.microseconds for each in answer.candidates if each.microseconds is not None]
@@ -156,7 +150,7 @@ def test_a_choice_says_what_is_next(device: str) -> None:
         assert times == sorted(times) and len(times) == len(answer.candidates)
         assert answer.runner_up == (answer.candidates[1] if len(times) > 1 else None)
         assert (answer.dense_microseconds is not None) == (problem.dtype != torch.float64)
-        names = {kernel.name for kernel in tilesparse.kernels() if kernel.device == "cuda"}
+        names = {kernel.name for kernel in tilesparse.tuning.kernels() if kernel.device == "cuda"}
         assert {each.kernel for each in answer.candidates} | set(answer.refused) == names
         assert str(problem) in str(answer) and f"{answer.kernel}: {answer.reason}" in str(answer)
 
@@ -164,7 +158,7 @@ def test_a_choice_says_what_is_next(device: str) -> None:
 @needs_all
 def test_dense_is_an_answer() -> None:
     thick = Product(4096, 4096, 8192, 0.9, 16, torch.float32, tf32=True)
-    answer = tilesparse.choose(thick, "H100", policy="auto")
+    answer = tilesparse.tuning.choose(thick, "H100", policy="auto")
     assert answer.kernel is None and answer.reason.startswith("dense is estimated to be faster")
     assert answer.runner_up == answer.candidates[0]
     assert answer.microseconds == answer.dense_microseconds
@@ -191,19 +185,19 @@ def test_a_choice_says_whether_values_are_expanded(device: str, read: set[str]) 
     for name, options in products.items():
         product = Product(4096, 4096, 4, dtype=torch.bfloat16, **options)
         if device == "cpu" or name in read:
-            assert tilesparse.choose(product, device).expands == (name not in read), name
+            assert tilesparse.tuning.choose(product, device).expands == (name not in read), name
 
 
 def test_the_cpu_has_no_estimates() -> None:
-    answer = tilesparse.choose(Product(64, 64, 4, block_shape=32), "cpu")
+    answer = tilesparse.tuning.choose(Product(64, 64, 4, block_shape=32), "cpu")
     assert answer.kernel is not None and answer.kernel.startswith("cpu_")
     assert answer.microseconds is None and answer.dense_microseconds is None
     assert answer.candidates[-1].kernel == "cpu_portable" and "no estimate" in str(answer)
 
 
 def test_kernels_are_those_of_the_library() -> None:
-    assert [kernel.name for kernel in tilesparse.kernels()] == [kernel.name for kernel in _C.kernels()]
-    portable = next(kernel for kernel in tilesparse.kernels() if kernel.name == "cpu_portable")
+    assert [kernel.name for kernel in tilesparse.tuning.kernels()] == [kernel.name for kernel in _C.kernels()]
+    portable = next(kernel for kernel in tilesparse.tuning.kernels() if kernel.name == "cpu_portable")
     assert portable.device == "cpu" and portable.compute_capability is None
     assert portable.ops == OPS and torch.float64 in portable.dtypes
     assert portable.storages == ("plain",) and portable.values_dtypes == ()
@@ -222,13 +216,13 @@ def test_devices_are_found_by_their_names() -> None:
     with pytest.raises(InvalidArgumentError, match=r"device must be .*got 'cuda:9999999999'"):
         Device.find("cuda:9999999999")
     with pytest.raises(InvalidArgumentError, match="name must be at most 63 bytes"):
-        tilesparse.choose(Product(64, 64, 4, block_shape=32), replace(cpu, name="x" * 64))
+        tilesparse.tuning.choose(Product(64, 64, 4, block_shape=32), replace(cpu, name="x" * 64))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_missed() -> None:
     with pytest.raises(NoDeviceError, match=r"no usable CUDA device|without CUDA"):
-        tilesparse.choose(Product(64, 64, 4, block_shape=32), "cuda")
+        tilesparse.tuning.choose(Product(64, 64, 4, block_shape=32), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -287,8 +281,8 @@ def test_a_device_knows_the_clusters_that_fit() -> None:
     assert device == Device.of(known)  # what one of them measured counts for the other
     if "sm_90" in _C.architectures():
         problem = Product(4096, 4096, 4096, 0.25, 64, torch.bfloat16)
-        assert str(tilesparse.choose(problem, Device.of(known)).kernel).startswith("sm90_")
-        assert str(tilesparse.choose(problem, device).kernel).startswith("sm80_")
+        assert str(tilesparse.tuning.choose(problem, Device.of(known)).kernel).startswith("sm90_")
+        assert str(tilesparse.tuning.choose(problem, device).kernel).startswith("sm80_")
 
 
 def test_equal_products_are_equal_however_they_are_written() -> None:
@@ -313,7 +307,7 @@ def test_a_product_is_that_of_a_layer() -> None:
     with pytest.raises(InvalidArgumentError, match=r"layer must be a BlockSparseLinear, got torch.nn.Linear"):
         Product.of(torch.nn.Linear(16, 16), tokens=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"product must be a Product, got BlockSparseLinear"):
-        tilesparse.choose(layer)  # type: ignore[arg-type]
+        tilesparse.tuning.choose(layer)  # type: ignore[arg-type]
 
 
 # ---- preferences ----
@@ -337,15 +331,15 @@ def test_preferred_kernels_run(ran: list[str]) -> None:
     layer, x = BlockSparseLinear(64, 64, bias=False, block_shape=32), torch.randn(8, 64, requires_grad=True)
     expected = layer(x)
     best = ran.pop()
-    with tilesparse.prefer("cpu_portable"):
+    with tilesparse.tuning.prefer("cpu_portable"):
         y = layer(x)
         y.sum().backward()
         assert ran == ["cpu_portable"] * 3
-        assert tilesparse.choose(Product.of(layer, tokens=8), "cpu").reason == "the caller prefers it"
+        assert tilesparse.tuning.choose(Product.of(layer, tokens=8), "cpu").reason == "the caller prefers it"
         ran.clear()
         layer(x)
         assert not ran  # what was resolved is kept
-        with tilesparse.prefer("cpu_"):  # the inner one counts
+        with tilesparse.tuning.prefer("cpu_"):  # the inner one counts
             layer(x)
         assert ran == [best]
     torch.testing.assert_close(y, expected)
@@ -359,7 +353,7 @@ def test_backward_passes_follow_what_is_preferred_when_they_run(ran: list[str]) 
     y = layer(x)
     ran.clear()
     done = threading.Thread(target=lambda: y.sum().backward())  # PyTorch's for a GPU is one of its own, too
-    with tilesparse.prefer("cpu_portable"):
+    with tilesparse.tuning.prefer("cpu_portable"):
         done.start()
         done.join()
     assert ran == ["cpu_portable"] * 2
@@ -370,25 +364,25 @@ def test_preferences_that_overlap_leave_nothing_behind(ran: list[str]) -> None:
     layer, x = BlockSparseLinear(64, 64, bias=False, block_shape=32), torch.randn(8, 64)
     layer(x)
     best = ran.pop()
-    first, second = tilesparse.prefer("cpu_"), tilesparse.prefer("cpu_portable")
+    first, second = tilesparse.tuning.prefer("cpu_"), tilesparse.tuning.prefer("cpu_portable")
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     layer(x)
     second.__exit__(None, None, None)
     assert ran == ["cpu_portable"]
-    assert tilesparse.choose(Product.of(layer, tokens=8), "cpu").kernel == best
-    assert "prefers" not in tilesparse.choose(Product.of(layer, tokens=8), "cpu").reason
+    assert tilesparse.tuning.choose(Product.of(layer, tokens=8), "cpu").kernel == best
+    assert "prefers" not in tilesparse.tuning.choose(Product.of(layer, tokens=8), "cpu").reason
 
 
 def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> None:
     layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
     layer(x)
     if "sm_80" in _C.architectures():
-        with tilesparse.prefer("sm80_"):
+        with tilesparse.tuning.prefer("sm80_"):
             layer(x)
         assert ran[0] == ran[1]
-    with tilesparse.prefer("cpu_portable"), use_kernel(ran[0]):  # which insists
+    with tilesparse.tuning.prefer("cpu_portable"), use_kernel(ran[0]):  # which insists
         layer(x)
     assert set(ran) == {ran[0]}
 
@@ -396,9 +390,9 @@ def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> No
 @pytest.mark.parametrize("kernel", ["sm70_", "", 3])
 def test_a_kernel_that_does_not_exist_is_not_preferred(kernel: str) -> None:
     expected = pytest.raises(InvalidArgumentError, match="kernel must be the name of a kernel")
-    with expected as caught, tilesparse.prefer(kernel):
+    with expected as caught, tilesparse.tuning.prefer(kernel):
         pytest.fail("it was entered")
-    assert all(known.name in str(caught.value) for known in tilesparse.kernels())
+    assert all(known.name in str(caught.value) for known in tilesparse.tuning.kernels())
 
 
 def test_compiled_code_follows_what_is_preferred_around_it(ran: list[str]) -> None:
@@ -407,7 +401,7 @@ def test_compiled_code_follows_what_is_preferred_around_it(ran: list[str]) -> No
     with torch.no_grad():
         compiled(x)
         ran.clear()
-        with tilesparse.prefer("cpu_portable"):
+        with tilesparse.tuning.prefer("cpu_portable"):
             compiled(x)
     assert ran == ["cpu_portable"]
 
@@ -416,7 +410,7 @@ def test_within_code_that_is_compiled_a_preference_is_refused(ran: list[str]) ->
     layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        with tilesparse.prefer("cpu_portable"):
+        with tilesparse.tuning.prefer("cpu_portable"):
             y: torch.Tensor = layer(x)
         return y
 

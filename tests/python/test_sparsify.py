@@ -17,11 +17,11 @@ from torch.masked import masked_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseModelPatcher
+from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model import DEFAULT_OPTIONS, sparsify_
+from tilesparse.model import DEFAULT_OPTIONS, BlockSparseModelPatcher, sparsify_
 from tilesparse.model.modules import NamePattern, matching
 from tilesparse.prune import prune_
 from tilesparse.tuning.product import Product

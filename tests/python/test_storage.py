@@ -35,11 +35,12 @@ from helpers import (
 from hypothesis import strategies
 from torch import Tensor, func
 
-from tilesparse import _C, BlockPattern, InvalidArgumentError, UnsupportedError, functional
+from tilesparse import _C, BlockPattern, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.linear import linear_through
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import compress, expand, quantize, quantize_int4, row_scales, two_of_four
 from tilesparse.storage.quantize import clip_limits
 

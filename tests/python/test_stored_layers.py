@@ -15,17 +15,11 @@ import torch
 from helpers import DEVICES, DTYPES, Recorder, blocks_of_dense, seeded
 from torch import Tensor, func, nn
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    InvalidPatternError,
-    ReferenceBlockSparseLinear,
-    UnsupportedError,
-    functional,
-)
+from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse._runtime.select import DECODE_TOKENS
 from tilesparse.config import LayerSpec
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.storage import STORAGES, two_of_four
 
 IN, OUT = 128, 96

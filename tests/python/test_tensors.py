@@ -18,17 +18,10 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    InvalidPatternError,
-    PatternChangedError,
-    UnsupportedError,
-    functional,
-)
+from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.pattern_cache import entries, prepared
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
 
 IN, OUT = 96, 64
 ARRAYS = ("crow_indices", "col_indices", "slot")

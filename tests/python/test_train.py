@@ -11,7 +11,8 @@ import torch
 from helpers import randn, same, seeded, state_of
 from torch import Tensor, nn
 
-from tilesparse import BlockSparseLinear, InvalidArgumentError, UnsupportedError
+from tilesparse import BlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import two_of_four
 from tilesparse.train import MaskSchedule, set_nm
 

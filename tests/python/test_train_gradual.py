@@ -18,13 +18,8 @@ from test_docs import ROOT, executed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    PatternChangedError,
-    UnsupportedError,
-)
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 from tilesparse.nn.linear import keep_blocks
 from tilesparse.train import (
     BlockGates,

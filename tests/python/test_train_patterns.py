@@ -21,14 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from tilesparse import (
-    BlockPattern,
-    BlockSparseLinear,
-    InvalidArgumentError,
-    UnsupportedError,
-    UnsynchronizedPatternError,
-)
+from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.distributed import synchronize_patterns
+from tilesparse.errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from tilesparse.train import (
     BlockGates,
     Gradual,

@@ -16,18 +16,10 @@ import pytest
 import torch
 
 import tilesparse
-from tilesparse import (
-    _C,
-    BlockSparseLinear,
-    Device,
-    InvalidArgumentError,
-    Product,
-    TuneFileError,
-    UnsupportedError,
-    tuning,
-)
+from tilesparse import _C, BlockSparseLinear, tuning
 from tilesparse.cli import command
-from tilesparse.tuning import Measurement, store
+from tilesparse.errors import InvalidArgumentError, TuneFileError, UnsupportedError
+from tilesparse.tuning import Device, Measurement, Product, store
 from tilesparse.tuning.product import OPS
 
 PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
@@ -61,11 +53,11 @@ def tune(products: list[Product], device: str, *, timer: Clock, **options: Any) 
     """Tune by made-up times."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tilesparse.tuning.measure.milliseconds", timer)
-        return tilesparse.tune(products, device, **options)
+        return tuning.tune(products, device, **options)
 
 
 def names(product: Product = PRODUCT) -> list[str]:
-    return [candidate.kernel for candidate in tilesparse.choose(product, "cpu").candidates]
+    return [candidate.kernel for candidate in tuning.choose(product, "cpu").candidates]
 
 
 def last_is_fastest(dense: float = 9.0) -> Clock:
@@ -99,16 +91,16 @@ def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None
 
 def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> None:
     first, second = names()[:2]
-    assert tilesparse.choose(PRODUCT, "cpu").kernel == first
+    assert tuning.choose(PRODUCT, "cpu").kernel == first
     tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
-    answer = tilesparse.choose(PRODUCT, "cpu")
+    answer = tuning.choose(PRODUCT, "cpu")
     assert answer.kernel == second and answer.runner_up is not None and answer.runner_up.kernel == first
     assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
     code = """
 import torch, tilesparse
 layer = tilesparse.BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32)
 layer(torch.randn(10, 64))
-print(tilesparse.choose(tilesparse.Product.of(layer, tokens=16), "cpu").kernel)
+print(tilesparse.tuning.choose(tilesparse.tuning.Product.of(layer, tokens=16), "cpu").kernel)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -142,13 +134,13 @@ def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
     layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto", block_shape=32), torch.randn(10, 64)
     for dense, is_dense in ((0.5, True), (5.0, False)):
         tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
-        assert (tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
+        assert (tuning.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
         with torch.profiler.profile() as profile:
             layer(x)
         assert ("tilesparse::expand" in {event.key for event in profile.key_averages()}) == is_dense
-    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[1]
-    with tilesparse.prefer(names()[0]):  # comes before
-        assert tilesparse.choose(PRODUCT, "cpu", policy="auto").kernel == names()[0]
+    assert tuning.choose(PRODUCT, "cpu").kernel == names()[1]
+    with tuning.prefer(names()[0]):  # comes before
+        assert tuning.choose(PRODUCT, "cpu", policy="auto").kernel == names()[0]
 
 
 def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
@@ -158,7 +150,7 @@ def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
     found, others = tuning.load()
     assert others == 0
     assert {each.product: each.kernel for each in found} == {other: names()[1], PRODUCT: names()[0]}
-    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[0]
+    assert tuning.choose(PRODUCT, "cpu").kernel == names()[0]
     assert f"2 products on {CPU.name}" in tuning.status() and str(path) in tuning.status()
 
 
@@ -177,7 +169,7 @@ def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_cou
         section["device"]["multiprocessors"] += 1
     path.write_text(json.dumps(document))
     assert tuning.load() == ([], 1)
-    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[0]
+    assert tuning.choose(PRODUCT, "cpu").kernel == names()[0]
     assert "none that count; 1 of other CPUs or versions of the library do not count" in tuning.status()
     tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
     assert section in json.loads(path.read_text())["sections"]
@@ -192,7 +184,7 @@ def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> Non
     section["device"] = {"name": gpu.name, "compute_capability": [8, 6], "multiprocessors": 30}
     section["device"]["shared_memory"] = gpu.shared_memory
     product = Product(4096, 4096, 4096, 0.25, 64, torch.bfloat16)
-    best, second = tilesparse.choose(product, gpu).candidates[:2]
+    best, second = tuning.choose(product, gpu).candidates[:2]
     fields = {"in_features": 4096, "out_features": 4096, "tokens": 4096, "block_shape": [64, 64]}
     entry = section["products"][0]
     entry["product"] |= {**fields, "density": 0.25, "dtype": "bfloat16"}
@@ -201,9 +193,9 @@ def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> Non
     path.write_text(json.dumps(document))
     ((measured,), _) = tuning.load()
     assert measured.product == product and measured.device == gpu
-    assert tilesparse.choose(product, gpu).kernel == second.kernel
-    assert tilesparse.choose(product, gpu, policy="auto").kernel is None
-    assert tilesparse.choose(product, "8.6").kernel == tilesparse.choose(product, "A10").kernel == best.kernel
+    assert tuning.choose(product, gpu).kernel == second.kernel
+    assert tuning.choose(product, gpu, policy="auto").kernel is None
+    assert tuning.choose(product, "8.6").kernel == tuning.choose(product, "A10").kernel == best.kernel
 
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
@@ -228,7 +220,7 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
     assert found == expected
     tilesparse.save(BlockSparseLinear(64, 128, storage="int8", block_shape=32), tmp_path / "stored")
     assert [each.op for each in tuning.products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
-    with pytest.raises(tilesparse.CheckpointError):
+    with pytest.raises(tilesparse.errors.CheckpointError):
         tuning.products_of(tmp_path, [1])
 
 
@@ -236,11 +228,11 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_of_a_gpu_are_measured(op: str) -> None:
     product = Product(1024, 1024, 256, 0.25, 64, torch.bfloat16, op)
-    (measured,) = tilesparse.tune([product], "cuda", candidates=4, repetitions=5)
-    expected = [each.kernel for each in tilesparse.choose(product, "cuda").candidates[:4]]
+    (measured,) = tuning.tune([product], "cuda", candidates=4, repetitions=5)
+    expected = [each.kernel for each in tuning.choose(product, "cuda").candidates[:4]]
     assert sorted(measured.microseconds) == sorted(expected)
     assert all(0 < time < 1e4 for time in (*measured.microseconds.values(), measured.dense_microseconds))
-    answer = tilesparse.choose(product, "cuda", policy="auto")
+    answer = tuning.choose(product, "cuda", policy="auto")
     assert "measured" in answer.reason
     fastest = measured.microseconds[measured.kernel]
     assert answer.kernel == (None if measured.dense_microseconds < fastest else measured.kernel)
@@ -302,7 +294,7 @@ def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) ->
     path.write_text(json.dumps(document))
     with pytest.raises(TuneFileError, match="damaged"):
         tuning.load()
-    assert tilesparse.choose(Product(64, 64, 10, block_shape=32), "cpu").kernel == names()[0]
+    assert tuning.choose(Product(64, 64, 10, block_shape=32), "cpu").kernel == names()[0]
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match="damaged"):  # and it is not written to
         tune([PRODUCT], "cpu", timer=clock)
@@ -401,25 +393,25 @@ def test_a_full_or_read_only_disk_leaves_the_old_file(
 
 def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.VARIABLE, "")
-    assert tuning.file() is None and "is empty" in tuning.status()
+    assert tuning.tune_file() is None and "is empty" in tuning.status()
     tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())  # counts, and is not kept
-    assert tilesparse.choose(PRODUCT, "cpu").kernel == names()[1]
+    assert tuning.choose(PRODUCT, "cpu").kernel == names()[1]
     monkeypatch.delenv(tuning.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert tuning.file() == Path("/somewhere/tilesparse/tune.json")
+    assert tuning.tune_file() == Path("/somewhere/tilesparse/tune.json")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its standard has ignored
-    assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
+    assert tuning.tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuning.file() == Path("/home/me/.cache/tilesparse/tune.json")
+    assert tuning.tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without one
-    assert tuning.file() is None and tuning.load() == ([], 0)
+    assert tuning.tune_file() is None and tuning.load() == ([], 0)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"products": [3]}, r"products\[0\] must be a Product, got 3"),
+        ({"products": [3]}, "products must be of tuning.Product, got int"),
         (
             {"products": [Product(64, 64, 1, storage="int8", column_major=True, block_shape=32)]},
             "must be stored 'plain'",
@@ -433,7 +425,7 @@ def test_arguments_are_checked_before_anything_is_measured(
     path: Path, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        tilesparse.tune(**{"products": [PRODUCT], "device": "cpu", **options})
+        tuning.tune(**{"products": [PRODUCT], "device": "cpu", **options})
     assert not path.exists()
 
 

@@ -30,7 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tilesparse
 import tilesparse_vllm
-from tilesparse import BlockPattern, BlockSparseLinear, UnsupportedError
+from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse.errors import UnsupportedError
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [[5, 6, 7, 8, 9], list(range(2, 40)), [300]]
@@ -187,7 +188,7 @@ def make_model(kind: str = "llama", pattern: str = EVERY, seed: int = 0, **optio
     of_config = options.pop("config", {})
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **of_config}))
     model = model.float().eval()
-    patcher = tilesparse.BlockSparseModelPatcher()
+    patcher = tilesparse.model.BlockSparseModelPatcher()
     patcher.add_pattern(pattern, {"density": 0.5, "block_shape": 32, **options})
     patcher.patch_model(model)
     for name, parameter in model.named_parameters():

@@ -18,7 +18,8 @@ from test_vllm import assert_same, change_tensors, generated, greedy, make_model
 from test_vllm_method import STORED
 from torch import nn
 
-from tilesparse import BlockSparseExperts, CheckpointError, UnsupportedError
+from tilesparse import BlockSparseExperts
+from tilesparse.errors import CheckpointError, UnsupportedError
 from tilesparse.integrations.vllm.method import TileSparseConfig
 from tilesparse.nn.experts import ExpertsLinear
 

@@ -10,8 +10,9 @@ import torch
 from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, InvalidArgumentError, quantize_
+from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.moments import damped
+from tilesparse.errors import InvalidArgumentError
 from tilesparse.quantize.weights import RoundedWeight, round_weight
 from tilesparse.storage.formats import QuantizedStorage, storage_of
 

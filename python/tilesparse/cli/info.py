@@ -14,8 +14,8 @@ import torch
 from .. import _C, _checks
 from ..errors import TileSparseError, UnsupportedError
 from ..tuning import store
-from ..tuning.choose import choose
 from ..tuning.product import KINDS, OPS, Device, Product, describe_estimates, runs_on
+from ..tuning.selection import choose
 from .command import KERNEL_DTYPES, VALUES_DTYPES, add_layer, chosen_ops, describe_layer, product_of
 
 STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that

@@ -9,9 +9,6 @@ from typing import Any
 
 from .._hooks import ACCELERATE, adapt, when_imported
 from .._listeners import layers_changed
-from ..io.manifest import CONFIG
-from ..io.reader import prepare_for
-from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
@@ -31,6 +28,9 @@ def _prepare_before_loading(module: Any) -> None:
         def load_checkpoint_in_model(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*args, **kwargs).arguments
             model, path = given["model"], Path(given["checkpoint"])
+            from ..io.manifest import CONFIG
+            from ..io.reader import prepare_for
+
             folder = path if path.is_dir() else path.parent
             layers: list[str] = []
             if (folder / CONFIG).exists():
@@ -46,6 +46,8 @@ def _prepare_before_loading(module: Any) -> None:
 
 def _check(model: Any, layers: list[str]) -> None:
     """Has layers look at the patterns that they were given, unless these are offloaded."""
+    from ..nn.linear import BlockSparseLinear
+
     for name in layers:
         layer = model.get_submodule(name)
         assert isinstance(layer, BlockSparseLinear)

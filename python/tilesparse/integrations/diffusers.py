@@ -7,7 +7,6 @@ from typing import Any
 
 from .._hooks import adapt, when_imported
 from ..errors import UnsupportedError
-from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
@@ -23,6 +22,8 @@ def _refuse_to_save(module: Any) -> None:
     def refusing(save: Any) -> Any:
         @wraps(save)
         def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from ..nn.linear import BlockSparseLinear
+
             for name, layer in self.named_modules():
                 if isinstance(layer, BlockSparseLinear):
                     raise UnsupportedError(

@@ -10,7 +10,6 @@ from typing import Any
 from .._hooks import PEFT, adapt, when_imported
 from .._reports import listed, warn_user
 from ..errors import InvalidArgumentError
-from ..nn.linear import BlockSparseLinear
 
 
 def register() -> None:
@@ -28,6 +27,7 @@ def _adapt_layers(module: Any) -> None:
 
     The config does not name this one, since it would have to be unpickled where PEFT is alone.
     """
+    from ..nn.linear import BlockSparseLinear
 
     def adapted(create: Any) -> Any:
         @wraps(create)
@@ -69,6 +69,8 @@ def _include_in_all_linear(module: Any) -> None:
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     """Names of the layers, without the output embedding, as PEFT has it, and what has an adapter already."""
+    from ..nn.linear import BlockSparseLinear
+
     get_output = getattr(model, "get_output_embeddings", None)
     output = None if get_output is None else get_output()
     names: set[str] = set()
@@ -89,6 +91,7 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
 
 def _check_before_merging(module: Any) -> None:
     """PEFT merges layer by layer, and one that refuses would leave a model of which half is merged."""
+    from ..nn.linear import BlockSparseLinear
 
     def checked(merge: Any) -> Any:
         @wraps(merge)

@@ -19,9 +19,9 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.experts import stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..storage.formats import storage_of
-from ..tuning.choose import choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.measure import tune
 from ..tuning.product import Product
+from ..tuning.selection import choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
 from ..tuning.timing import milliseconds
 from .fuse import SharedProduct, merge_layers

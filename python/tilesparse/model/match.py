@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from .._checks import check_block_shape, shown
 from ..config import BlockSparseConfig, check_flag
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
 from ..nn.linear import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..pattern import BlockPattern, check_parts_beside
@@ -43,7 +43,7 @@ class LayerOptions:
         config: how they are stored.
         pattern: the blocks to keep, whose density and block shape `config` has; None chooses blocks.
         parts: (r, c), the parts of block rows and columns that keep equally many of the chosen blocks.
-        pseudo_linear: use `ReferenceBlockSparseLinear`.
+        reference_layers: use `ReferenceBlockSparseLinear`.
         untie: replace layers that share a parameter with another module, too.
 
     Raises:
@@ -53,14 +53,14 @@ class LayerOptions:
     config: BlockSparseConfig = field(default_factory=BlockSparseConfig)
     pattern: BlockPattern | None = None
     parts: tuple[int, int] = (1, 1)
-    pseudo_linear: bool = False
+    reference_layers: bool = False
     untie: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern | None):
             raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
         object.__setattr__(self, "parts", check_parts_beside(self.pattern, self.parts))
-        for name in ("pseudo_linear", "untie"):
+        for name in ("reference_layers", "untie"):
             check_flag(name, getattr(self, name))
 
     @classmethod
@@ -68,6 +68,8 @@ class LayerOptions:
         """Return the options of a user's mapping or config, with defaults for what it leaves out."""
         if isinstance(options, BlockSparseConfig):
             return cls(options)
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidTypeError(f"options must be a mapping or a BlockSparseConfig, got {shown(options)}")
         own = {} if options is None else dict(options)
         unknown = sorted(map(str, own.keys() - DEFAULT_OPTIONS.keys()))
         if unknown:
@@ -358,7 +360,7 @@ def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str 
         ("policy", config.policy, "sparse"),
         ("activations", config.activations, None),
         ("pattern", options.pattern, None),
-        ("pseudo_linear", options.pseudo_linear, False),
+        ("reference_layers", options.reference_layers, False),
     ):
         if value != only:
             return f"experts need {name}={only!r}"

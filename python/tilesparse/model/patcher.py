@@ -83,7 +83,7 @@ class BlockSparseModelPatcher:
                   on the meta device need one, as there is nothing to choose blocks by.
                 - ``parts``: (r, c): keep as many blocks of each of r parts of the block rows and c of the
                   block columns, for tensor parallelism over so many processes; (1, 1), as beside ``pattern``.
-                - ``pseudo_linear``: use `ReferenceBlockSparseLinear`; False.
+                - ``reference_layers``: use `ReferenceBlockSparseLinear`; False.
                 - ``untie``: patch a layer even if it shares a parameter with another module, which then
                   keeps the dense one; False.
 

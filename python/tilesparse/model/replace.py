@@ -146,7 +146,7 @@ def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
     layer = BlockSparseLinear.from_linear(
         module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
     ).to_storage(config.storage, per=config.scales, activations=config.activations)
-    return ReferenceBlockSparseLinear(layer) if options.pseudo_linear else layer
+    return ReferenceBlockSparseLinear(layer) if options.reference_layers else layer
 
 
 def _sparse_experts(module: nn.Module, projections: Projections, options: LayerOptions) -> BlockSparseExperts:

@@ -35,8 +35,8 @@ class PatchedLayer:
     """One replaced layer.
 
     `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
-    `BlockSparseLinear`; for a reference layer (`ReferenceBlockSparseLinear`), whose weight is plain, `policy` is
-    "pseudo". `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
+    `BlockSparseLinear`; for a `ReferenceBlockSparseLinear`, whose weight is dense, `policy` is "reference".
+    `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
     not what pruning removes.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
@@ -256,8 +256,10 @@ def _patched(target: Target) -> Iterator[PatchedLayer]:
         yield _patched_layer(name, new, _size([module]))
 
 
-def _patched_layer(name: str, new: BlockSparseLinear | ReferenceBlockSparseLinear, before: Size) -> PatchedLayer:
-    stored: tuple[str, tuple[int, int] | None, str] = "pseudo", None, "plain"
+def _patched_layer(
+    name: str, new: BlockSparseLinear | ReferenceBlockSparseLinear, before: Size
+) -> PatchedLayer:
+    stored: tuple[str, tuple[int, int] | None, str] = "reference", None, "plain"
     shape, experts = (new.out_features, new.in_features), 1
     if isinstance(new, BlockSparseLinear):
         stored, experts = (new.policy, new.nm, new.storage), new.spec.experts or 1

@@ -26,9 +26,9 @@ from ..model.modules import matching, names_of_modules, parsed
 from ..model.targets import chosen_layers, kept_blocks, reasons
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
-from .choose import is_converted_in_calls
 from .measure import device_to_measure, layer_call
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded
+from .selection import is_converted_in_calls
 from .store import MeasuredLayers, load_layers, save_layers, time_of, versions_of
 from .timing import Call, milliseconds, own_numbers
 

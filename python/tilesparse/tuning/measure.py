@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from .. import functional
 from .._checks import checked_count, checked_device
+from .._files import tune_file
 from .._runtime import launch
 from .._runtime.launch import ask_for, gather
 from .._runtime.pattern_cache import prepared
@@ -29,9 +30,9 @@ from ..io import manifest
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 from ..storage.quantize import expand, row_scales
-from .choose import choose, is_converted_in_calls
 from .product import KINDS, OPS, Device, Product, Way, default_device, product_of_spec
-from .store import Measurement, add_to_file, count_measurement, file, kernel_number, measurements, read, write
+from .selection import choose, is_converted_in_calls
+from .store import Measurement, add_to_file, count_measurement, kernel_number, measurements, read, write
 from .timing import Call, milliseconds, own_numbers
 
 
@@ -73,7 +74,7 @@ def tune(
     for product in wanted:
         _check_measurable(product, on)
         choose(product, described)
-    path = file()
+    path = tune_file()
     if path is not None:
         measurements(path)
         write(path, read(path))  # fail before anything is measured
@@ -97,7 +98,7 @@ def device_to_measure(device: object) -> torch.device:
 
 def _check_measurable(product: object, device: torch.device) -> None:
     if not isinstance(product, Product):
-        raise InvalidArgumentError(f"products must be of tilesparse.Product, got {type(product).__name__}")
+        raise InvalidArgumentError(f"products must be of tuning.Product, got {type(product).__name__}")
     if product.column_major and not storage_of(product.storage).trainable:
         raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
     now = Product(16, 16, 1, block_shape=16, dtype=product.dtype).tf32

@@ -18,19 +18,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import platformdirs
 import torch
 
 from .. import _C
 from .._checks import DTYPES, QUANTIZED, as_integer, as_number, checked_number
-from .._files import replacing
+from .._files import VARIABLE, replacing, tune_file
 from .._runtime.select import add_measurement, measurements_changed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, TuneFileError
-from .choose import kernels
 from .product import Device, Product, Way, dtype_name, in_own_dtype, recorded
+from .selection import kernels
 
-VARIABLE = "TILESPARSE_TUNE_FILE"
 FORMAT, VERSION = "tilesparse measurements", 1
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 # Errors of reading a document of another form; the last is that of one that is nested too deeply.
@@ -102,26 +100,11 @@ class MeasuredLayers:
         return len(self.shape) == 3
 
 
-def file() -> Path | None:
-    """Return the path of the measurements: ``TILESPARSE_TUNE_FILE``, or tune.json in the user's cache.
-
-    It is None if the variable is empty or the user has no home: no file is read or written.
-    """
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        return Path(named) if named else None
-    try:
-        cache = platformdirs.user_cache_path("tilesparse")
-    except RuntimeError:  # a user without a home
-        return None
-    return cache / "tune.json" if cache.is_absolute() else None
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the sections of a document; there are none if there is no file."""
     try:
         if path.exists() and not path.is_file():  # a pipe would let every program wait
-            advice = f"; name another one in {VARIABLE}" if path == file() else ""
+            advice = f"; name another one in {VARIABLE}" if path == tune_file() else ""
             raise TuneFileError(f"{path} must be a regular file{advice}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -157,7 +140,7 @@ def write(path: Path, sections: Iterable[Mapping[str, Any]]) -> None:
         advice = f"free the space or the folder, name a file elsewhere in {VARIABLE}, or set that empty to"
         raise TuneFileError(
             f"{path}: cannot be written: {error.strerror or error}"
-            + (f"; {advice} keep nothing" if path == file() else "")
+            + (f"; {advice} keep nothing" if path == tune_file() else "")
         ) from error
 
 
@@ -172,7 +155,7 @@ def _parsing(path: Path) -> Iterator[None]:
 
 
 def _advice(path: Path) -> str:
-    return f"; delete it, or name another file in {VARIABLE}" if path == file() else ""
+    return f"; delete it, or name another file in {VARIABLE}" if path == tune_file() else ""
 
 
 def _origin_of(section: Mapping[str, Any]) -> tuple[Device, dict[str, str]]:
@@ -285,7 +268,7 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
     """
     _C.measurements_clear()
     measurements_changed()
-    path = path or file()
+    path = path or tune_file()
     found, others = ([], 0) if path is None else measurements(path)
     for measurement in found:
         count_measurement(measurement)
@@ -294,18 +277,18 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
 
 
 def load_on_import() -> None:
-    """Load the file of the environment; warn if it cannot be used."""
+    """Load the file of the environment, if there is one; warn if it cannot be used."""
     try:
         load()
     except TuneFileError as error:
         warnings.warn(
-            f"what tilesparse tune has measured does not count: {error}", RuntimeWarning, stacklevel=3
+            f"what tilesparse tune has measured does not count: {error}", RuntimeWarning, stacklevel=4
         )
 
 
 def status() -> str:
     """Describe the content of the file in a line."""
-    path = file()
+    path = tune_file()
     if path is None:
         return f"measured kernels: none are kept, {VARIABLE} is empty or the user has no home"
     try:

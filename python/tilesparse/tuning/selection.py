@@ -1,7 +1,7 @@
 """The kernel that computes a product on a GPU or CPU, and the reason; also on a GPU that is not there.
 
-`choose` asks the library for its choice, which depends on the product, the device, what `tilesparse.tune` has
-measured on such a device, and preferences: an active `prefer` and the environment's ``TILESPARSE_KERNEL``.
+`choose` asks the library for its choice, which depends on the product, the device, what `tune` has measured
+on such a device, and preferences: an active `prefer` and the environment's ``TILESPARSE_KERNEL``.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def choose(
 
     Args:
         product: sizes, dtypes and storage.
-        device: see `Device.find`; a GPU need not be there. Measurements of `tilesparse.tune` count for
+        device: see `Device.find`; a GPU need not be there. Measurements of `tilesparse.tuning.tune` count for
             devices of the same name.
         policy: policy of the layer: "sparse", "auto" or "dense".
 
@@ -231,7 +231,7 @@ def prefer(kernel: str) -> Iterator[None]:
     """
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "tilesparse.prefer has no effect within code that is compiled; enter it around the call of the "
+            "prefer has no effect within code that is compiled; enter it around the call of the "
             "compiled function"
         )
     names = [known.name for known in kernels()]
