@@ -150,7 +150,7 @@ class Layer:
         """The weight [out_features, in_features] in float32, without what expands or compresses values."""
         plain, kind = self._plain(name)
         if kind == FOUR_BITS:
-            plain = storage.expand(*self.stored(name), DTYPE)
+            plain = storage.dequantize(*self.stored(name), DTYPE)
         elif kind in BITS:
             values, scales = storage.quantize(plain, getattr(torch, kind))
             plain = (values.float() * scales[:, :, None]).to(DTYPE)
@@ -465,11 +465,11 @@ def _mask_jobs(layer: Layer) -> dict[str, tuple[Callable[[], Any], Callable[[Any
         ),
         "compress": (
             lambda: storage.compress(values, mask),
-            lambda kept: torch.equal(storage.expand(*kept), masked),
+            lambda kept: torch.equal(storage.dequantize(*kept), masked),
         ),
         "compress transposed": (
             lambda: storage.compress(values, mask, transposed=True),
-            lambda kept: torch.equal(storage.expand(*kept).transpose(1, 2), masked),
+            lambda kept: torch.equal(storage.dequantize(*kept).transpose(1, 2), masked),
         ),
     }
 

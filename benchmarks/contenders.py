@@ -66,7 +66,7 @@ def tilesparse_call(problem: Problem) -> Callable[[], Tensor]:
 
 
 def _packed(problem: Problem, timer: CudaTimer) -> Prepared:
-    """As in inference with a layer that keeps its weight packed, see `BlockSparseLinear.pack`."""
+    """As in inference with a layer that keeps its weight packed, see `BlockSparseLinear.prepack`."""
     kernel = _chosen_kernel(problem)
     if "narrow" not in kernel or problem.case.op != "dds_nt":
         raise Unavailable(f"{kernel} takes the weight as it is")
@@ -75,7 +75,7 @@ def _packed(problem: Problem, timer: CudaTimer) -> Prepared:
     layer = BlockSparseLinear(*sizes, pattern=pattern, bias=False, device=x.device, dtype=x.dtype)
     with torch.no_grad():
         layer.weight.copy_(problem.values)
-    layer.pack()
+    layer.prepack()
     return Prepared(torch.no_grad()(lambda: layer(x)), {"kernel": kernel})
 
 

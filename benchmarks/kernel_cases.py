@@ -241,7 +241,9 @@ class Calls:
 
         stored = _stored(values, self.pattern, kind)
         blocks: Callable[[], Tensor] = (
-            (lambda: values) if kind.storage == "plain" else partial(storage.expand, *stored, values.dtype)
+            (lambda: values)
+            if kind.storage == "plain"
+            else partial(storage.dequantize, *stored, values.dtype)
         )
         self.dense = partial(multiply, weight)
         self.expanded = lambda: multiply(launch.expand(blocks(), self._kept))

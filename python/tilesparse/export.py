@@ -42,7 +42,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ops.quantize.default: partial(_quantize, least_scale()),
         ops.quantize_groups.default: partial(_quantize_groups, least_scale()),
         ops.expand.default: _expand,
-        ops.expand_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
+        ops.dequantize_values.default: lambda values, metadata, scales, _: _plain(values, metadata, scales),
     }
 
 

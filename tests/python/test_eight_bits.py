@@ -433,17 +433,17 @@ def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device:
     check()
     layer.scales.data.mul_(2)  # which PyTorch does not count
     check()
-    layer.pack()
+    layer.prepack()
     first = row_scales_on(layer.scales, layer.index())
     assert row_scales_on(layer.scales, layer.index()) is first
     layer.pattern.update_(make_pattern_like(layer, 9))
     check()
-    layer.pack()
+    layer.prepack()
     check()
     layer.scales.mul_(3)
     check()
     layer.scales.data.mul_(2)
-    layer.pack()
+    layer.prepack()
     check()
 
 

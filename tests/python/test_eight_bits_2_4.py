@@ -78,7 +78,7 @@ def test_layers_have_the_gradient_of_their_dequantized_weight(device: str, name:
     with torch.no_grad():
         y, wanted = layer(x), layer.to_linear()(x)
         assert (y - wanted).norm() < 0.05 * wanted.norm()
-        assert torch.equal(layer.pack()(x), y)
+        assert torch.equal(layer.prepack()(x), y)
         layer.policy = "dense"
         torch.testing.assert_close(layer(x), wanted, rtol=1e-3, atol=1e-3)
 

@@ -1060,10 +1060,10 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
     x = randn(8192, 1024, dtype=BF16, device="cuda")
     with torch.no_grad():
         expected = layer(x)
-        layer.pack()
+        layer.prepack()
         assert torch.equal(layer(x), expected)
         kept = prepared(layer.index())
-        (packed,) = kept._packed.values()
+        (packed,) = kept._prepacked.values()
         key = packed.plan_key
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
             packed.plan_key = wrong
@@ -1089,9 +1089,9 @@ def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens
             return all(torch.equal(layer(x), twin(x)) for _ in range(2))
 
     assert same()
-    twin.pack()
+    twin.prepack()
     assert same()
-    copies = [packed.memory.nbytes for packed in prepared(twin.index())._packed.values()]
+    copies = [packed.memory.nbytes for packed in prepared(twin.index())._prepacked.values()]
     is_copied = sum(copies) >= layer.weight.nbytes
     if tokens > 512:  # with fewer other kernels may be faster
         assert is_copied == (block_size < 64)
@@ -1107,7 +1107,7 @@ def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens
         assert same()
         for changed in both:
             changed.weight.data.add_(1)
-        twin.pack()
+        twin.prepack()
         assert same()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -683,7 +683,7 @@ def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: 
     expected = model(x)
     report = prepare_for_inference_(model, x)
     (product,) = report.products
-    assert ("expanded once" in product.done) == (name not in ("plain", "int8 W8A8"))
+    assert ("dequantized once" in product.done) == (name not in ("plain", "int8 W8A8"))
     assert product.kernel is not None and product.kernel.startswith("cpu_")
     assert all(torch.equal(tensor, state[own]) for own, tensor in model.state_dict().items())
     torch.testing.assert_close(model(x), expected)
@@ -696,7 +696,7 @@ def test_four_bits_of_few_tokens_are_read_as_they_are() -> None:
     assert product.done == ("merged",)
     assert prepare_for_inference_(model).products[0].done == ("merged",)
     many = prepare_for_inference_(model, randn(9, 64, dtype=torch.float32))
-    assert many.products[0].done == ("merged", "expanded once")
+    assert many.products[0].done == ("merged", "dequantized once")
 
 
 @pytest.mark.parametrize(

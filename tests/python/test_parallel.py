@@ -373,7 +373,7 @@ def tensor_parallel_storages(rank: int) -> None:
     ):
         alone, model = make(**options).eval(), parallelize_module(make(rank, **options).eval(), mesh(), PLAN)
         alike(model(x), alone(x))
-    assert model[0].pack()(x).shape == (8, HIDDEN // world())
+    assert model[0].prepack()(x).shape == (8, HIDDEN // world())
     with torch.autocast(torch.device(here()).type, torch.bfloat16):
         torch.testing.assert_close(model(x), alone(x), rtol=0.02, atol=0.02)
     for density, per in ((0.5, "block"), (0.0, "row")):

@@ -399,13 +399,13 @@ def test_packed_weights_follow_a_merge() -> None:
     model = adapted(Network(block_shape=16).eval().cuda(), "up")
     layer = model.base_model.model.up
     x = randn(3, 64, dtype=torch.float32, device="cuda")
-    layer.base_layer.pack()
+    layer.base_layer.prepack()
     with torch.no_grad():
         layer(x)
         with pytest.warns(MergeLossWarning):
             model.merge_adapter()
         y = layer(x)
-        layer.base_layer.pack(False)
+        layer.base_layer.prepack(False)
         assert torch.equal(layer(x), y)
 
 

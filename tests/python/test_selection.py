@@ -185,7 +185,7 @@ def test_a_choice_says_whether_values_are_expanded(device: str, read: set[str]) 
     for name, options in products.items():
         product = Product(4096, 4096, 4, dtype=torch.bfloat16, **options)
         if device == "cpu" or name in read:
-            assert tilesparse.tuning.choose(product, device).expands == (name not in read), name
+            assert tilesparse.tuning.choose(product, device).dequantizes == (name not in read), name
 
 
 def test_the_cpu_has_no_estimates() -> None:

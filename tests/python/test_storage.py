@@ -41,7 +41,7 @@ from tilesparse._ops.linear import linear_through
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.storage import compress, expand, quantize, quantize_int4, row_scales, two_of_four
+from tilesparse.storage import compress, dequantize, quantize, quantize_int4, row_scales, two_of_four
 from tilesparse.storage.quantize import clip_limits
 
 OPS = torch.ops.tilesparse
@@ -108,7 +108,7 @@ def test_compression_keeps_the_bits_of_what_the_mask_keeps(
     wanted = torch.where(first_two(mask), bits(values), 0).view(dtype)
     assert equal_bits(plain, wanted)
     if dtype in DTYPES:
-        assert equal_bits(expand(compressed, metadata), wanted)
+        assert equal_bits(dequantize(compressed, metadata), wanted)
 
 
 def test_metadata_of_a_small_block_by_hand() -> None:
@@ -131,7 +131,7 @@ def test_expansion_is_value_times_scale_rounded(device: str, dtype: torch.dtype,
     for block_shape in product(BLOCK_SIZES, WIDE):
         pattern = make_pattern("full", (1, 3), block_shape)
         stored = stored_values(pattern, STORAGES[storage], dtype=dtype, device=device)
-        plain = expand(stored.values, stored.metadata, stored.scales, dtype)
+        plain = dequantize(stored.values, stored.metadata, stored.scales, dtype)
         assert plain.shape == (3, *block_shape)
         assert equal_bits(plain, stored.plain)
 
@@ -146,7 +146,7 @@ def test_expansion_of_all_eight_bits(
     """Also where results are subnormal, infinite or NaN."""
     values = torch.arange(256).view(1, 16, 16).to(torch.uint8).view(quantized).to(device)
     scales = torch.tensor([1.2345 * 2.0**exponent], device=device)
-    plain = expand(values, None, scales, dtype)
+    plain = dequantize(values, None, scales, dtype)
     wanted = expanded_by_definition(values, None, scales, dtype)
     assert torch.equal(plain.isnan(), wanted.isnan())
     assert int(plain.isnan().sum()) == (2 if quantized == torch.float8_e4m3fn else 0)
@@ -156,9 +156,9 @@ def test_expansion_of_all_eight_bits(
 def test_without_a_dtype_the_expansion_has_that_of_the_values_or_float32() -> None:
     pattern = make_pattern("full", (1, 1), (16, 32))
     half = stored_values(pattern, STORAGES["2:4"], dtype=torch.float16)
-    assert expand(half.values, half.metadata).dtype == torch.float16
+    assert dequantize(half.values, half.metadata).dtype == torch.float16
     eight = stored_values(pattern, STORAGES["int8 by row"], dtype=torch.float16)
-    assert expand(eight.values, None, eight.scales).dtype == torch.float32
+    assert dequantize(eight.values, None, eight.scales).dtype == torch.float32
 
 
 # ---- the choice of two of four ----
@@ -329,7 +329,7 @@ def test_quantisation_rounds_to_the_nearest(device: str, dtype: torch.dtype, per
         step = scale * 2.0 ** ((values.abs() / scale).log2().floor().clamp(min=-6) - 3)
     error = (quantized.double() * scale - values.double()).abs()
     assert bool((error <= step * (0.5 + 1e-5)).all())
-    restored = expand(quantized, None, scales, torch.float32)
+    restored = dequantize(quantized, None, scales, torch.float32)
     assert bool(restored.isfinite().all())
     if size > 1e-35:
         largest = quantized.double().abs().amax((1, 2) if per == "block" else 2)
@@ -343,7 +343,7 @@ def test_the_largest_numbers_stay_finite(dtype: torch.dtype, source: torch.dtype
     for fraction in torch.linspace(0.5, 1, 200, dtype=torch.float64):
         values = torch.full((1, 16, 16), float(fraction) * largest, dtype=torch.float64).to(source)
         quantized, scales = quantize(values, dtype)
-        assert bool(expand(quantized, None, scales, source).isfinite().all()), float(fraction)
+        assert bool(dequantize(quantized, None, scales, source).isfinite().all()), float(fraction)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
@@ -393,7 +393,7 @@ def test_values_beyond_limits_are_clipped(dtype: torch.dtype, per: str) -> None:
         limits, scales = (row_scales(each, pattern) for each in (limits, scales))
     limits = limits.view(*limits.shape, *(1,) * (3 - limits.dim()))
     clipped = values.clamp(-limits, limits)
-    restored = expand(quantized, None, scales)
+    restored = dequantize(quantized, None, scales)
     assert bool(((restored - clipped).abs() <= limits / (100 if dtype == torch.int8 else 16)).all())
 
 
@@ -450,7 +450,7 @@ def test_four_bits_are_rounded_to_the_nearest(device: str, per: str, size: float
     packed, scales = quantize_int4(values, per=per, search=False)
     assert packed.shape == (3, 16, 16) and packed.dtype == torch.uint8 and packed.is_contiguous()
     assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
-    restored = expand(packed, None, scales)
+    restored = dequantize(packed, None, scales)
     scale = scales.view(*scales.shape, *(1,) * (3 - scales.dim())).double()
     assert bool(((restored.double() - values.double()).abs() <= scale * (0.5 + 1e-5)).all())
     if size > 1e-35:
@@ -471,11 +471,11 @@ def test_the_search_takes_the_best_of_eleven_scales(device: str, per: str) -> No
         rounded = (values / scales).nan_to_num().round().clamp(-8, 7) * scales
         found.append((rounded - values).square().sum(sides))
     packed, scales = quantize_int4(values, per=per)
-    error = (expand(packed, None, scales) - values).square().sum(sides)
+    error = (dequantize(packed, None, scales) - values).square().sum(sides)
     torch.testing.assert_close(error, torch.stack(found).amin(0), rtol=1e-4, atol=1e-6)
     assert not bool(packed[3].any()) and bool((scales > 0).all())
     whole = quantize_int4(values, per=per, search=False)
-    assert float(error.sum()) < float((expand(whole[0], None, whole[1]) - values).square().sum())
+    assert float(error.sum()) < float((dequantize(whole[0], None, whole[1]) - values).square().sum())
 
 
 def test_four_bits_of_much_and_of_nothing() -> None:
@@ -990,7 +990,7 @@ def test_bad_expansions_are_named(storage: str, changes: dict[str, Any], named: 
     stored = Operands(storage).stored
     arguments = {"values": stored.values, **stored.extras, **changes}
     with pytest.raises(InvalidArgumentError, match=named):
-        expand(**arguments)
+        dequantize(**arguments)
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
@@ -1040,7 +1040,7 @@ def test_stored_values_at_any_address(device: str, storage: str) -> None:
     expected = o.linear(), o.dds(o.y, transpose=False)
 
     o.stored = o.stored.map(lambda t: t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t))
-    plain = expand(o.stored.values, o.stored.metadata, o.stored.scales, torch.float32)
+    plain = dequantize(o.stored.values, o.stored.metadata, o.stored.scales, torch.float32)
     assert equal_bits(plain, o.stored.plain)
     assert torch.equal(o.linear(), expected[0]) and torch.equal(o.dds(o.y, transpose=False), expected[1])
 
@@ -1055,7 +1055,7 @@ def test_meta_tensors_give_shapes_only(storage: str) -> None:
         assert y.is_meta and y.shape == (2, 5, o.pattern.out_features)
         y.sum().backward()
         assert x.grad.shape == x.shape
-    assert expand(stored.values, stored.metadata, stored.scales).shape == stored.plain.shape
+    assert dequantize(stored.values, stored.metadata, stored.scales).shape == stored.plain.shape
 
 
 # ---- what acts on operators ----
@@ -1077,7 +1077,7 @@ def test_opcheck_of_products(device: str, dtype: torch.dtype, storage: str) -> N
     check(OPS.dds_nt, x.detach(), values, *index, None, None, ACTIVATIONS["relu"], True, metadata, scales)
     check(OPS.dds_nn, y, values, *index, True, metadata, scales)
     check(OPS.dds_nn, y.detach(), values, *index, False, metadata, scales)
-    check(OPS.expand_values, values, metadata, scales, DTYPES.index(dtype) + 1)
+    check(OPS.dequantize_values, values, metadata, scales, DTYPES.index(dtype) + 1)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
@@ -1127,7 +1127,7 @@ def test_compile_of_compression() -> None:
 
     def step(values: Tensor) -> Tensor:
         mask = two_of_four(values.abs(), transposable=True)
-        return expand(*compress(values, mask)) + expand(*compress(values, mask, transposed=True)).mT
+        return dequantize(*compress(values, mask)) + dequantize(*compress(values, mask, transposed=True)).mT
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(t.values), 2 * t.values * t.mask)

@@ -797,7 +797,7 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
     assert stored.to_storage("plain").weight.requires_grad
 
 
-# ---- the plain weight that `pack` keeps on the CPU ----
+# ---- the plain weight that `prepack` keeps on the CPU ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -808,7 +808,7 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
     layer = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(), **{"block_shape": 32, **LAYERS[name]}
     )
-    twin = copy.deepcopy(layer).pack()
+    twin = copy.deepcopy(layer).prepack()
     other = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(5), **{"block_shape": 32, **LAYERS[name]}
     )
@@ -850,7 +850,7 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
 
 def test_a_packed_layer_trains_and_is_followed() -> None:
     layer = BlockSparseLinear(256, 128, nm=(2, 4), generator=seeded(), block_shape=32)
-    twin, x = copy.deepcopy(layer).pack(), torch.randn(5, 256, generator=seeded(1))
+    twin, x = copy.deepcopy(layer).prepack(), torch.randn(5, 256, generator=seeded(1))
     for _ in range(3):
         for each in (layer, twin):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)

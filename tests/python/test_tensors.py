@@ -233,7 +233,7 @@ def test_inference_mode_leaves_nothing_that_cannot_be_updated() -> None:
 def test_packing_changes_nothing_on_the_cpu() -> None:
     layer, x = make(1), randn(5, IN, dtype=torch.float32)
     y = layer(x)
-    assert torch.equal(layer.pack()(x), y) and torch.equal(layer.pack(False)(x), y)
+    assert torch.equal(layer.prepack()(x), y) and torch.equal(layer.prepack(False)(x), y)
 
 
 def test_numbers_of_numpy_and_single_block_sizes() -> None:

@@ -35,7 +35,7 @@ from .products import (
     DDS_NT,
     DDS_NT_THROUGH,
     EXPAND,
-    expand_values,
+    dequantize_values,
     flops,
     other_gradients,
     refuse_fused_gate,
@@ -63,7 +63,7 @@ def linear_on(
     extras = extras_of(values, *stored)
     if policy != "sparse" and (policy == "dense" or _prefers_dense(x, values, index, *stored)):
         check_dds("x", x, values, index, bias, residual, *stored, gate)
-        plain = expand_values(values, *stored, x.dtype) if extras else values
+        plain = dequantize_values(values, *stored, x.dtype) if extras else values
         y = _expanded_linear(x, plain, index, bias, column_major)
         return combined(y, activation, residual, gate)
     tensors = x, values, bias, residual, gate

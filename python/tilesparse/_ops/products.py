@@ -121,7 +121,7 @@ def _dds_nt_through_gradients(
 ) -> Tensors:
     kept: tuple[Any, ...] = compressed, (metadata, None, False)
     if needs[0] and records_gradient((values,)):  # of the gradient, which passes through here, too
-        plain = expand_values(compressed, metadata, None, values.dtype)
+        plain = dequantize_values(compressed, metadata, None, values.dtype)
         kept = plain + (values - values.detach()), ()
     elif transposed is not None:
         kept = transposed, (transposed_metadata, None, True)
@@ -196,12 +196,14 @@ def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tu
     return empty_compressed(values, transposed)
 
 
-def _expand_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+def _dequantize_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
     dtype = _checked_dtype(values, metadata, scales, code)
-    return launch.expand_values(values, metadata, scales, dtype)
+    return launch.dequantize_values(values, metadata, scales, dtype)
 
 
-def _expand_values_fake(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
+def _dequantize_values_fake(
+    values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int
+) -> Tensor:
     dtype = _checked_dtype(values, metadata, scales, code)
     of_values = values.dtype if scales is None else dtype
     return values.new_empty(*values.shape[:2], block_columns(values, metadata), dtype=of_values)
@@ -215,14 +217,14 @@ def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | Non
 
 
 COMPRESS = register_plainly("compress", _compress, _compress_fake)
-_EXPAND_VALUES = register_plainly("expand_values", _expand_values, _expand_values_fake)
+_DEQUANTIZE_VALUES = register_plainly("dequantize_values", _dequantize_values, _dequantize_values_fake)
 
 
-def expand_values(
+def dequantize_values(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize and decompress stored values; see `storage.expand`."""
+    """Dequantize and decompress stored values; see `storage.dequantize`."""
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {dtype}")
-    plain: Tensor = _EXPAND_VALUES(values, metadata, scales, DTYPES[dtype])
+    plain: Tensor = _DEQUANTIZE_VALUES(values, metadata, scales, DTYPES[dtype])
     return plain

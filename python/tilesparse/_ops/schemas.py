@@ -72,7 +72,7 @@ LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
 # The dtype is its number in DTYPES or QUANTIZED: AOTInductor of PyTorch 2.11 hands operators another
 # ScalarType.
-LIB.define("expand_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
+LIB.define("dequantize_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
 LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
 # Operators for compiled code: Inductor would write the gradients of the halves as two tensors.

@@ -84,7 +84,7 @@ def gather(dense: Tensor, pattern: Prepared) -> Tensor:
         return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
 
 
-def expand_values(
+def dequantize_values(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Dequantize and decompress values to dense blocks; ``dtype`` counts for values with scales."""
@@ -111,18 +111,18 @@ def expand_values(
     return plain
 
 
-def expanded(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Check stored values and make dense blocks of them, see `expand_values`."""
+def dequantized(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Check stored values and make dense blocks of them, see `dequantize_values`."""
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
     check_stored(values, metadata, scales)
-    return expand_values(values, metadata, scales, dtype)
+    return dequantize_values(values, metadata, scales, dtype)
 
 
 def decompressed(values: Tensor, metadata: Tensor) -> Tensor:
     """Return dense blocks of 2:4 values in 8 bits, as they are."""
     check_stored(values, metadata, values.new_ones(values.shape[:1], dtype=torch.float32))
-    return expand_values(values.float(), metadata, None, torch.float32).to(values.dtype)
+    return dequantize_values(values.float(), metadata, None, torch.float32).to(values.dtype)
 
 
 def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
@@ -136,11 +136,11 @@ def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
 def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     """Return the same, only to be read.
 
-    They are made in every call, because not every write to scales can be seen, unless the layer is packed,
+    They are made in every call, because not every write to scales can be seen, unless the layer is prepacked,
     and in every replay of a CUDA graph.
     """
     with pattern.launching():
-        if not pattern.packs or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not pattern.prepacks or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_scales(scales, pattern)
         stream = current_stream(scales.get_device()) if scales.is_cuda else 0
         return pattern.scales.follow(
@@ -276,8 +276,8 @@ def dds(
     if transposed:
         check_nothing_added(bias, residual, activation, gate)
         pattern, op = pattern.transposed(), DDS_NN - op
-    if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
-        values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
+    if pattern.prepacks and source.is_cpu and not (metadata is None and scales is None):
+        values = pattern.plain.follow(dequantized, values, metadata, scales, source.dtype)
         metadata = scales = None
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
@@ -328,7 +328,7 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
         column_major,
         context,
     )
-    if pattern.packs and source.is_cuda:
+    if pattern.prepacks and source.is_cuda:
         key = key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
     source_at, values_at = source.data_ptr(), values.data_ptr()
@@ -369,8 +369,8 @@ def _dds(request: Request, pattern: Prepared) -> Tensor:
     bias_at = 0 if bias is None else bias.data_ptr()
     workspace = source.new_empty(call.workspace) if call.workspace else None
     workspace_at = 0 if workspace is None else workspace.data_ptr()
-    if call.packed is not None:
-        call.packed.follow(values, pattern.generation, context[1])
+    if call.prepacked is not None:
+        call.prepacked.follow(values, pattern.generation, context[1])
     if op == DDS_NT:
         x_at, y_at = source_at, result.data_ptr()
     else:
@@ -539,7 +539,7 @@ def dds_quantized(
     fast: bool,
 ) -> Tensor:
     """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
-    if metadata is not None and pattern.packs and x.is_cpu:
+    if metadata is not None and pattern.prepacks and x.is_cpu:
         values = pattern.plain.follow(decompressed, values, metadata)
         metadata = None
     if pattern.on_cpu:
@@ -574,7 +574,7 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other, metadata)]
     forms += map(form_of, (x_values, x_scales, values, scales))
     key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, column_major, context
-    if pattern.packs and x.is_cuda:
+    if pattern.prepacks and x.is_cuda:
         key = *key, torch.cuda.is_current_stream_capturing()
     call = pattern.find(key)
     if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other, metadata)):
@@ -606,8 +606,8 @@ def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
     result = empty(x, call.form)
     workspace = x.new_empty(call.workspace) if call.workspace else None
     bias = None if bias is None else bias.contiguous()
-    if call.packed is not None:
-        call.packed.follow(values, pattern.generation, context[1])
+    if call.prepacked is not None:
+        call.prepacked.follow(values, pattern.generation, context[1])
     tensors = x_values, result, values, bias, other, workspace, metadata
     *addresses, metadata_at = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     call.run(*addresses, context[1], metadata_at, scales.data_ptr(), x_scales.data_ptr())
@@ -638,8 +638,8 @@ def grouped_dds(
     gate: Tensor | None = None,
 ) -> Tensor:
     """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN), group by group; ``pattern`` is that of all weights."""
-    if pattern.packs and source.is_cpu and not (metadata is None and scales is None):
-        values = pattern.plain.follow(expanded, values, metadata, scales, source.dtype)
+    if pattern.prepacks and source.is_cpu and not (metadata is None and scales is None):
+        values = pattern.plain.follow(dequantized, values, metadata, scales, source.dtype)
         metadata = scales = None
     if pattern.on_cpu:
         values = values.detach()  # see `products.dds`

@@ -24,7 +24,7 @@ from .layout import Form, allocation
 from .torch_private import version
 
 
-class Packed:
+class Prepacked:
     """A prepacked copy of values, in the order in which a kernel multiplies them."""
 
     def __init__(self, product: _C.Product, memory: Tensor, plan_key: int) -> None:
@@ -33,7 +33,7 @@ class Packed:
         self._values: Callable[[], Tensor | None] = lambda: None
 
     def follow(self, values: Tensor, generation: int, stream: int) -> None:
-        """Pack these values, unless they were packed last and have not changed since."""
+        """Pack these values, unless they were prepacked last and have not changed since."""
         if not values.is_inference():  # where changes are counted
             of = id(values), values.data_ptr(), values._version, generation
             if self._of == of and self._values() is values:
@@ -97,7 +97,7 @@ class Call(NamedTuple):
     run: Run
     workspace: int  # elements
     form: Form  # of the result
-    packed: Packed | None = None
+    prepacked: Prepacked | None = None
 
 
 def validate(index: Index) -> None:
@@ -439,7 +439,7 @@ class Prepared:
         run_quantized: the same for products of two factors in 8 bits.
         find: returns the call that was kept under a key, or None.
         on_cpu: True for a pattern on the CPU.
-        packs: True if values are kept packed from call to call; see `BlockSparseLinear.pack`.
+        prepacks: True if values are kept prepacked from call to call; see `BlockSparseLinear.prepack`.
         watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
         use: what products that look for such writes note of their use; None likewise.
         noted: when the copies were last known to be those of the tensors, on the clock ``time.monotonic``.
@@ -456,9 +456,9 @@ class Prepared:
         self.device = index.col_indices.device
         self.on_cpu = self.device.type == "cpu"
         self.generation = 0
-        self.packs = False
+        self.prepacks = False
         self.plain, self.scales = Derived(), Derived()
-        self._packed: dict[tuple[int, int, int], Packed] = {}
+        self._prepacked: dict[tuple[int, int, int], Prepacked] = {}
         self.state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
         sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
@@ -588,21 +588,21 @@ class Prepared:
             if plan_id:
                 memory = self.plans.get(op, kernel, plan_id)
                 product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
-            packed = self._pack(product, op, plan_id, plan_key) if self.packs else None
+            prepacked = self._prepack(product, op, plan_id, plan_key) if self.prepacks else None
             workspace_bytes = product.workspace_size()
             self._streams.read(chain(self._snapshot, self._columns, self.plans.memory()))
         if len(self._calls) >= MAX_CALLS:
             self.forget_calls()
         here = self.on_cpu or self.device.index == torch.cuda.current_device()
         run = product.run if here else run_on(self.device, product.run)
-        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, packed)
+        self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, prepacked)
         return call
 
-    def keep_packed(self, keep: bool) -> None:
-        """Keep values packed from call to call, or not; drop the packed copies in either case."""
-        self.packs = keep
+    def keep_prepacked(self, keep: bool) -> None:
+        """Keep values prepacked from call to call, or not; drop the prepacked copies in either case."""
+        self.prepacks = keep
         self.forget_calls()
-        self._packed.clear()
+        self._prepacked.clear()
         self.plain, self.scales = Derived(), Derived()
 
     def keep(self, request: Request, product: _C.Product, call: Call) -> None:
@@ -617,7 +617,7 @@ class Prepared:
 
     def _is_kept(self) -> bool:
         # On a GPU a call may pack, but not in a graph that is being captured.
-        return not self.packs or self.on_cpu
+        return not self.prepacks or self.on_cpu
 
     def forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
@@ -727,8 +727,8 @@ class Prepared:
         for place, indices in zip(places, block_indices(self.index()), strict=True):
             place.copy_(indices)
 
-    def _pack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Packed | None:
-        """Have the product read packed values, if its kernel wants them.
+    def _prepack(self, product: _C.Product, op: int, plan_id: int, plan_key: int) -> Prepacked | None:
+        """Have the product read prepacked values, if its kernel wants them.
 
         Not while a graph is captured: its replays would not see the values change.
         """
@@ -737,13 +737,13 @@ class Prepared:
             return None
         stream = torch.cuda.current_stream(self.device)
         key = op, plan_id, stream.cuda_stream  # what one stream packs another may not have to wait for
-        packed = self._packed.get(key)
-        if packed is None:
+        prepacked = self._prepacked.get(key)
+        if prepacked is None:
             (memory,) = allocate((size,), self.device)
             memory.record_stream(stream)
-            packed = self._packed[key] = Packed(product, memory, plan_key)
-        product.use_prepacked(packed.memory.data_ptr(), size, packed.plan_key)
-        return packed
+            prepacked = self._prepacked[key] = Prepacked(product, memory, plan_key)
+        product.use_prepacked(prepacked.memory.data_ptr(), size, prepacked.plan_key)
+        return prepacked
 
 
 def _allocations(call: Call) -> tuple[Any, Any]:
@@ -796,7 +796,7 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
         for tensor in index[:3]:
             weakref.finalize(tensor, _forget, key).atexit = False
     else:
-        entry.packs = before.packs
+        entry.prepacks = before.prepacks
         before.forget()
     entries[key] = entry
     return entry

@@ -13,7 +13,7 @@ from .launch import known_kernels, preference
 from .pattern_cache import MAX_CALLS, forget_calls
 from .torch_private import constant_when_compiled, is_exporting, of_example, tf32_allowed
 
-EXPAND_AND_RUN_DENSE = -1  # in place of a kernel
+DEQUANTIZE_AND_RUN_DENSE = -1  # in place of a kernel
 # Up to as many tokens a product on a GPU is bound by reading the weight, and quantizing x is not worth it.
 DECODE_TOKENS = 64
 _SPARSE, _AUTO = 0, 1  # TS_POLICY_SPARSE and TS_POLICY_AUTO
@@ -78,7 +78,7 @@ def _tokens(tokens: int) -> int | None:
 
 @constant_when_compiled
 def _is_dense_faster(*what: Any) -> bool:
-    return _selected(*what, preference()) == EXPAND_AND_RUN_DENSE
+    return _selected(*what, preference()) == DEQUANTIZE_AND_RUN_DENSE
 
 
 @constant_when_compiled

@@ -47,9 +47,9 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceRepo
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
       another one is chosen for the larger product, sums may be in another order. What they share is compared
       with products of their own.
-    - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
-      no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
-      that kernels for it take.
+    - On CUDA devices weights are prepacked, see `BlockSparseLinear.prepack`. On the CPU those in a storage
+      that no kernel reads are kept dequantized as well; those of int4 only if the batch has more than the 8
+      tokens that kernels for it take.
     - With a batch, the three kernels with the least estimates and the dense product are measured for every
       product and its number of tokens in that batch, and kept for later programs, see `tune`.
     - Layers with the policy "sparse" get "auto" where the dense product may be faster: each call then takes
@@ -113,8 +113,8 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceRepo
         measured = _measured(steps)
         for step in steps:
             _choose_policy(step)
-            undo.callback(step.layer.pack, False)
-            step.layer.pack(step.expanded or not step.layer.weight.is_cpu)
+            undo.callback(step.layer.prepack, False)
+            step.layer.prepack(step.dequantized or not step.layer.weight.is_cpu)
         products = [entry for step in steps for entry in _entries(step, measured)]
         products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
         after = None if batch is None else _seconds(model, batch)
@@ -154,19 +154,19 @@ class _Step(NamedTuple):
         layer: the layer that computes it.
         tokens: numbers of tokens to measure it with.
         done: what was done, in words.
-        expanded: True if it multiplies dense blocks that are kept beside the stored ones.
+        dequantized: True if it multiplies dense blocks that are kept beside the stored ones.
     """
 
     members: dict[str, BlockSparseLinear]
     layer: BlockSparseLinear
     tokens: list[int]
     done: tuple[str, ...]
-    expanded: bool
+    dequantized: bool
 
     def products(self) -> list[Product]:
         """Return what kernels compute, for each number of tokens."""
         layer = self.layer
-        if not self.expanded:
+        if not self.dequantized:
             return [Product.of(layer, tokens=count) for count in self.tokens]
         sizes, spec = (layer.in_features, layer.out_features), layer.spec
         return [Product(*sizes, count, layer.density, spec.block_shape, spec.dtype) for count in self.tokens]
@@ -246,12 +246,12 @@ def _step(
     """Return what becomes of a product: kernels may multiply something else than the stored weight."""
     counts = [count for each in members.values() for count in tokens.get(each, ())]
     whole, on_cpu = layer.shard is None, layer.weight.is_cpu
-    expanded = whole and on_cpu and is_converted_in_calls(layer, counts)
+    dequantized = whole and on_cpu and is_converted_in_calls(layer, counts)
     done = ["merged"] if len(members) > 1 else []
     done += ["stored as kernels read it"] if stored & set(members.values()) else []
-    done += ["expanded once"] if expanded else [] if on_cpu else ["prepacked"]
+    done += ["dequantized once"] if dequantized else [] if on_cpu else ["prepacked"]
     measurable = dict.fromkeys(counts if whole and layer.density else ())
-    return _Step(members, layer, list(measurable), tuple(done), expanded)
+    return _Step(members, layer, list(measurable), tuple(done), dequantized)
 
 
 def _measured(steps: Iterable[_Step]) -> Mapping[Product, Measurement]:
@@ -269,7 +269,7 @@ def _measured(steps: Iterable[_Step]) -> Mapping[Product, Measurement]:
 def _choose_policy(step: _Step) -> None:
     """Let calls decide between the sparse and the dense product, where either may be faster."""
     layer = step.layer
-    if layer.policy != "sparse" or step.expanded or layer.activations is not None:
+    if layer.policy != "sparse" or step.dequantized or layer.activations is not None:
         return
     if step.tokens and layer.weight.is_cpu:  # which has no estimates: other numbers of tokens stay sparse
         choices = [choose(product, layer.weight.device, policy="auto") for product in step.products()]

@@ -1282,7 +1282,7 @@ class BlockSparseLinear(StoredWeight):
         lookers = self.shard, self.observe, self._buffers["mask"], beside
         return any(each is not None for each in lookers)
 
-    def pack(self, enabled: bool = True) -> BlockSparseLinear:
+    def prepack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keep a copy of the weight in the form in which kernels multiply it, for inference.
 
         On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call, or read it block by
@@ -1306,7 +1306,7 @@ class BlockSparseLinear(StoredWeight):
         if not self.col_indices.is_meta:
             self.validate_pattern()
             index = self.index() if self.shard is None else self.shard.index(self)
-            prepared(index).keep_packed(enabled)
+            prepared(index).keep_prepacked(enabled)
         return self
 
     def extra_repr(self) -> str:
@@ -1692,11 +1692,11 @@ def masked_linear(
 ) -> Tensor:
     """Compute a product with masked dense blocks, whose gradient passes straight through the mask.
 
-    The weight is masked in every call, unless the layer is packed: not every write to it can be seen.
+    The weight is masked in every call, unless the layer is prepacked: not every write to it can be seen.
     """
     if is_plain((x, weight, mask)) and weight.is_cpu and not records_gradient((weight,)):
         pattern = prepared(index)
-        if pattern.packs:
+        if pattern.prepacks:
             packed = pattern.plain.follow(masked, weight, mask)
             return linear_on(x, packed, index, bias, "none", residual, column_major, policy)
     x, weight, bias, residual = autocast(x, weight, bias, residual)

@@ -14,7 +14,7 @@ from .._ops.epilogue import masked
 from .._runtime.device import SCALES_PER_BLOCK, SCALES_PER_FEATURE, SCALES_PER_ROW
 from .quantize import (
     compress,
-    expand,
+    dequantize,
     limits_int4,
     quantize,
     quantize_int4,
@@ -83,7 +83,7 @@ class Storage(ABC):
         """
         weight, metadata, scales = (tensors.get(name) for name in ("weight", "metadata", "scales"))
         assert weight is not None
-        return expand(weight, metadata, scales, spec.dtype)
+        return dequantize(weight, metadata, scales, spec.dtype)
 
     @abstractmethod
     def refined(
@@ -204,7 +204,7 @@ class CompressedStorage(Storage):
         weight, mask = tensors["weight"], self.mask(tensors)
         assert mask is not None
         exact = weight if weight.dtype in DTYPES else weight.float()  # which holds every value in 8 bits
-        blocks = smaller_blocks(expand(exact, tensors["metadata"]).to(weight.dtype), block_shape)
+        blocks = smaller_blocks(dequantize(exact, tensors["metadata"]).to(weight.dtype), block_shape)
         return self.store(blocks, smaller_blocks(mask, block_shape), spec)
 
     def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
@@ -212,7 +212,7 @@ class CompressedStorage(Storage):
         weight, metadata = tensors["weight"], tensors["metadata"]
         assert weight is not None
         ones = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
-        return expand(ones, metadata) != 0
+        return dequantize(ones, metadata) != 0
 
     def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
         """Return (bn, bk) of the blocks that a stored weight holds."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import LARGEST, PACKED, check_content, check_values, shown
 from .._ops.linear import row_scales_on
-from .._ops.products import COMPRESS, expand_values
+from .._ops.products import COMPRESS, dequantize_values
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from .traits import PER_FEATURE, SCALES
@@ -107,7 +107,7 @@ def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple
     return compressed, metadata
 
 
-def expand(
+def dequantize(
     values: Tensor,
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
@@ -124,7 +124,7 @@ def expand(
     Raises:
         InvalidArgumentError: they do not fit together.
     """
-    return expand_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
+    return dequantize_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
 def quantize(
@@ -228,7 +228,7 @@ def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) ->
 
 
 def row_scales(scales: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return the scales of output features as those of the rows of blocks, which `expand` takes.
+    """Return the scales of output features as those of the rows of blocks, which `dequantize` takes.
 
     Args:
         scales: float32 [out_features].

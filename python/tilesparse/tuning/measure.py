@@ -29,7 +29,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..io import manifest
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
-from ..storage.quantize import expand, row_scales
+from ..storage.quantize import dequantize, row_scales
 from .product import KINDS, OPS, Device, Product, Way, default_device, product_of_spec
 from .selection import choose, is_converted_in_calls
 from .store import Measurement, add_to_file, count_measurement, kernel_number, measurements, read, write
@@ -191,7 +191,7 @@ def product_calls(product: Product, device: torch.device) -> ProductCalls:
         of_blocks = scales
         if scales is not None and product.activations is not None:
             of_blocks = row_scales(scales, pattern)
-        plain = expand(values, metadata, of_blocks, product.dtype) if stored else values
+        plain = dequantize(values, metadata, of_blocks, product.dtype) if stored else values
         return dense(launch.expand(plain, kept))
 
     return ProductCalls(sparse, expanded, lambda: dense(full()))
@@ -233,7 +233,7 @@ def layer_call(way: Way, shape: tuple[int, int], x: Tensor) -> Call:
     """
     if isinstance(way, BlockSparseConfig):
         layer = random_layer(shape, way, x.device, x.dtype)
-        layer.pack(x.is_cuda or is_converted_in_calls(layer, [len(x)]))
+        layer.prepack(x.is_cuda or is_converted_in_calls(layer, [len(x)]))
         layer(x)  # raises where no kernel computes it
         return partial(layer, x)
     weight = torch.randn(shape, device=x.device, dtype=x.dtype)

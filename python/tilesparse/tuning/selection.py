@@ -18,7 +18,7 @@ import torch
 from .. import _C
 from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
 from .._runtime.launch import prefer_kernels, preference
-from .._runtime.select import EXPAND_AND_RUN_DENSE
+from .._runtime.select import DEQUANTIZE_AND_RUN_DENSE
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import INDEX_NAMES, BlockSparseLinear
 from ..storage.formats import storage_of
@@ -132,7 +132,7 @@ class KernelChoice:
     refused: Mapping[str, str]
 
     @property
-    def expands(self) -> bool:
+    def dequantizes(self) -> bool:
         """True if every call first writes dense blocks of values that are stored in fewer bytes."""
         product = self.product
         storage = storage_of(product.storage)
@@ -179,8 +179,8 @@ def choose(
     asked = product.descriptor(info, policy=POLICIES.index(policy), prefer=preference())
     index, reason = asked.select(info)
     candidates, refused = _candidates(product, info)
-    dense = asked.estimate(info, EXPAND_AND_RUN_DENSE) or None
-    kernel = None if index == EXPAND_AND_RUN_DENSE else names[index]
+    dense = asked.estimate(info, DEQUANTIZE_AND_RUN_DENSE) or None
+    kernel = None if index == DEQUANTIZE_AND_RUN_DENSE else names[index]
     times = {candidate.kernel: candidate.microseconds for candidate in candidates}
     return KernelChoice(
         product,
@@ -252,12 +252,12 @@ def is_converted_in_calls(layer: BlockSparseLinear, tokens: Iterable[int] = ()) 
     if storage_of(layer.storage).multiplied(layer.nm) != layer.storage:
         return True
     products = [Product.of(layer, tokens=count) for count in tokens or (1,)]
-    return any(choose(product, layer.weight.device).expands for product in products)
+    return any(choose(product, layer.weight.device).dequantizes for product in products)
 
 
 def stored_for_kernels(layer: BlockSparseLinear, tokens: int = 1) -> BlockSparseLinear:
     """Return a layer whose values no call of so many tokens has to convert: kernels read them so."""
-    if choose(Product.of(layer, tokens=tokens), layer.weight.device).expands:
+    if choose(Product.of(layer, tokens=tokens), layer.weight.device).dequantizes:
         spec = replace(
             layer.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None
         )
