@@ -39,7 +39,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesparse import functional, storage
-from tilesparse._runtime.launch import dds_quantized
+from tilesparse._checks import Operands
+from tilesparse._runtime.device import DDS_NT
+from tilesparse._runtime.launch import dds
 from tilesparse._runtime.pattern_cache import prepared
 
 SHAPES = {
@@ -92,16 +94,16 @@ class Layer:
 
     def sparse(self, fast: bool = True) -> Tensor:
         """Multiply x that is there in 8 bits."""
-        pattern = prepared(self.pattern.index_on(self.x.device))
-        stored = self.scales, None, None, *self.quantized, fast
-        return dds_quantized(self.x, self.values, pattern, None, None, 0, False, *stored)
+        return self._product(self.values, None, fast)
 
     def sparse_2_4(self) -> Tensor:
         """Multiply by the first and the third of each four values of a row."""
-        pattern = prepared(self.pattern.index_on(self.x.device))
-        values, metadata = self.compressed
-        stored = self.scales, None, metadata, *self.quantized, True
-        return dds_quantized(self.x, values, pattern, None, None, 0, False, *stored)
+        return self._product(*self.compressed, True)
+
+    def _product(self, values: Tensor, metadata: Tensor | None, fast: bool) -> Tensor:
+        pattern, (x_values, x_scales) = prepared(self.pattern.index_on(self.x.device)), self.quantized
+        operands = Operands(metadata, self.scales, fast=fast, x_values=x_values, x_scales=x_scales)
+        return dds(DDS_NT, self.x, values, pattern, operands=operands)
 
     def sparse_bf16(self) -> Tensor:
         return functional.linear(self.x, self.blocks, self.pattern)

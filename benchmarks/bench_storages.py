@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesparse import _C, BlockSparseMatrix, functional, storage
-from tilesparse._checks import DTYPES
+from tilesparse._checks import DTYPES, Operands
 from tilesparse._runtime.launch import storage_of, use_kernel
 from tilesparse.config import LayerSpec
 from tilesparse.errors import UnsupportedError
@@ -171,7 +171,8 @@ class Layer:
         if name == TRANSPOSED:
             op, name = FORWARD, "2:4"
             shape, block_shape = shape[::-1], block_shape[::-1]
-        stored = storage_of(*self.stored(name))
+        values, *beside = self.stored(name)
+        stored = storage_of(values, Operands(*beside))
         pattern = _C.Pattern(*block_shape, *shape, self.pattern.nnz, 0, 0, 0)
         device = int(self.values.is_cuda)
         product = _C.Product(pattern, op, DTYPES[DTYPE], device, tokens, **stored)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesparse import _C, BlockPattern, functional, storage
-from tilesparse._checks import DTYPES, QUANTIZED
+from tilesparse._checks import DTYPES, QUANTIZED, Operands
 from tilesparse._runtime import launch
-from tilesparse._runtime.launch import dds, dds_quantized, grouped_dds, grouped_sdd, sdd
+from tilesparse._runtime.launch import dds, sdd
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.config import LayerSpec
 from tilesparse.storage.formats import storage_of
@@ -248,24 +248,25 @@ class Calls:
         self.dense = partial(multiply, weight)
         self.expanded = lambda: multiply(launch.expand(blocks(), self._kept))
         number = OPS.index(op)
-        return lambda: dds(number, source, stored[0], self._kept, metadata=stored[1], scales=stored[2])
+        operands = Operands(*stored[1:])
+        return lambda: dds(number, source, stored[0], self._kept, operands=operands)
 
     def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
         blocks, scales = storage.quantize(values, dtype, per="feature", pattern=self.pattern)
         quantized, of_tokens = functional.quantize(x, dtype)
-        options = (None, None, 0, False, scales, None, None)
         fast = name == "float8"
-        return lambda: dds_quantized(x, blocks, self._kept, *options, quantized, of_tokens, fast)
+        operands = Operands(scales=scales, fast=fast, x_values=quantized, x_scales=of_tokens)
+        return lambda: dds(OPS.index("dds_nt"), x, blocks, self._kept, operands=operands)
 
     def _grouped(self, case: Drawn, x: Tensor, y: Tensor, values: Tensor) -> Callable[[], Tensor]:
         experts = torch.randint(case.groups, (case.tokens,), generator=torch.Generator().manual_seed(0))
         ends = torch.bincount(experts, minlength=case.groups).cumsum(0)
-        offsets = F.pad(ends, (1, 0)).to(self._device, torch.int32)
+        operands = Operands(offsets=F.pad(ends, (1, 0)).to(self._device, torch.int32))
         if case.op == "sdd_tn":
-            return lambda: grouped_sdd(y, x, self._kept, offsets)
+            return lambda: sdd(y, x, self._kept, operands=operands)
         op, source = OPS.index(case.op), x if case.op == "dds_nt" else y
-        return lambda: grouped_dds(op, source, values, self._kept, offsets)
+        return lambda: dds(op, source, values, self._kept, operands=operands)
 
 
 def _stored(values: Tensor, pattern: BlockPattern, kind: Kind) -> tuple[Tensor, Tensor | None, Tensor | None]:

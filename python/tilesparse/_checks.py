@@ -238,6 +238,53 @@ class Index(NamedTuple):
     block_shape: tuple[int, int]
 
 
+class Epilogue(NamedTuple):
+    """What a kernel does to its sums y: activation(y + bias) + residual, or (y + bias) ⊙ activation(gate)."""
+
+    bias: Tensor | None = None  # [out_features]
+    residual: Tensor | None = None
+    activation: int = 0  # its number in `device.ACTIVATIONS`
+    column_major: bool = False  # layout of the result
+    gate: Tensor | None = None  # in the place of a residual
+
+
+class Operands(NamedTuple):
+    """How both factors of a product are stored and grouped. None of these tensors has a gradient.
+
+    Attributes:
+        metadata: of 2:4 values.
+        scales: of values in 8 or 4 bits; with `fast` those of output features, or of blocks [nnz, 1].
+        transposed: whether the values are those of Wᵀ.
+        offsets: int32 [groups + 1]: where the tokens of each group begin, which has a weight of its own.
+        compressed: 2:4 values to multiply by in place of dense blocks, which then get the gradient.
+        compressed_t: the same of Wᵀ, for the gradient of x, or None.
+        metadata_t: of these.
+        fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
+            products of float8 in fewer bits than float32 has.
+        x_values: x in 8 bits, multiplied in its place.
+        x_scales: of these.
+    """
+
+    metadata: Tensor | None = None
+    scales: Tensor | None = None
+    transposed: bool = False
+    offsets: Tensor | None = None
+    compressed: Tensor | None = None
+    compressed_t: Tensor | None = None
+    metadata_t: Tensor | None = None
+    fast: bool | None = None
+    x_values: Tensor | None = None
+    x_scales: Tensor | None = None
+
+
+NO_EPILOGUE, DENSE = Epilogue(), Operands()
+
+
+def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
+    """Return the operands of values that are stored so."""
+    return DENSE if metadata is None and scales is None else Operands(metadata, scales)
+
+
 def check_index(index: Index) -> None:
     """Check sizes, dtype and device of a pattern's tensors, not their contents."""
     block_rows = check_shapes(index.shape, index.block_shape)[2][0]
@@ -263,26 +310,63 @@ def check_dds(
     matrix: Tensor,
     values: Tensor,
     index: Index,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    gate: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
+    operands: Operands = DENSE,
 ) -> None:
     """Check the operands of x Wᵀ, if ``name`` is "x", or of y W, if it is "y"."""
-    out_features, in_features = index.shape
-    check_activations(name, matrix, in_features if name == "x" else out_features)
-    check_values("values", values, index, metadata, scales)
-    if scales is None:
+    bias, residual, _, _, gate = epilogue
+    one = index
+    if operands.offsets is not None:
+        _check_rows(name, matrix)
+        one = _of_one(index, group_count(index, operands.offsets))
+    check_activations(name, matrix, one.shape[1 if name == "x" else 0])
+    if operands.fast is not None:
+        _check_quantized(matrix, values, index, operands)
+    elif operands.compressed is None:
+        check_values("values", values, one, operands.metadata, operands.scales)
+    else:
+        check_values("values", values, index)
+        check_values("compressed", operands.compressed, index, operands.metadata)
+        _check_alike("compressed", operands.compressed, "values", values)
+    if operands.scales is None:
         _check_alike(name, matrix, "values", values)
     else:
         check_same_device(name, matrix, "values", values)
     if bias is not None:
-        check_added("bias", bias, (out_features,), name, matrix)
+        check_added("bias", bias, index.shape[:1], name, matrix)
     check_one(residual, gate)
     for other, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None:
-            check_added(other, tensor, (*matrix.shape[:-1], out_features), name, matrix)
+            check_added(other, tensor, (*matrix.shape[:-1], one.shape[0]), name, matrix)
+
+
+def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands) -> None:
+    """Check the factors of x Wᵀ that is multiplied in 8 bits."""
+    scales, metadata, x_values, x_scales = operands.scales, operands.metadata, *operands[-2:]
+    if scales is None or x_values is None or x_scales is None:
+        raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
+    check_quantizable(x)
+    if values.dtype not in QUANTIZED:
+        raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
+    check_exact_sums("in_features", index.shape[1], values.dtype)
+    check_blocks("values", values, index, metadata)
+    check_device("values", values, index)
+    check_factor_scales(scales, values, index)
+    if metadata is not None and is_inside(scales):
+        raise InvalidArgumentError(
+            "metadata must be None with scales of blocks, which are inside of the sums"
+        )
+    groups = (x.shape[-1] // SCALE_GROUP,) if is_inside(scales) else ()
+    for name, tensor, shape, wanted in (
+        ("x_values", x_values, x.shape, values.dtype),
+        ("x_scales", x_scales, (*x.shape[:-1], *groups), torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != wanted:
+            raise InvalidArgumentError(
+                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
+                f"{tensor.dtype}"
+            )
+        check_same_device(name, tensor, "x", x)
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
@@ -292,22 +376,27 @@ def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
     return residual if gate is None else gate
 
 
-def check_nothing_added(
-    bias: Tensor | None, residual: Tensor | None, activation: int, gate: Tensor | None = None
-) -> None:
+def check_nothing_added(epilogue: Epilogue) -> None:
     """Refuse additions to x Wᵀ by the values of the transposed weight, whose kernels add nothing."""
+    bias, residual, activation, _, gate = epilogue
     for name, given in (
-        ("bias", bias is not None),
-        ("residual", residual is not None),
-        ("gate", gate is not None),
-        ("activation", activation),
+        ("bias", bias),
+        ("residual", residual),
+        ("gate", gate),
+        ("activation", activation or None),
     ):
-        if given:
+        if given is not None:
             raise UnsupportedError(f"{name} cannot be combined with the values of the transposed weight")
 
 
-def check_sdd(y: Tensor, x: Tensor, index: Index, out: Tensor | None = None) -> None:
+def check_sdd(
+    y: Tensor, x: Tensor, index: Index, out: Tensor | None = None, offsets: Tensor | None = None
+) -> None:
     """Check the operands of yᵀ x on the pattern, and the values it is written to."""
+    if offsets is not None:
+        _check_rows("x", x)
+        _check_rows("y", y)
+        index = _of_one(index, group_count(index, offsets))
     check_activations("x", x, index.shape[1])
     check_activations("y", y, index.shape[0])
     if y.shape[:-1] != x.shape[:-1]:
@@ -542,8 +631,8 @@ MAX_GROUPS = 1024
 
 def group_count(index: Index, offsets: Tensor) -> int:
     """Return the number of groups that offsets [groups + 1] of a pattern stand for."""
-    if offsets.layout != torch.strided:
-        raise InvalidTypeError(f"offsets must be a dense tensor, got a {offsets.layout} tensor")
+    if not is_tensor(offsets):
+        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
     if offsets.dim() != 1 or offsets.dtype != torch.int32 or not offsets.is_contiguous():
         raise InvalidArgumentError(
             f"offsets must be a contiguous tensor [experts + 1] of torch.int32, got shape "
@@ -577,36 +666,6 @@ def flat_bias(bias: Tensor, index: Index, offsets: Tensor) -> Tensor:
     return bias.reshape(-1)
 
 
-def check_grouped_dds(
-    name: str,
-    matrix: Tensor,
-    values: Tensor,
-    index: Index,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> int:
-    """Check the operands of x Wᵀ, if ``name`` is "x", or of y W, if it is "y"; return how many groups."""
-    groups = group_count(index, offsets)
-    _check_rows(name, matrix)
-    check_dds(name, matrix, values, _of_one(index, groups), None, residual, metadata, scales, gate)
-    if bias is not None:
-        check_added("bias", bias, (index.shape[0],), name, matrix)
-    return groups
-
-
-def check_grouped_sdd(y: Tensor, x: Tensor, index: Index, offsets: Tensor) -> int:
-    """Check the operands of yᵀ x on the pattern, group by group; return the number of groups."""
-    groups = group_count(index, offsets)
-    _check_rows("x", x)
-    _check_rows("y", y)
-    check_sdd(y, x, _of_one(index, groups))
-    return groups
-
-
 def _of_one(index: Index, groups: int) -> Index:
     """Return the pattern with the shape of one weight, which activations belong to."""
     return index._replace(shape=(index.shape[0] // groups, index.shape[1]))
@@ -617,63 +676,10 @@ def _check_rows(name: str, matrix: Tensor) -> None:
         raise InvalidArgumentError(f"{name} must be [tokens, features], got shape {tuple(matrix.shape)}")
 
 
-def check_quantized_dds(
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scales: Tensor,
-    gate: Tensor | None = None,
-    metadata: Tensor | None = None,
-) -> None:
-    """Check the operands of x Wᵀ that is multiplied in 8 bits, but for the quantized x."""
-    out_features, in_features = index.shape
-    check_activations("x", x, in_features)
-    check_quantizable(x)
-    if values.dtype not in QUANTIZED:
-        raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
-    check_exact_sums("in_features", in_features, values.dtype)
-    check_blocks("values", values, index, metadata)
-    check_same_device("x", x, "values", values)
-    check_device("values", values, index)
-    check_factor_scales(scales, values, index)
-    if metadata is not None and is_inside(scales):
-        raise InvalidArgumentError(
-            "metadata must be None with scales of blocks, which are inside of the sums"
-        )
-    if bias is not None:
-        check_added("bias", bias, (out_features,), "x", x)
-    check_one(residual, gate)
-    for other, tensor in (("residual", residual), ("gate", gate)):
-        if tensor is not None:
-            check_added(other, tensor, (*x.shape[:-1], out_features), "x", x)
-
-
 def check_quantizable(x: Tensor) -> None:
     """Check the dtype of activations that have 8 bits in a product."""
     if x.dtype not in DTYPES or x.dtype == torch.float64:
         raise InvalidArgumentError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-
-
-def check_quantized_x(
-    x: Tensor, x_values: Tensor, x_scales: Tensor, dtype: torch.dtype, scales: Tensor
-) -> None:
-    """Check activations in 8 bits, and their scales, beside those that they were made from.
-
-    ``scales``: those of the weight, which say whether the ones of x are inside of the sums.
-    """
-    groups = (x.shape[-1] // SCALE_GROUP,) if is_inside(scales) else ()
-    for name, tensor, shape, wanted in (
-        ("x_values", x_values, x.shape, dtype),
-        ("x_scales", x_scales, (*x.shape[:-1], *groups), torch.float32),
-    ):
-        if tensor.shape != shape or tensor.dtype != wanted:
-            raise InvalidArgumentError(
-                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
-        check_same_device(name, tensor, "x", x)
 
 
 def is_inside(scales: Tensor) -> bool:
@@ -698,64 +704,3 @@ def check_feature_scales(scales: Tensor, index: Index) -> None:
     """Check a scale for each output feature."""
     check_array("scales", scales, "[out_features]", (index.shape[0],), torch.float32)
     check_device("scales", scales, index)
-
-
-__all__ = [
-    "ALIGNMENT",
-    "BLOCK_SIZES",
-    "COMPRESSIBLE",
-    "DTYPES",
-    "INT32_MAX",
-    "LARGEST",
-    "MAX_GROUPS",
-    "PACKED",
-    "POLICIES",
-    "QUANTIZED",
-    "SCALED",
-    "SCALE_GROUP",
-    "Index",
-    "as_integer",
-    "as_number",
-    "block_columns",
-    "check_activations",
-    "check_block_shape",
-    "check_combination",
-    "check_compressible",
-    "check_content",
-    "check_dds",
-    "check_dense",
-    "check_exact_sums",
-    "check_factor",
-    "check_factor_scales",
-    "check_feature_scales",
-    "check_grouped_dds",
-    "check_grouped_sdd",
-    "check_index",
-    "check_like_product",
-    "check_mask",
-    "check_module",
-    "check_nothing_added",
-    "check_one",
-    "check_policy",
-    "check_quantizable",
-    "check_quantized_dds",
-    "check_quantized_x",
-    "check_sdd",
-    "check_separate",
-    "check_shapes",
-    "check_stored",
-    "check_text",
-    "check_values",
-    "check_writable",
-    "checked_count",
-    "checked_device",
-    "checked_fraction",
-    "checked_number",
-    "checked_seed",
-    "flat_bias",
-    "group_count",
-    "is_inside",
-    "is_misaligned",
-    "is_sequence",
-    "is_tensor",
-]

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import LARGEST, PACKED, QUANTIZED, SCALE_GROUP, Index, is_inside
+from ._checks import LARGEST, PACKED, QUANTIZED, SCALE_GROUP, Index, Operands, is_inside
+from ._ops.autograd import records_of
 from ._ops.epilogue import activated
-from ._ops.schemas import DdsOptions
+from ._ops.schemas import OF_DDS_NN, OF_DDS_NT
 from ._runtime.device import ACTIVATIONS
 from ._runtime.launch import least_scale
 from .errors import UnsupportedError
@@ -37,7 +38,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         ops.dds_nt.default: _dds_nt,
         ops.dds_nn.default: _dds_nn,
-        ops.dds_nt_quantized.default: _dds_nt_quantized,
         ops.row_scales.default: _row_scales,
         ops.quantize.default: partial(_quantize, least_scale()),
         ops.quantize_groups.default: partial(_quantize_groups, least_scale()),
@@ -46,33 +46,33 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
-    pattern, options = rest[:_FIELDS], DdsOptions(*rest[_FIELDS:], **named)
-    weight = _weight(x, values, pattern, options)
-    name = list(ACTIVATIONS)[options.activation]
-    y = torch.nn.functional.linear(x, weight, options.bias)
-    if options.gate is not None:
-        return y * activated(options.gate, name)
-    y = activated(y, name)
-    return y if options.residual is None else y + options.residual
-
-
-def _dds_nt_quantized(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    bias, residual, activation, _, scales, gate, metadata, x_values, x_scales, _ = rest[_FIELDS:]
-    y: Tensor
-    if is_inside(scales):
-        weight = _expand(values.float() * scales[..., None], *rest[:_FIELDS])
-        groups = _groups(x_values.float()) * x_scales[..., None]
-        y = torch.nn.functional.linear(groups.flatten(-2), weight)
+def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
+    pattern, (epilogue, operands) = rest[:_FIELDS], records_of(OF_DDS_NT, *rest[_FIELDS:], **named)
+    if operands.offsets is not None or operands.compressed is not None:
+        return NotImplemented
+    bias, residual, activation, _, gate = epilogue
+    if operands.fast is not None:
+        y = _product_of_eight_bits(values, pattern, operands)
+        bias, residual = (None if added is None else added.float() for added in (bias, residual))
+        y = y if bias is None else y + bias
     else:
-        weight = _expand(_plain(values, metadata, None).float(), *rest[:_FIELDS])
-        y = torch.nn.functional.linear(x_values.float(), weight) * x_scales[..., None] * scales
-    y = y if bias is None else y + bias.float()
+        y = torch.nn.functional.linear(x, _weight(x, values, pattern, operands), bias)
     name = list(ACTIVATIONS)[activation]
     if gate is not None:
-        return (y * activated(gate, name).float()).to(x.dtype)
+        return (y * activated(gate, name).to(y.dtype)).to(x.dtype)
     y = activated(y, name)
-    return (y if residual is None else y + residual.float()).to(x.dtype)
+    return (y if residual is None else y + residual).to(x.dtype)
+
+
+def _product_of_eight_bits(values: Tensor, pattern: tuple[Any, ...], operands: Operands) -> Tensor:
+    metadata, scales, x, x_scales = *operands[:2], *operands[-2:]
+    assert scales is not None and x is not None and x_scales is not None
+    linear = torch.nn.functional.linear
+    if is_inside(scales):
+        weight = _expand(values.float() * scales[..., None], *pattern)
+        return linear((_groups(x.float()) * x_scales[..., None]).flatten(-2), weight)
+    weight = _expand(_plain(values, metadata, None).float(), *pattern)
+    return linear(x.float(), weight) * x_scales[..., None] * scales
 
 
 def _row_scales(scales: Tensor, *pattern: Any) -> Tensor:
@@ -101,14 +101,16 @@ def _groups(x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // SCALE_GROUP, SCALE_GROUP)
 
 
-def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Tensor:
-    options = DdsOptions(None, None, 0, *rest[_FIELDS:], **named)
-    return y @ _weight(y, values, rest[:_FIELDS], options)
+def _dds_nn(y: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
+    _, operands = records_of(OF_DDS_NN, *rest[_FIELDS:], **named)
+    if operands.offsets is not None:
+        return NotImplemented
+    return y @ _weight(y, values, rest[:_FIELDS], operands)
 
 
-def _weight(like: Tensor, values: Tensor, pattern: tuple[Any, ...], options: DdsOptions) -> Tensor:
-    plain = _plain(values, options.metadata, options.scales).to(like.dtype)
-    return _expand(plain.transpose(1, 2) if options.transposed else plain, *pattern)
+def _weight(like: Tensor, values: Tensor, pattern: tuple[Any, ...], operands: Operands) -> Tensor:
+    plain = _plain(values, operands.metadata, operands.scales).to(like.dtype)
+    return _expand(plain.transpose(1, 2) if operands.transposed else plain, *pattern)
 
 
 def _plain(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> Tensor:

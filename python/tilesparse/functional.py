@@ -30,12 +30,20 @@ The file is long because most of it is documentation.
 import torch
 from torch import Tensor
 
-from ._checks import check_flag, check_like_product, check_policy
+from ._checks import (
+    DENSE,
+    Epilogue,
+    Operands,
+    check_flag,
+    check_like_product,
+    check_policy,
+    operands_of,
+)
 from ._ops import epilogue
 from ._ops.autograd import autocast, call, records_gradient
 from ._ops.epilogue import activation_code
-from ._ops.linear import extras_of, grouped_linear_on, linear_on, quantized_linear_on
-from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO
+from ._ops.linear import linear_on
+from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO, refuse_gradient
 from ._runtime.torch_private import is_any_autocast_enabled
 from .errors import InvalidArgumentError
 from .pattern import BlockPattern
@@ -91,8 +99,8 @@ def linear(
         [..., out_features].
     """
     check_policy(policy)
-    index, stored, layout = pattern.index_on(values.device), (metadata, scales), column_major_output
-    return linear_on(x, values, index, bias, activation, residual, layout, policy, stored, gate)
+    index, stored = pattern.index_on(values.device), operands_of(metadata, scales)
+    return linear_on(x, values, index, bias, activation, residual, column_major_output, policy, stored, gate)
 
 
 def quantized_linear(
@@ -151,8 +159,10 @@ def quantized_linear(
     check_policy(policy)
     check_flag("use_fast_accum", use_fast_accum)
     check_flag("column_major_output", column_major_output)
-    index, of_y = pattern.index_on(values.device), (bias, activation, residual, column_major_output)
-    return quantized_linear_on(x, values, scales, index, *of_y, policy, gate, use_fast_accum, metadata)
+    index, operands = pattern.index_on(values.device), Operands(metadata, scales, fast=use_fast_accum)
+    return linear_on(
+        x, values, index, bias, activation, residual, column_major_output, policy, operands, gate
+    )
 
 
 def grouped_linear(
@@ -192,8 +202,8 @@ def grouped_linear(
     Returns:
         [tokens, out_features].
     """
-    index, stored = pattern.index_on(values.device), (metadata, scales)
-    return grouped_linear_on(x, values, index, offsets, bias, activation, residual, stored, gate)
+    index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
+    return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
 
 
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -276,7 +286,7 @@ def dds(
         NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     check_flag("transpose", transpose)
-    return _dds(a, values, pattern, transpose, False, (metadata, scales))
+    return _dds(a, values, pattern, transpose, False, operands_of(metadata, scales))
 
 
 def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = False) -> Tensor:
@@ -350,11 +360,10 @@ def _dds(
     pattern: BlockPattern,
     transpose: bool,
     column_major: bool,
-    stored: tuple[Tensor | None, Tensor | None] = (None, None),
+    operands: Operands = DENSE,
 ) -> Tensor:
     if is_any_autocast_enabled():
         a, values = autocast(a, values)
-    index = pattern.index_on(values.device)
-    extras = extras_of(values, *stored)
-    product = DDS_NT if transpose else DDS_NN
-    return call(product, a, values, index, column_major=column_major, extras=extras)
+    refuse_gradient(records_gradient((values,)), operands)
+    product, index = DDS_NT if transpose else DDS_NN, pattern.index_on(values.device)
+    return call(product, a, values, index, Epilogue(column_major=column_major), operands)

@@ -122,8 +122,8 @@ def test_sums_of_integers_are_exact(device: str) -> None:
     values, x_values = values.to(device), x_values.to(device)
     x, ones = x_values.float(), torch.ones(max(TOKENS, OUT), device=device)
     index = pattern.index_on(x.device)
-    rest = None, None, 0, False, ones[:OUT], None, None, x_values, ones[:TOKENS], True
-    assert torch.equal(OPS.dds_nt_quantized(x, values, *index, *rest).cpu(), wanted)
+    rest = {"scales": ones[:OUT], "x_values": x_values, "x_scales": ones[:TOKENS], "fast": True}
+    assert torch.equal(OPS.dds_nt(x, values, *index, **rest).cpu(), wanted)
 
 
 @both
@@ -225,7 +225,8 @@ def test_what_operands_must_be(name: str) -> None:
         ((x_values.view(torch.uint8), x_scales), "x_values must have shape"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            OPS.dds_nt_quantized(x, values, *index, None, None, 0, False, scales, None, None, *of_x, True)
+            rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1], "fast": True}
+            OPS.dds_nt(x, values, *index, **rest)
 
 
 def test_sums_of_too_many_integers_are_refused() -> None:
@@ -252,24 +253,13 @@ def test_opcheck(device: str, name: str) -> None:
     of_x, index = functional.quantize(x, EIGHT[name]), pattern.index_on(x.device)
     # PyTorch looks for writes by a product of each operand, which it has not for float8.
     checks = CHECKS if name == "int8" else CHECKS[1:]
-    for arguments in (
-        (x, values, *index, bias, residual, 0, False, scales, None, None, *of_x, True),
-        (
-            x.detach(),
-            values,
-            *index,
-            bias.detach(),
-            None,
-            2,
-            True,
-            scales,
-            residual.detach(),
-            None,
-            *of_x,
-            False,
-        ),
+    rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1]}
+    plain, gate = (x.detach(), values, *index, bias.detach(), None, 2, True), residual.detach()
+    for arguments, options in (
+        ((x, values, *index, bias, residual), {"fast": True}),
+        (plain, {"gate": gate, "fast": False}),
     ):
-        torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=checks)
+        torch.library.opcheck(OPS.dds_nt.default, arguments, rest | options, test_utils=checks)
     torch.library.opcheck(OPS.row_scales.default, (scales, *index))
 
 
@@ -331,12 +321,12 @@ def test_the_dense_policy_multiplies_by_the_dequantized_weight(device: str, name
     layer, x = make(name, device=device, policy="dense"), tokens(device=device)
     with Recorder() as recorder:
         y = layer(x)
-    assert "quantize" not in recorder.seen and "dds_nt_quantized" not in recorder.seen
+    assert "quantize" not in recorder.seen
     torch.testing.assert_close(y, layer.to_linear()(x), rtol=1e-5, atol=1e-5)
     layer.policy = "auto"
     with Recorder() as recorder:
         layer(x)
-    assert recorder.seen == {"quantize", "dds_nt_quantized"}
+    assert recorder.seen == {"quantize", "dds_nt"}
 
 
 @both
@@ -420,7 +410,7 @@ def test_graphs_follow_scales_and_patterns(count: int, name: str) -> None:
 @both
 @on_every_device
 def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device: str, name: str) -> None:
-    from tilesparse._ops.linear import row_scales_on
+    from tilesparse._ops.products import row_scales_on
 
     layer = make(name, device=device)
 

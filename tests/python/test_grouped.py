@@ -453,8 +453,8 @@ def test_one_pattern_serves_several_numbers_of_experts(device: str) -> None:
 # ---- operators ----
 
 
-def check(op: Any, *arguments: Any) -> None:
-    assert set(torch.library.opcheck(op.default, arguments).values()) == {"SUCCESS"}
+def check(op: Any, *arguments: Any, **options: Any) -> None:
+    assert set(torch.library.opcheck(op.default, arguments, options).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -462,12 +462,11 @@ def test_opcheck(device: str) -> None:
     case = Case([3, 0, 9], torch.float32, device)
     index, offsets = case.pattern.index_on(case.x.device), case.offsets
     bias = case.bias.detach().flatten().requires_grad_()
-    nothing = None, None
-    check(OPS.grouped_dds_nt, case.x, case.values, *index, bias, case.dy, 0, offsets, *nothing, None)
+    check(OPS.dds_nt, case.x, case.values, *index, bias, case.dy, offsets=offsets)
     plain = case.x.detach(), case.values.detach()
-    check(OPS.grouped_dds_nt, *plain, *index, None, None, 1, offsets, *nothing, case.dy)
-    check(OPS.grouped_dds_nn, case.dy.requires_grad_(), case.values, *index, offsets, *nothing)
-    check(OPS.grouped_sdd_tn, case.dy, case.x, *index, offsets)
+    check(OPS.dds_nt, *plain, *index, activation=1, gate=case.dy, offsets=offsets)
+    check(OPS.dds_nn, case.dy.requires_grad_(), case.values, *index, offsets=offsets)
+    check(OPS.sdd_tn, case.dy, case.x, *index, offsets)
     check(OPS.group_sums, case.dy, offsets)
 
 
@@ -521,7 +520,7 @@ def test_a_mode_sees_the_operators() -> None:
     recorder = Recorder()
     with recorder:
         case.run()
-    assert recorder.seen == {"grouped_dds_nt", "grouped_dds_nn", "grouped_sdd_tn", "group_sums"}
+    assert recorder.seen == {"dds_nt", "dds_nn", "sdd_tn", "group_sums"}
 
 
 # ---- what is refused ----

@@ -130,8 +130,8 @@ def test_each_scale_is_that_of_its_group_and_block() -> None:
     wanted = left @ dense_weight(values.double() * scales.double()[..., None], pattern).t()
     index, x = pattern.index_on(torch.device("cpu")), x_values.float()
     for laid in (x_scales, x_scales.t().contiguous().t()):
-        rest = None, None, 0, False, scales, None, None, x_values, laid, False
-        assert torch.equal(OPS.dds_nt_quantized(x, values, *index, *rest), wanted.float())
+        rest = {"scales": scales, "x_values": x_values, "x_scales": laid, "fast": False}
+        assert torch.equal(OPS.dds_nt(x, values, *index, **rest), wanted.float())
 
 
 def test_a_group_with_an_infinity_spoils_its_token_alone() -> None:
@@ -159,9 +159,9 @@ def test_what_operands_must_be() -> None:
         functional.quantized_linear(x, values.float().to(torch.int8), pattern, scales)
     index, (x_values, x_scales) = pattern.index_on(x.device), functional.quantize(x, FLOAT8, per="group")
     for of_x in (x_scales[:, 0], x_scales[:, 1:], x_scales.double()):
-        rest = None, None, 0, False, scales, None, None, x_values, of_x, False
+        rest = {"scales": scales, "x_values": x_values, "x_scales": of_x, "fast": False}
         with pytest.raises(InvalidArgumentError, match="x_scales must have shape"):
-            OPS.dds_nt_quantized(x, values, *index, *rest)
+            OPS.dds_nt(x, values, *index, **rest)
 
 
 # ---- quantization ----
@@ -206,9 +206,9 @@ def test_opcheck(device: str) -> None:
     x = tokens(2, 35, device=device)
     torch.library.opcheck(OPS.quantize_groups.default, (x,), test_utils=CHECKS)
     index, of_x = pattern.index_on(x.device), functional.quantize(x, FLOAT8, per="group")
-    rest = None, None, 0, False, scales, None, None, *of_x, False
-    arguments = x.clone().requires_grad_(), values, *index, *rest
-    torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=CHECKS)
+    rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1], "fast": False}
+    arguments = x.clone().requires_grad_(), values, *index
+    torch.library.opcheck(OPS.dds_nt.default, arguments, rest, test_utils=CHECKS)
 
 
 # ---- layers ----

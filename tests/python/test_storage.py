@@ -35,9 +35,9 @@ from helpers import (
 from hypothesis import strategies
 from torch import Tensor, func
 
-from tilesparse import _C, BlockPattern, functional
+from tilesparse import _C, BlockPattern, _checks, functional
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._ops.linear import linear_through
+from tilesparse._ops.linear import linear_on
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
@@ -707,9 +707,12 @@ class Transposable:
     def through(
         self, values: Tensor, x: Tensor, bias: Tensor, residual: Tensor, *, transposed: bool
     ) -> Tensor:
-        kept = (*self.there, *(self.back if transposed else (None, None)))
-        result: Tensor = OPS.dds_nt_through(x, values, *self.index, bias, residual, 0, False, *kept)
+        result: Tensor = OPS.dds_nt(x, values, *self.index, bias, residual, **self.kept(transposed))
         return result
+
+    def kept(self, transposed: bool) -> dict[str, Tensor]:
+        tensors = (*self.there, *(self.back if transposed else ()))
+        return dict(zip(("compressed", "metadata", "compressed_t", "metadata_t"), tensors, strict=False))
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -787,13 +790,13 @@ def test_second_derivatives_pass_straight_through(
 ) -> None:
     monkeypatch.setattr(TENSORS, "enabled", native)
     t = Transposable(dtype=torch.float64)
-    kept = (*t.there, *(t.back if transposed else (None, None)))
+    kept = _checks.Operands(**t.kept(transposed))
 
     def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
         return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
 
     products = (
-        lambda values, x: linear_through(x, values, t.index, t.bias, None, kept),
+        lambda values, x: linear_on(x, values, t.index, t.bias, operands=kept),
         by_plain_values,
     )
     results = []
@@ -1061,8 +1064,8 @@ def test_meta_tensors_give_shapes_only(storage: str) -> None:
 # ---- what acts on operators ----
 
 
-def check(op: Any, *args: Any) -> None:
-    assert set(torch.library.opcheck(op.default, args).values()) == {"SUCCESS"}
+def check(op: Any, *args: Any, **options: Any) -> None:
+    assert set(torch.library.opcheck(op.default, args, options).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("storage", ["2:4", "int8 by block", "2:4 int8 by row"])
@@ -1086,9 +1089,9 @@ def test_opcheck_of_transposed_values(device: str, dtype: torch.dtype) -> None:
     x, y, values, bias = (leaf.requires_grad_() for leaf in (t.x, t.y, t.values, t.bias))
     check(OPS.dds_nt, x, t.back[0], *t.index, None, None, 0, True, t.back[1], None, True)
     check(OPS.dds_nn, y, t.back[0], *t.index, False, t.back[1], None, True)
-    check(OPS.dds_nt_through, x, values, *t.index, bias, y, 0, False, *t.there, *t.back)
-    check(OPS.dds_nt_through, x, values, *t.index, None, None, 0, True, *t.there, None, None)
-    check(OPS.dds_nt_through, x.detach(), values, *t.index, None, None, 0, True, *t.there, None, None)
+    check(OPS.dds_nt, x, values, *t.index, bias, y, **t.kept(True))
+    check(OPS.dds_nt, x, values, *t.index, column_major=True, **t.kept(False))
+    check(OPS.dds_nt, x.detach(), values, *t.index, column_major=True, **t.kept(False))
     for transposed in (False, True):
         check(OPS.compress, values.detach(), t.mask, transposed)
     check(OPS.compress, values.detach()[:0], t.mask[:0])
@@ -1150,10 +1153,10 @@ def test_transforms(storage: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_transforms_of_products_whose_gradient_passes_through(transposed: bool) -> None:
     t = Transposable(dtype=torch.float64, tokens=5)
-    kept = (*t.there, *(t.back if transposed else (None, None)))
+    kept = _checks.Operands(**t.kept(transposed))
 
     def loss(values: Tensor, x: Tensor) -> Tensor:
-        return linear_through(x, values, t.index, t.bias, None, kept).square().sum()
+        return linear_on(x, values, t.index, t.bias, operands=kept).square().sum()
 
     grad = 2 * (t.x @ t.weight.t() + t.bias)
     of_values, of_x = func.grad(loss, (0, 1))(t.values, t.x)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._checks import QUANTIZED, Index
+from .._checks import DENSE, NO_EPILOGUE, QUANTIZED, Epilogue, Index, Operands
 from .._runtime.pattern_cache import Prepared, prepared
 from .._runtime.torch_private import (
     is_any_autocast_enabled,
@@ -31,31 +31,29 @@ from .._runtime.torch_private import (
 from ..errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
-Gradients = Callable[..., Tensors]
-Extras = tuple[Tensor | bool | None, ...]
+SAVED = Operands._fields.index("x_values")  # operands before it are saved for gradients
 
 
 class Product(NamedTuple):
-    """An operator on two factors, or one and None, a pattern, and more.
+    """An operator on two factors, or one and None, and a pattern.
 
     Attributes:
         op: the operator, which takes the fields of the pattern one by one.
-        rest: slice of (bias, residual, activation, column_major, *extras) that the operator takes next.
-        kernel: computes it on plain tensors and a prepared pattern, and takes all of these.
-        gradients: returns the gradients of the tensors but extras from the gradient of the result, the
-            factors, each of which is there if it is needed, and the extras.
+        takes: what it takes next: fields of `Epilogue` and `Operands`.
+        kernel: computes it on plain tensors and a prepared pattern, and takes both records.
+        gradients: returns the gradients of both factors, bias and residual, or of the first of them, from the
+            gradient of the result, the factors, each of which is there if it is needed, the pattern, for
+            which of the tensors they are needed, and the operands.
         transformed: the operator for the transforms of ``torch.func``.
-        looks: True for products that begin a forward pass, see `lookup.prepared`.
-        kept: slice of the extras that gradients take; only these are saved for them.
+        looks: True for products that begin a forward pass, see `pattern_cache.prepared`.
     """
 
     op: Callable[..., Tensor]
-    rest: slice
+    takes: Sequence[str]
     kernel: Callable[..., Tensor]
-    gradients: Gradients
+    gradients: Callable[..., Tensors]
     transformed: Callable[..., Tensor]
     looks: bool
-    kept: slice = slice(None)
 
 
 def call(
@@ -63,27 +61,48 @@ def call(
     first: Tensor,
     second: Tensor | None,
     index: Index,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    column_major: bool = False,
-    extras: Extras = (),
+    epilogue: Epilogue = NO_EPILOGUE,
+    operands: Operands = DENSE,
 ) -> Tensor:
-    """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher.
-
-    Extras are further arguments of operators, without gradients.
-    """
-    tensors = first, second, bias, residual
-    if not is_plain(tensors) or (extras and not is_plain(tensors_of(extras))):
-        _refuse_tangents((*tensors, *tensors_of(extras)))
+    """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher."""
+    tensors, others = (first, second, epilogue.bias, epilogue.residual), others_of(epilogue, operands)
+    if not is_plain(tensors) or (others and not is_plain(others)):
+        _refuse_tangents((*tensors, *others))
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        rest: tuple[Any, ...] = bias, residual, activation, column_major, *extras
-        return op(*factors, *index, *rest[product.rest])
+        return op(*factors, *index, *arguments_of(product.takes, epilogue, operands))
     pattern = prepared(index, product.looks)
     if records_gradient(tensors):
-        return _record((product, pattern, index, activation, column_major, extras), *tensors)
-    return product.kernel(first, second, pattern, bias, residual, activation, column_major, *extras)
+        return _record((product, pattern, index, epilogue, operands), *tensors)
+    return product.kernel(first, second, pattern, epilogue, operands)
+
+
+def others_of(epilogue: Epilogue, operands: Operands) -> tuple[Tensor, ...]:
+    """Return the tensors of both records that have no gradient."""
+    if operands is DENSE:
+        return () if epilogue.gate is None else (epilogue.gate,)
+    return tensors_of((epilogue.gate, *operands))
+
+
+# ---- records, as arguments of operators ----
+
+_FIELDS = (*Epilogue._fields, *Operands._fields)
+_DEFAULTS = (*NO_EPILOGUE, *DENSE)
+
+
+def arguments_of(takes: Sequence[str], epilogue: Epilogue, operands: Operands) -> list[Any]:
+    """Return these fields of the records."""
+    fields = dict(zip(_FIELDS, (*epilogue, *operands), strict=True))
+    return [fields[name] for name in takes]
+
+
+def records_of(takes: Sequence[str], *given: Any, **named: Any) -> tuple[Epilogue, Operands]:
+    """Return the records with these fields, the first of them given by position."""
+    fields = dict(zip(_FIELDS, _DEFAULTS, strict=True)) | dict(zip(takes, given, strict=False)) | named
+    values = list(fields.values())
+    count = len(Epilogue._fields)
+    operands = Operands(*values[count:])
+    return Epilogue(*values[:count]), DENSE if operands == DENSE else operands
 
 
 # ---- the fast path ----
@@ -95,31 +114,30 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Product, Prepared, Index, int, bool, Extras],  # one argument, as each takes time
+        how: tuple[Product, Prepared, Index, Epilogue, Operands],  # one argument, as each takes time
         first: Tensor,
         second: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        *_: Tensor | None,  # bias and residual
     ) -> Tensor:
         need = ctx.needs_input_grad
-        product, pattern, index, activation, column_major, extras = how
-        kept = extras[product.kept]
-        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(kept))
+        product, pattern, index, epilogue, operands = how
+        if operands is not DENSE:
+            operands = Operands(*operands[:SAVED])
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(operands))
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         shape = None if weight is None else weight.shape
         ctx.of = product, index, pattern, pattern.generation, weight, shape
-        ctx.extras = without_tensors(kept)
-        return product.kernel(first, second, pattern, bias, residual, activation, column_major, *extras)
+        ctx.operands = without_tensors(operands)
+        return product.kernel(first, second, pattern, epilogue, how[4])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, *of = ctx.of
         check_unchanged(*of)
-        index = of[0]
         first, second, *tensors = ctx.saved_tensors
-        extras = with_tensors(ctx.extras, tensors)
-        gradients = product.gradients(grads[0], first, second, index, ctx.needs_input_grad[1:], *extras)
+        operands = with_tensors(ctx.operands, tensors)
+        gradients = product.gradients(grads[0], first, second, of[0], ctx.needs_input_grad[1:], operands)
         return None, *gradients, *(None,) * (4 - len(gradients))
 
 
@@ -141,25 +159,27 @@ def check_unchanged(
         )
 
 
-# Tensors among extras are saved as autograd saves tensors, so that it notices writes to them.
+# Tensors among operands are saved as autograd saves tensors, so that it notices writes to them.
 
 
-def tensors_of(extras: Extras) -> tuple[Tensor, ...]:
-    """Return the tensors among extras."""
-    return tuple(extra for extra in extras if isinstance(extra, Tensor)) if extras else ()
+def tensors_of(fields: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors among fields of a record."""
+    return () if fields is DENSE else tuple(field for field in fields if isinstance(field, Tensor))
 
 
-def without_tensors(extras: Extras) -> tuple[Any, ...]:
-    """Return the extras with `Tensor` in place of each tensor."""
-    return tuple(Tensor if isinstance(extra, Tensor) else extra for extra in extras) if extras else ()
+def without_tensors(operands: Operands) -> Operands:
+    """Return the operands with `Tensor` in place of each tensor."""
+    if operands is DENSE:
+        return operands
+    return Operands(*(Tensor if isinstance(field, Tensor) else field for field in operands))  # type: ignore[arg-type]
 
 
-def with_tensors(extras: tuple[Any, ...], tensors: Sequence[Tensor]) -> Extras:
+def with_tensors(operands: Operands, tensors: Sequence[Tensor]) -> Operands:
     """Undo `without_tensors`."""
-    if not extras:
-        return ()
+    if operands is DENSE:
+        return operands
     following = iter(tensors)
-    return tuple(next(following) if extra is Tensor else extra for extra in extras)
+    return Operands(*(next(following) if field is Tensor else field for field in operands))  # type: ignore[arg-type]
 
 
 def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
@@ -192,43 +212,38 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # ---- the dispatcher path ----
 
 
-def autograd_of(
-    gradients: Gradients, factors: int, optional: int, options: int, kept: slice = slice(None)
-) -> Any:
-    """Make (backward, setup_context) for ``torch.library.register_autograd``.
-
-    Args:
-        gradients: see `Product`.
-        factors: number of tensors before the pattern.
-        optional: number of optional tensors after it.
-        options: number of arguments after these that are no tensors; extras follow.
-        kept: see `Product`.
-    """
-    fields = len(Index._fields)
+def autograd_of(gradients: Callable[..., Tensors], factors: int, takes: Sequence[str]) -> Any:
+    """Make (backward, setup_context) for ``torch.library.register_autograd``; see `Product`."""
+    after = factors + len(Index._fields)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        index = Index(*inputs[factors : factors + fields])
-        if optional and any(inputs[factors + fields + optional :][:1]):
+        index = Index(*inputs[factors:after])
+        epilogue, operands = records_of(takes, *inputs[after:])
+        if epilogue.activation != 0 or epilogue.gate is not None:
+            name, nothing = ("activation", "'none'") if epilogue.gate is None else ("gate", "None")
             raise UnsupportedError(
-                "activation must be 'none' where a gradient is recorded: a fused activation has none; "
+                f"{name} must be {nothing} where a gradient is recorded: a fused {name} has none; "
                 "functional.linear applies it after the product"
             )
-        second = inputs[1] if factors > 1 else None
         need = ctx.needs_input_grad
         first = inputs[0] if factors > 1 and need[1] else None
-        given = inputs[factors + fields + optional + options :]
-        ctx.save_for_backward(first, second if need[0] else None, *index[:3], *tensors_of(given[kept]))
-        ctx.shapes, ctx.extras, ctx.count = index[3:], without_tensors(given[kept]), len(given)
+        second = inputs[1] if factors > 1 and need[0] else None
+        if operands is not DENSE:
+            operands = Operands(*operands[:SAVED])
+        ctx.save_for_backward(first, second, *index[:3], *tensors_of(operands))
+        ctx.shapes, ctx.operands, ctx.count = index[3:], without_tensors(operands), len(inputs)
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, second, crow, col, slot, *tensors = ctx.saved_tensors
         index = Index(crow, col, slot, *(tuple(shape) for shape in ctx.shapes))
+        # Which of the inputs need a gradient: of factors, and of bias and residual where they are taken.
         need = ctx.needs_input_grad
-        needs = (*need[:factors], *need[factors + fields : factors + fields + optional])
-        given = with_tensors(ctx.extras, tensors)
-        of_tensors = gradients(grad, first, second, index, (*needs, *(False,) * optional), *given)
-        rest = (None,) * (options + ctx.count)
-        return (*of_tensors[:factors], *(None,) * fields, *of_tensors[factors:], *rest)
+        added = need[after : after + 2] if "bias" in takes else ()
+        operands = with_tensors(ctx.operands, tensors)
+        needs = (*need[:factors], *added, False, False)
+        of_tensors = gradients(grad, first, second, index, needs, operands)
+        given = [*of_tensors[:factors], *(None,) * (after - factors), *of_tensors[factors:]]
+        return (*given, *(None,) * (ctx.count - len(given)))
 
     return backward, setup_context
 

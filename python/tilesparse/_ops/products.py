@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,189 +11,225 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import DTYPES, Index, block_columns, check_mask, check_stored
+from .._checks import (
+    DENSE,
+    DTYPES,
+    Index,
+    Operands,
+    block_columns,
+    check_factor_scales,
+    check_mask,
+    check_stored,
+    is_inside,
+)
 from .._runtime import device, launch
-from .._runtime.launch import compress, dds, empty_compressed, expand, gather, sdd, sdd_into
-from .._runtime.pattern_cache import Prepared
+from .._runtime.pattern_cache import Prepared, prepared
+from .._runtime.torch_private import transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
 from . import schemas
-from .autograd import Tensors, call, records_gradient
+from .autograd import Tensors, call, is_plain, records_gradient
 from .epilogue import bias_gradient, weight_and_bias_gradients
 from .schemas import differentiable, register, register_plainly
 
-# ---- kernels: take two factors, or one and None, a pattern, and the rest of `call`'s arguments ----
-
-
-_dds_nt = partial(dds, device.DDS_NT)
-_dds_nn = partial(dds, device.DDS_NN)
-
-
-def _dds_nt_through(
-    x: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    column_major: bool,
-    compressed: Tensor,
-    metadata: Tensor,
-    *_: Tensor | None,
-) -> Tensor:
-    """Multiply by compressed values in place of the dense blocks, which get the gradient."""
-    return _dds_nt(x, compressed, pattern, bias, residual, activation, column_major, metadata)
-
-
-def _sdd_tn(y: Tensor, x: Tensor, pattern: Prepared, *_: object) -> Tensor:
-    return sdd(y, x, pattern)
-
-
-def _sdd_tn_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
-    sdd_into(y, x, out, pattern, accumulate)
-
-
-def _expand(values: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
-    return expand(values, pattern)
-
-
-def _gather(dense: Tensor, _: None, pattern: Prepared, *__: object) -> Tensor:
-    return gather(dense, pattern)
-
-
-# ---- gradients ----
+# ---- gradients, see `Product` ----
 
 
 def _dds_nt_gradients(
-    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *extras: Any
+    grad: Tensor, x: Tensor, values: Tensor, index: Index, needs: Sequence[bool], operands: Operands
 ) -> Tensors:
-    stored, gate = extras[:3], extras[3:]
-    refuse_gradient(needs[1], *stored)
-    refuse_fused_gate(*gate)
+    of_x = None
+    refuse_gradient(needs[1], operands)
+    if needs[0]:
+        by, stored = _factor_of_dgrad(values, index, operands)
+        of_x = call(DDS_NN, grad, by, index, operands=stored)
+    of_residual, offsets = grad if needs[3] else None, operands.offsets
+    if needs[1] and needs[2] and offsets is None:
+        both = weight_and_bias_gradients(grad, x, index)
+        if both is not None:
+            return of_x, *both, of_residual
     return (
-        call(DDS_NN, grad, values, index, extras=stored) if needs[0] else None,
-        *other_gradients(grad, x, index, needs),
-    )
-
-
-def other_gradients(grad: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
-    """Return the gradients of values, bias and residual."""
-    of_residual = grad if needs[3] else None
-    both = weight_and_bias_gradients(grad, x, index) if needs[1] and needs[2] else None
-    if both is not None:
-        return *both, of_residual
-    return (
-        call(SDD_TN, grad, x, index) if needs[1] else None,
-        bias_gradient(grad) if needs[2] else None,
+        of_x,
+        _sdd_tn(grad, x, index, offsets) if needs[1] else None,
+        _bias_gradient(grad, offsets) if needs[2] else None,
         of_residual,
     )
 
 
-def refuse_fused_gate(gate: Tensor | None = None) -> None:
-    """Raise if a gradient is needed through a gate that the product has multiplied by."""
-    if gate is not None:
-        raise UnsupportedError(
-            "gate must be None where a gradient is recorded: a fused gate has none; functional.linear "
-            "multiplies by it after the product"
-        )
+def _factor_of_dgrad(values: Tensor, index: Index, operands: Operands) -> tuple[Tensor, Operands]:
+    """Return the values that the gradient of x is a product of, and how they are stored."""
+    metadata, scales, transposed, offsets, compressed, compressed_t, metadata_t, fast, *_ = operands
+    if fast is not None and scales is not None:  # as if x had not been rounded (straight-through)
+        return values, Operands(metadata, stored_scales_on(scales, values, index))
+    if compressed is None:
+        return values, DENSE if operands is DENSE else Operands(metadata, scales, transposed, offsets)
+    if records_gradient((values,)):  # of the gradient, which passes through here, too
+        plain = dequantize_values(compressed, metadata, None, values.dtype)
+        return plain + (values - values.detach()), DENSE
+    if compressed_t is not None:
+        return compressed_t, Operands(metadata_t, transposed=True)
+    return compressed, Operands(metadata)
 
 
-def refuse_gradient(
-    needed: bool, metadata: Tensor | None = None, scales: Tensor | None = None, transposed: bool = False
-) -> None:
+def _dds_nn_gradients(
+    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], operands: Operands
+) -> Tensors:
+    refuse_gradient(needs[1], operands)
+    return (
+        call(DDS_NT, grad, values, index, operands=operands) if needs[0] else None,
+        _sdd_tn(y, grad, index, operands.offsets) if needs[1] else None,
+    )
+
+
+def _sdd_tn_gradients(
+    grad: Tensor, y: Tensor, x: Tensor, index: Index, needs: Sequence[bool], operands: Operands
+) -> Tensors:
+    values = grad.contiguous()
+    return (
+        call(DDS_NT, x, values, index, operands=operands) if needs[0] else None,
+        call(DDS_NN, y, values, index, operands=operands) if needs[1] else None,
+    )
+
+
+def _expand_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, *___: object) -> Tensors:
+    return (call(GATHER, grad, None, index),)
+
+
+def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, *___: object) -> Tensors:
+    return (call(EXPAND, grad.contiguous(), None, index),)
+
+
+def _sdd_tn(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None) -> Tensor:
+    return call(SDD_TN, y, x, index, operands=DENSE if offsets is None else Operands(offsets=offsets))
+
+
+def refuse_gradient(needed: bool, operands: Operands) -> None:
     """Raise if a gradient is needed of values that are stored in fewer bytes."""
-    if needed and (metadata is not None or scales is not None):
+    stored = operands.metadata is not None or operands.scales is not None
+    if needed and stored and operands.compressed is None:
         raise UnsupportedError(
             "values must be dense blocks to have a gradient: 2:4 and storages of 8 or 4 bits have none; "
             "train dense blocks, with a mask for 2:4"
         )
 
 
-def _dds_nt_through_gradients(
-    grad: Tensor,
-    x: Tensor,
-    values: Tensor,
-    index: Index,
-    needs: Sequence[bool],
-    compressed: Tensor,
-    metadata: Tensor,
-    transposed: Tensor | None,
-    transposed_metadata: Tensor | None,
-) -> Tensors:
-    kept: tuple[Any, ...] = compressed, (metadata, None, False)
-    if needs[0] and records_gradient((values,)):  # of the gradient, which passes through here, too
-        plain = dequantize_values(compressed, metadata, None, values.dtype)
-        kept = plain + (values - values.detach()), ()
-    elif transposed is not None:
-        kept = transposed, (transposed_metadata, None, True)
-    return (
-        call(DDS_NN, grad, kept[0], index, extras=kept[1]) if needs[0] else None,
-        *other_gradients(grad, x, index, needs),  # as if the weight were plain
-    )
+def stored_scales_on(scales: Tensor, values: Tensor, index: Index) -> Tensor:
+    """Return the scales as those of values that are dequantized, of rows of blocks or of blocks."""
+    if not is_inside(scales):
+        return row_scales_on(scales, index)
+    check_factor_scales(scales, values, index)
+    return scales.flatten()
 
 
-def _dds_nn_gradients(
-    grad: Tensor, y: Tensor, values: Tensor, index: Index, needs: Sequence[bool], *stored: Any
-) -> Tensors:
-    refuse_gradient(needs[1], *stored)
-    return (
-        call(DDS_NT, grad, values, index, extras=stored) if needs[0] else None,
-        call(SDD_TN, y, grad, index) if needs[1] else None,
-    )
+def row_scales_on(scales: Tensor, index: Index) -> Tensor:
+    """Return the scales of the rows of blocks [nnz, bn], kept ones of packed layers; only to be read."""
+    if is_plain((scales,)):
+        return launch.kept_row_scales(scales, prepared(index))
+    result: Tensor = _ROW_SCALES(scales, *index)
+    return result
 
 
-def _sdd_tn_gradients(grad: Tensor, y: Tensor, x: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
-    values = grad.contiguous()
-    return (
-        call(DDS_NT, x, values, index) if needs[0] else None,
-        call(DDS_NN, y, values, index) if needs[1] else None,
-    )
+# ---- gradients of biases ----
 
 
-def _expand_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
-    return (call(GATHER, grad, None, index),)
+def _bias_gradient(grad: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the sums over the tokens of grad, or over those of each group, one behind the other."""
+    if offsets is None:
+        return bias_gradient(grad)
+    if transforms_active():  # which differentiate PyTorch's own operators alone
+        sums = grad.new_zeros(offsets.shape[0] - 1, grad.shape[1])
+        return sums.index_add(0, _groups_of(grad.shape[0], offsets), grad).reshape(-1)
+    fast = is_plain((grad, offsets)) and not records_gradient((grad,))
+    result: Tensor = (launch.group_sums if fast else _GROUP_SUMS)(grad, offsets)
+    return result.reshape(-1)
 
 
-def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, needs: Sequence[bool]) -> Tensors:
-    return (call(EXPAND, grad.contiguous(), None, index),)
+def _group_sums_fake(y: Tensor, offsets: Tensor) -> Tensor:
+    return y.new_empty(offsets.shape[0] - 1, y.shape[1])
+
+
+def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, offsets = inputs
+    ctx.save_for_backward(offsets)
+    ctx.tokens = y.shape[0]
+
+
+def _gradient_of_sums(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (offsets,) = ctx.saved_tensors
+    return grad.index_select(0, _groups_of(ctx.tokens, offsets)), None
+
+
+def _groups_of(tokens: int, offsets: Tensor) -> Tensor:
+    """Return int32 [tokens]: the group of each token; the last one of tokens that are in none."""
+    every = torch.arange(tokens, device=offsets.device, dtype=torch.int32)
+    groups = torch.searchsorted(offsets[1:], every, right=True, out_int32=True)
+    return groups.clamp(max=offsets.shape[0] - 2)
 
 
 # ---- registration ----
 
 
-DDS_NT = differentiable("dds_nt", 2, (_dds_nt, schemas.dds_nt_fake, _dds_nt_gradients), 2, 2, looks=True)
-DDS_NN = differentiable("dds_nn", 2, (_dds_nn, schemas.dds_nn_fake, _dds_nn_gradients), 0, 1)
-_THROUGH = _dds_nt_through, schemas.dds_nt_through_fake, _dds_nt_through_gradients
-DDS_NT_THROUGH = differentiable("dds_nt_through", 2, _THROUGH, 2, 2, looks=True)
-SDD_TN = differentiable("sdd_tn", 2, (_sdd_tn, schemas.sdd_tn_fake, _sdd_tn_gradients))
-EXPAND = differentiable("expand", 1, (_expand, schemas.expand_fake, _expand_gradients), looks=True)
-GATHER = differentiable("gather", 1, (_gather, schemas.gather_fake, _gather_gradients))
-SDD_TN_INTO = register("sdd_tn_into", 2, _sdd_tn_into, schemas.sdd_tn_into_fake)
+def _of_one_factor(function: Callable[[Tensor, Prepared], Tensor]) -> Callable[..., Tensor]:
+    return lambda first, _, pattern, *__: function(first, pattern)
+
+
+_DDS_NT = partial(launch.dds, device.DDS_NT), partial(schemas.dds_fake, device.DDS_NT), _dds_nt_gradients
+_DDS_NN = partial(launch.dds, device.DDS_NN), partial(schemas.dds_fake, device.DDS_NN), _dds_nn_gradients
+DDS_NT = differentiable("dds_nt", 2, _DDS_NT, schemas.OF_DDS_NT, looks=True)
+DDS_NN = differentiable("dds_nn", 2, _DDS_NN, schemas.OF_DDS_NN)
+SDD_TN = differentiable("sdd_tn", 2, (launch.sdd, schemas.sdd_tn_fake, _sdd_tn_gradients), schemas.OF_SDD_TN)
+_EXPAND = _of_one_factor(launch.expand), schemas.expand_fake, _expand_gradients
+EXPAND = differentiable("expand", 1, _EXPAND, looks=True)
+_GATHER = _of_one_factor(launch.gather), schemas.gather_fake, _gather_gradients
+GATHER = differentiable("gather", 1, _GATHER)
+SDD_TN_INTO = register("sdd_tn_into", 2, launch.sdd_into, schemas.sdd_tn_into_fake)
+_ROW_SCALES = register("row_scales", 1, _of_one_factor(launch.row_scales), schemas.row_scales_fake)
+_GROUP_SUMS = register_plainly(
+    "group_sums", launch.group_sums, _group_sums_fake, gradients=(_gradient_of_sums, _keep_offsets)
+)
 
 
 # ---- work ----
 
 
-def flops(
-    first: Sequence[int], _: Sequence[int], crow: Any, col: Sequence[int], *rest: Any, **__: Any
+def _flops(
+    takes: Sequence[str],
+    first: Sequence[int],
+    _: Sequence[int],
+    crow: Any,
+    col: Sequence[int],
+    slot: Any,
+    shape: Any,
+    block_shape: Any,
+    *rest: Any,
+    **named: Any,
 ) -> int:
-    """Count two operations for each kept element and token."""
-    block_shape = rest[2]
-    tokens = math.prod(first[:-1])
-    return 2 * tokens * col[0] * int(block_shape[0] * block_shape[1])
+    """Count two operations for each kept element and token, as if tokens were evenly shared by groups."""
+    offsets = {**dict(zip(takes, rest, strict=False)), **named}.get("offsets")
+    groups = 1 if offsets is None else offsets[0] - 1
+    return 2 * math.prod(first[:-1]) * col[0] * int(block_shape[0] * block_shape[1]) // groups
 
 
-for _name in ("dds_nt", "dds_nt_through", "dds_nn", "sdd_tn", "sdd_tn_with_bias", "sdd_tn_into"):
-    register_flop_formula(getattr(torch.ops.tilesparse, _name))(flops)
+for _name, _takes in (
+    ("dds_nt", schemas.OF_DDS_NT),
+    ("dds_nn", schemas.OF_DDS_NN),
+    ("sdd_tn", schemas.OF_SDD_TN),
+    ("sdd_tn_with_bias", ()),
+    ("sdd_tn_into", ()),
+):
+    register_flop_formula(getattr(torch.ops.tilesparse, _name))(partial(_flops, _takes))
+
+
+# ---- stored values ----
 
 
 def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     check_mask(values, mask, transposed)
-    return compress(values, mask, transposed)
+    return launch.compress(values, mask, transposed)
 
 
 def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     check_mask(values, mask, transposed)
-    return empty_compressed(values, transposed)
+    return launch.empty_compressed(values, transposed)
 
 
 def _dequantize_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:

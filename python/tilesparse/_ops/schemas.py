@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import (
+    DENSE,
+    NO_EPILOGUE,
+    Epilogue,
     Index,
+    Operands,
     check_dds,
     check_dense,
     check_feature_scales,
     check_index,
     check_nothing_added,
-    check_quantized_dds,
-    check_quantized_x,
     check_sdd,
     check_values,
 )
@@ -26,49 +28,49 @@ from .._runtime.layout import empty, result_form
 from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import INLINED, packaging
 from ..errors import UnsupportedError
-from .autograd import Product, autograd_of, transformable
+from .autograd import Product, autograd_of, records_of, transformable
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
-# Storage of values: metadata of 2:4, scales of 8 or 4 bits, and whether the values are those of the
-# transposed weight.
-_STORED = "Tensor? metadata=None, Tensor? scales=None, bool transposed=False"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
-LIB.define(
-    f"dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias=None, Tensor? residual=None, "
-    f"int activation=0, bool column_major=False, {_STORED}, Tensor? gate=None) -> Tensor"
+# What products take after their factors and the pattern: fields of `Epilogue` and `Operands`.
+OF_DDS_NN = "column_major", "metadata", "scales", "transposed", "offsets"
+OF_DDS_NT = (
+    *(
+        "bias",
+        "residual",
+        "activation",
+        "column_major",
+        "metadata",
+        "scales",
+        "transposed",
+        "gate",
+        "offsets",
+    ),
+    *("compressed", "compressed_t", "metadata_t", "fast", "x_values", "x_scales"),
 )
-LIB.define(
-    f"dds_nt_through(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool column_major, Tensor compressed, Tensor metadata, Tensor? transposed, "
-    "Tensor? transposed_metadata) -> Tensor"
-)
-LIB.define(
-    f"dds_nt_quantized(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "bool column_major, Tensor scales, Tensor? gate, Tensor? metadata, Tensor x_values, Tensor x_scales, "
-    "bool fast) -> Tensor"
-)
+OF_SDD_TN = ("offsets",)
+_TYPES = {"activation": "int", "column_major": "bool", "transposed": "bool", "fast": "bool?"}
+
+
+def _define(name: str, factors: str, takes: Sequence[str]) -> None:
+    defaults = {**NO_EPILOGUE._asdict(), **DENSE._asdict()}
+    fields = (f"{_TYPES.get(field, 'Tensor?')} {field}={defaults[field]}" for field in takes)
+    LIB.define(f"{name}({', '.join((factors, _PATTERN, *fields))}) -> Tensor")
+
+
+_define("dds_nt", "Tensor x, Tensor values", OF_DDS_NT)
+_define("dds_nn", "Tensor y, Tensor values", OF_DDS_NN)
+_define("sdd_tn", "Tensor y, Tensor x", OF_SDD_TN)
+_define("expand", "Tensor values", ())
+_define("gather", "Tensor dense", ())
 LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
-LIB.define(f"dds_nn(Tensor y, Tensor values, {_PATTERN}, bool column_major=False, {_STORED}) -> Tensor")
-LIB.define(f"sdd_tn(Tensor y, Tensor x, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
 LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
-# Tokens in groups, each with a weight of its own: offsets [groups + 1] say where they begin.
-LIB.define(
-    f"grouped_dds_nt(Tensor x, Tensor values, {_PATTERN}, Tensor? bias, Tensor? residual, int activation, "
-    "Tensor offsets, Tensor? metadata, Tensor? scales, Tensor? gate) -> Tensor"
-)
-LIB.define(
-    f"grouped_dds_nn(Tensor y, Tensor values, {_PATTERN}, Tensor offsets, Tensor? metadata, "
-    "Tensor? scales) -> Tensor"
-)
-LIB.define(f"grouped_sdd_tn(Tensor y, Tensor x, {_PATTERN}, Tensor offsets) -> Tensor")
 LIB.define("group_sums(Tensor y, Tensor offsets) -> Tensor")
 # Tokens and their rows, which are in the order of groups: rows int64 [tokens, choices].
 LIB.define("spread(Tensor x, Tensor? weights, Tensor rows) -> Tensor")
 LIB.define("combine(Tensor y, Tensor? weights, Tensor rows) -> Tensor")
 LIB.define("combine_gradient(Tensor grad, Tensor y, Tensor? weights, Tensor rows) -> (Tensor, Tensor)")
-LIB.define(f"expand(Tensor values, {_PATTERN}) -> Tensor")
-LIB.define(f"gather(Tensor dense, {_PATTERN}) -> Tensor")
 LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tensor, Tensor)")
 # The dtype is its number in DTYPES or QUANTIZED: AOTInductor of PyTorch 2.11 hands operators another
 # ScalarType.
@@ -80,33 +82,24 @@ LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
 LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
 
 
-class DdsOptions(NamedTuple):
-    """What dds_nt takes after its factors and the pattern, and dds_nn from column_major on, without gate."""
-
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    activation: int = 0
-    column_major: bool = False
-    metadata: Tensor | None = None
-    scales: Tensor | None = None
-    transposed: bool = False
-    gate: Tensor | None = None
-
-
 DEVICES = "CPU", "CUDA"
 
 
-def _rebundled(
-    function: Callable[..., Any], factors: int, pattern_of: Callable[[Index], Any], absent: tuple[Any, ...]
+def _with_records(
+    function: Callable[..., Any],
+    factors: int,
+    pattern_of: Callable[[Index], Any],
+    takes: Sequence[str] | None,
 ) -> Callable[..., Any]:
-    """Wrap a function to take the fields of the pattern one by one, and without the absent arguments."""
-    fields = len(Index._fields)
+    """Wrap a function of a pattern and both records to take their fields one by one; see `register`."""
+    after = factors + len(Index._fields)
     second = (None,) if factors == 1 else ()
 
-    def flat(*arguments: Any) -> Any:
-        crow, col, slot, shape, block_shape = arguments[factors : factors + fields]
+    def flat(*arguments: Any, **named: Any) -> Any:
+        crow, col, slot, shape, block_shape = arguments[factors:after]
         pattern = pattern_of(Index(crow, col, slot, tuple(shape), tuple(block_shape)))
-        return function(*arguments[:factors], *second, pattern, *absent, *arguments[factors + fields :])
+        rest = arguments[after:] if takes is None else records_of(takes, *arguments[after:], **named)
+        return function(*arguments[:factors], *second, pattern, *rest)
 
     return flat
 
@@ -139,36 +132,34 @@ def register(
     factors: int,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    absent: tuple[Any, ...] = (),
+    takes: Sequence[str] | None = None,
     looks: bool = False,
 ) -> Any:
-    pattern_of = partial(prepared, looking=looks)
-    checked_fake = _rebundled(fake, factors, _checked, absent)
+    """Register an operator on one or two factors and a pattern.
+
+    Both functions take two factors, the second of which may be None, the pattern, and both records, whose
+    fields ``takes`` the operator has; without these, the operator's further arguments.
+    """
+    checked_fake = _with_records(fake, factors, _checked, takes)
     torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
     for device in DEVICES:
-        LIB.impl(name, _rebundled(kernel, factors, pattern_of, absent), device)
+        LIB.impl(name, _with_records(kernel, factors, partial(prepared, looking=looks), takes), device)
     return getattr(torch.ops.tilesparse, name).default
-
-
-_REST = None, None, 0, False  # bias, residual, activation and column_major, of which operators take the last
 
 
 def differentiable(
     name: str,
     factors: int,
     functions: tuple[Any, Any, Any],
-    optional: int = 0,
-    options: int = 0,
+    takes: tuple[str, ...] = (),
     looks: bool = False,
-    kept: slice = slice(None),
 ) -> Product:
+    """Register a product; ``functions``: kernel, fake and gradients, see `Product`."""
     kernel, fake, gradients = functions
-    absent = _REST[: len(_REST) - optional - options]
-    op = register(name, factors, kernel, fake, absent, looks)
-    backward, setup_context = autograd_of(gradients, factors, optional, options, kept)
+    op = register(name, factors, kernel, fake, takes, looks)
+    backward, setup_context = autograd_of(gradients, factors, takes)
     torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
-    rest = slice(len(absent), None)
-    return Product(op, rest, kernel, gradients, transformable(op, backward, setup_context), looks, kept)
+    return Product(op, takes, kernel, gradients, transformable(op, backward, setup_context), looks)
 
 
 def register_plainly(
@@ -188,41 +179,29 @@ def register_plainly(
     return getattr(torch.ops.tilesparse, name).default
 
 
-def dds_fake(op: int, source: Tensor, values: Tensor, index: Index, *options: Any) -> Tensor:
-    bias, residual, activation, column_major, metadata, scales, transposed, gate = DdsOptions(*options)
-    if transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
-        check_nothing_added(bias, residual, activation, gate)
+def dds_fake(
+    op: int, source: Tensor, values: Tensor, index: Index, epilogue: Epilogue, operands: Operands
+) -> Tensor:
+    if operands.transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
+        check_nothing_added(epilogue)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), DDS_NN - op
-    name = "x" if op == DDS_NT else "y"
-    check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
-    return empty(source, result_form(source, index.shape[op], column_major))
+    check_dds("x" if op == DDS_NT else "y", source, values, index, epilogue, operands)
+    features = index.shape[op]
+    if operands.offsets is not None and op == DDS_NT:
+        features //= operands.offsets.shape[0] - 1
+    return empty(source, result_form(source, features, epilogue.column_major))
 
 
-dds_nt_fake = partial(dds_fake, DDS_NT)
-dds_nn_fake = partial(dds_fake, DDS_NN)
-
-
-def dds_nt_through_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
-    check_values("values", values, index)
-    bias, residual, activation, column_major, compressed, metadata, *_ = rest
-    return dds_nt_fake(x, compressed, index, bias, residual, activation, column_major, metadata)
-
-
-def dds_nt_quantized_fake(x: Tensor, values: Tensor, index: Index, *rest: Any) -> Tensor:
-    bias, residual, _, column_major, scales, gate, metadata, x_values, x_scales, _ = rest
-    check_quantized_dds(x, values, index, bias, residual, scales, gate, metadata)
-    check_quantized_x(x, x_values, x_scales, values.dtype, scales)
-    return empty(x, result_form(x, index.shape[0], column_major))
-
-
-def row_scales_fake(scales: Tensor, _: None, index: Index, *__: object) -> Tensor:
+def row_scales_fake(scales: Tensor, _: None, index: Index) -> Tensor:
     check_feature_scales(scales, index)
     return scales.new_empty(index.col_indices.shape[0], index.block_shape[0])
 
 
-def sdd_tn_fake(y: Tensor, x: Tensor, index: Index, *_: object) -> Tensor:
-    check_sdd(y, x, index)
+def sdd_tn_fake(
+    y: Tensor, x: Tensor, index: Index, _: Epilogue = NO_EPILOGUE, operands: Operands = DENSE
+) -> Tensor:
+    check_sdd(y, x, index, offsets=operands.offsets)
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -15,22 +15,22 @@ from .. import _C
 from .._checks import (
     ALIGNMENT,
     COMPRESSIBLE,
+    DENSE,
     DTYPES,
+    NO_EPILOGUE,
     QUANTIZED,
     SCALE_GROUP,
     SCALED,
+    Epilogue,
+    Operands,
     block_columns,
     check_combination,
     check_dds,
     check_dense,
     check_feature_scales,
-    check_grouped_dds,
-    check_grouped_sdd,
     check_nothing_added,
     check_one,
     check_quantizable,
-    check_quantized_dds,
-    check_quantized_x,
     check_sdd,
     check_separate,
     check_stored,
@@ -51,7 +51,6 @@ from .device import (
     run_on,
 )
 from .layout import (
-    Form,
     Lines,
     aligned,
     empty,
@@ -63,7 +62,7 @@ from .layout import (
     row_stride,
     usable,
 )
-from .pattern_cache import Call, Prepared, QuantizedRequest, Request, blocks_of
+from .pattern_cache import Prepared, allocations, blocks_of
 from .torch_private import current_device, current_stream, tf32_allowed
 
 
@@ -93,14 +92,8 @@ def dequantize_values(
         dtype = values.dtype
     plain = values.new_empty(nnz, bn, bk, dtype=dtype)
     device, stream = values.device, 0
-    product = _C.Product(
-        _blocks(nnz, (bn, bk)),
-        DDS_NT,
-        DTYPES[dtype],
-        int(values.is_cuda),
-        0,
-        **storage_of(values, metadata, scales),
-    )
+    stored = storage_of(values, Operands(metadata, scales))
+    product = _C.Product(_blocks(nnz, (bn, bk)), DDS_NT, DTYPES[dtype], int(values.is_cuda), 0, **stored)
     with on(device):
         if values.is_cuda:
             values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
@@ -180,12 +173,18 @@ def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return compressed, values.new_empty(nnz, columns // COMPRESSIBLE, rows, dtype=torch.int32)
 
 
-def storage_of(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> dict[str, Any]:
+def storage_of(values: Tensor, operands: Operands) -> dict[str, Any]:
     """Return the storage of values as arguments of `_C.Product`."""
+    metadata, scales = operands[:2]
+    granularity = 0
+    if scales is not None and operands.fast is not None:
+        granularity = SCALES_PER_BLOCK if is_inside(scales) else SCALES_PER_FEATURE
+    elif scales is not None:
+        granularity = (SCALES_PER_BLOCK, SCALES_PER_ROW)[scales.dim() - 1]
     return {
         "storage": int(metadata is not None),
         "values_dtype": 0 if scales is None else SCALED[values.dtype],
-        "granularity": 0 if scales is None else (SCALES_PER_BLOCK, SCALES_PER_ROW)[scales.dim() - 1],
+        "granularity": granularity,
     }
 
 
@@ -255,7 +254,6 @@ def known_kernels() -> list[_C.KernelInfo]:
 
 
 Context = tuple[int, int, int, int]  # kernel asked for, stream, current device, precision
-_NUMBERS = {**DTYPES, **QUANTIZED}
 
 
 def dds(
@@ -263,129 +261,151 @@ def dds(
     source: Tensor,
     values: Tensor,
     pattern: Prepared,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    column_major: bool = False,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    transposed: bool = False,
-    gate: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
+    operands: Operands = DENSE,
 ) -> Tensor:
-    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN). With ``transposed`` the values are those of Wᵀ."""
-    if transposed:
-        check_nothing_added(bias, residual, activation, gate)
-        pattern, op = pattern.transposed(), DDS_NN - op
-    if pattern.prepacks and source.is_cpu and not (metadata is None and scales is None):
-        values = pattern.plain.follow(dequantized, values, metadata, scales, source.dtype)
-        metadata = scales = None
+    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN) in the dtype of the source, x or y."""
+    bias, residual, activation, column_major, gate = epilogue
+    if operands is not DENSE:
+        if operands.transposed:
+            check_nothing_added(epilogue)
+            pattern, op = pattern.transposed(), DDS_NN - op
+        if operands.compressed is not None:
+            values = operands.compressed
+        if pattern.prepacks and source.is_cpu:
+            values, operands = _kept_dense(source, values, pattern, operands)
+    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
-    # Either of the two takes the same way.
-    other = check_one(residual, gate)
-    gated = gate is not None
-    request = (
-        op,
-        source,
-        values,
-        bias,
-        other,
-        activation,
-        column_major,
-        metadata,
-        scales,
-        asked_kernel,
-        gated,
-    )
-    result = pattern.run(*request)
-    if result is not None:
+    gated, kept = gate is not None, pattern.kept
+    other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
+    request: tuple[Any, ...]
+    if fast is None:
+        request = op, source, values, bias, other, activation, column_major, metadata, scales, asked_kernel
+        request, run, keep = (*request, gated), kept.run, kept.keep
+    else:
+        request = source, x_values, x_scales, values, scales, bias, other, activation, column_major
+        request = *request, asked_kernel, gated, fast, metadata
+        run, keep = kept.run_quantized, kept.keep_quantized
+    if offsets is None and (result := run(*request)) is not None:
         return result
     with pattern.launching():
-        return _dds(request, pattern)
+        return _dds(op, source, values, pattern, epilogue, operands, partial(keep, *request))
 
 
-def _dds(request: Request, pattern: Prepared) -> Tensor:
-    """Run a product that `Prepared.run` does not know."""
-    op, source, values, bias, other, activation, column_major, metadata, scales, _, gated = request
+def _kept_dense(
+    source: Tensor, values: Tensor, pattern: Prepared, operands: Operands
+) -> tuple[Tensor, Operands]:
+    """Return values as the CPU keeps them of prepacked layers: dense blocks, or in 8 bits those of 2:4."""
+    metadata, scales = operands[:2]
+    if operands.fast is None and not (metadata is None and scales is None):
+        values = pattern.plain.follow(dequantized, values, metadata, scales, source.dtype)
+        return values, operands._replace(metadata=None, scales=None)
+    if operands.fast is not None and metadata is not None:
+        return pattern.plain.follow(decompressed, values, metadata), operands._replace(metadata=None)
+    return values, operands
+
+
+def _dds(
+    op: int,
+    source: Tensor,
+    values: Tensor,
+    pattern: Prepared,
+    epilogue: Epilogue,
+    operands: Operands,
+    keep: Callable[..., None],
+) -> Tensor:
+    """Run a product that the native module does not know, and have it kept there by ``keep``."""
+    bias, residual, activation, column_major, gate = epilogue
+    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
+    other = residual if gate is None else gate
+    factor = source if x_values is None else x_values
+    entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
     context = context_of(source)
-    key: Hashable = (
-        op,
-        source.shape,
-        source.stride(),
-        source.dtype,
-        source.get_device(),
-        values.shape,
-        values.stride(),
-        values.dtype,
-        values.get_device(),
-        None if bias is None else form_of(bias),
-        None if other is None else form_of(other),
-        gated,
-        None if metadata is None else form_of(metadata),
-        None if scales is None else form_of(scales),
-        activation,
-        column_major,
-        context,
-    )
+    if fast is not None:  # no TF32, but fast sums of float8
+        precision = int(fast and source.is_cuda and values.dtype == torch.float8_e4m3fn)
+        context = *context[:3], precision
+    tensors = source, values, bias, other, metadata, scales, offsets, x_values, x_scales
+    forms = [None if tensor is None else form_of(tensor) for tensor in tensors]
+    key: Hashable = op, *forms, gate is not None, activation, column_major, context
     if pattern.prepacks and source.is_cuda:
         key = key, torch.cuda.is_current_stream_capturing()
-    call = pattern.find(key)
-    source_at, values_at = source.data_ptr(), values.data_ptr()
-    other_at = 0 if other is None else other.data_ptr()
-    metadata_at = 0 if metadata is None else metadata.data_ptr()
-    scales_at = 0 if scales is None else scales.data_ptr()
-    addresses = source_at | values_at | other_at | metadata_at
-    if call is None or (addresses % ALIGNMENT and source.is_cuda):
+    call = entry.find(key)
+    if call is None or (
+        source.is_cuda and any(map(_is_misaligned, (factor, values, other, metadata, x_scales)))
+    ):
         name, index = "x" if op == DDS_NT else "y", pattern.index()
-        residual, gate = (None, other) if gated else (other, None)
-        check_dds(name, source, values, index, bias, residual, metadata, scales, gate)
-        (operand, lines), weight = usable(name, source), aligned(values)
-        kept = None if metadata is None else aligned(metadata)
+        check_dds(name, source, values, index, epilogue, operands._replace(compressed=None))
+        layouts = (0, 1) if offsets is None and fast is None else (0,)
+        usable_factor, lines = usable(name, factor, layouts)
+        weight, x_scales_ld = aligned(values), 0
+        usable_metadata = None if metadata is None else aligned(metadata)
         near, other_lines = (None, None) if other is None else like_result(other, column_major)
-        if operand is not source or weight is not values or near is not other or kept is not metadata:
-            residual, gate = (None, near) if gated else (near, None)
-            return dds(
-                op,
-                operand,
-                weight,
-                pattern,
-                bias,
-                residual,
-                activation,
-                column_major,
-                kept,
-                scales,
-                gate=gate,
+        of_x = x_scales
+        if x_scales is not None and scales is not None:
+            inside = is_inside(scales)
+            of_x, x_scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
+        copied = (
+            (usable_factor, factor),
+            (weight, values),
+            (usable_metadata, metadata),
+            (near, other),
+            (of_x, x_scales),
+        )
+        if any(one is not given for one, given in copied):
+            epilogue = epilogue._replace(**{"residual" if gate is None else "gate": near})
+            operands = operands._replace(
+                metadata=usable_metadata, x_scales=of_x, transposed=False, compressed=None
             )
-        form = result_form(source, index.shape[op], column_major)
-        stored = storage_of(values, metadata, scales)
-        added = {"residual": other_lines, "gated": gated, "activation": activation}
-        product = dds_product(op, pattern, source, lines, form, context, added | stored)
-        call = pattern.call(key, product, op, source.itemsize, form)
-        pattern.keep(request, product, call)
+            if fast is None:
+                source = usable_factor
+            else:
+                operands = operands._replace(x_values=usable_factor)
+            return dds(op, source, weight, pattern, epilogue, operands)
+        features = index.shape[op]
+        if offsets is not None and op == DDS_NT:
+            features //= offsets.shape[0] - 1
+        form = result_form(source, features, column_major)
+        options = {"gated": gate is not None, "activation": activation, "grouped": offsets is not None}
+        options |= storage_of(values, operands)
+        if fast is not None:
+            options |= {"result_dtype": DTYPES[source.dtype], "x_scales_ld": x_scales_ld}
+        result_lines = (lines[0], features, 0) if form[1] is None else (lines[0], form[1][-1], 1)
+        both = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
+        product = _product(op, entry, factor, *both, context, other_lines, **options)
+        call = entry.call(key, product, op, source.itemsize, form)
+        if offsets is None and pattern.keeps_calls():
+            keep(product, *allocations(call))
     result = empty(source, call.form)
+    x, y = (factor, result) if op == DDS_NT else (result, factor)
     bias = None if bias is None else bias.contiguous()
-    bias_at = 0 if bias is None else bias.data_ptr()
     workspace = source.new_empty(call.workspace) if call.workspace else None
-    workspace_at = 0 if workspace is None else workspace.data_ptr()
     if call.prepacked is not None:
         call.prepacked.follow(values, pattern.generation, context[1])
-    if op == DDS_NT:
-        x_at, y_at = source_at, result.data_ptr()
-    else:
-        x_at, y_at = result.data_ptr(), source_at
-    call.run(x_at, y_at, values_at, bias_at, other_at, workspace_at, context[1], metadata_at, scales_at)
+    first = map(_address, (x, y, values, bias, other, workspace))
+    call.run(*first, context[1], *map(_address, (metadata, scales, x_scales, offsets)))
     return result
 
 
-def sdd(y: Tensor, x: Tensor, pattern: Prepared) -> Tensor:
-    """Return yᵀ x on the pattern."""
-    result = pattern.run(SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False)
-    if result is not None:
-        return result
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_misaligned(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.data_ptr() % ALIGNMENT != 0
+
+
+def sdd(
+    y: Tensor, x: Tensor, pattern: Prepared, _: Epilogue = NO_EPILOGUE, operands: Operands = DENSE
+) -> Tensor:
+    """Return yᵀ x on the pattern; with groups of tokens, each meets the blocks of its group alone."""
+    if operands.offsets is None:
+        result = pattern.kept.run(SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False)
+        if result is not None:
+            return result
     out = x.new_empty(*pattern.values_shape)
-    write_sdd(y, x, out, pattern, False)
+    write_sdd(y, x, out, pattern, False, offsets=operands.offsets)
     return out
 
 
@@ -396,7 +416,7 @@ def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tens
     return out, of_bias
 
 
-def sdd_into(y: Tensor, x: Tensor, out: Tensor, pattern: Prepared, accumulate: bool) -> None:
+def sdd_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
     """Write or add yᵀ x on the pattern to ``out``."""
     check_sdd(y, x, pattern.index(), out)
     check_separate(out, y, x)
@@ -411,56 +431,45 @@ def write_sdd(
     accumulate: bool,
     of_bias: Tensor | None = None,
     accumulate_bias: bool = False,
+    offsets: Tensor | None = None,
 ) -> None:
     """Write or add yᵀ x to ``out``, which is known to be contiguous, aligned, and apart from y and x.
 
     ``of_bias``: [out_features] for the sums over tokens of y, likewise, or None.
     """
-    with pattern.launching():
-        _write_sdd(y, x, out, pattern, accumulate, of_bias, accumulate_bias)
-
-
-def _write_sdd(
-    y: Tensor,
-    x: Tensor,
-    out: Tensor,
-    pattern: Prepared,
-    accumulate: bool,
-    of_bias: Tensor | None,
-    accumulate_bias: bool,
-) -> None:
     context = context_of(x)
     sums_y = None if of_bias is None else (of_bias.dtype, accumulate_bias)
-    key = (SDD_TN, form_of(y), form_of(x), accumulate, sums_y, out.dtype, context)
-    call = pattern.find(key)
-    y_at, x_at = y.data_ptr(), x.data_ptr()
-    if call is None or ((y_at | x_at) % ALIGNMENT and x.is_cuda):
-        check_sdd(y, x, pattern.index(), out)
-        (usable_y, y_lines), (usable_x, x_lines) = usable("y", y), usable("x", x)
-        if usable_y is not y or usable_x is not x:
-            return _write_sdd(usable_y, usable_x, out, pattern, accumulate, of_bias, accumulate_bias)
-        result_dtype = 0 if out.dtype == x.dtype else DTYPES[out.dtype]
-        bias_dtype = 0 if of_bias is None or of_bias.dtype == x.dtype else DTYPES[of_bias.dtype]
-        product = _product(
-            SDD_TN,
-            pattern,
-            x,
-            x_lines,
-            y_lines,
-            context,
-            accumulate=accumulate,
-            result_dtype=result_dtype,
-            bias_gradient=of_bias is not None,
-            bias_gradient_dtype=bias_dtype,
-            accumulate_bias=accumulate_bias,
-        )
-        call = pattern.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
-        if not accumulate and of_bias is None and out.dtype == x.dtype:
-            pattern.keep((SDD_TN, y, x, None, None, 0, False, None, None, context[0], False), product, call)
-    workspace = x.new_empty(call.workspace) if call.workspace else None
-    workspace_at = 0 if workspace is None else workspace.data_ptr()
-    bias_at = 0 if of_bias is None else of_bias.data_ptr()
-    call.run(x_at, y_at, out.data_ptr(), bias_at, 0, workspace_at, context[1])
+    of_groups = None if offsets is None else form_of(offsets)
+    key = (SDD_TN, form_of(y), form_of(x), accumulate, sums_y, out.dtype, of_groups, context)
+    with pattern.launching():
+        entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
+        call = entry.find(key)
+        if call is None or (x.is_cuda and (_is_misaligned(y) or _is_misaligned(x))):
+            check_sdd(y, x, pattern.index(), out, offsets)
+            layouts = (0, 1) if offsets is None else (0,)
+            (usable_y, y_lines), (usable_x, x_lines) = usable("y", y, layouts), usable("x", x, layouts)
+            if usable_y is not y or usable_x is not x:
+                beside = of_bias, accumulate_bias, offsets
+                return write_sdd(usable_y, usable_x, out, pattern, accumulate, *beside)
+            options = {
+                "grouped": offsets is not None,
+                "accumulate": accumulate,
+                "result_dtype": 0 if out.dtype == x.dtype else DTYPES[out.dtype],
+                "bias_gradient": of_bias is not None,
+                "bias_gradient_dtype": 0
+                if of_bias is None or of_bias.dtype == x.dtype
+                else DTYPES[of_bias.dtype],
+                "accumulate_bias": accumulate_bias,
+            }
+            product = _product(SDD_TN, entry, x, x_lines, y_lines, context, **options)
+            call = entry.call(key, product, SDD_TN, x.itemsize, (out.shape, None))
+            is_simple = not accumulate and of_bias is None and offsets is None and out.dtype == x.dtype
+            if is_simple and pattern.keeps_calls():
+                request = SDD_TN, y, x, None, None, 0, False, None, None, context[0], False
+                pattern.kept.keep(*request, product, *allocations(call))
+        workspace = x.new_empty(call.workspace) if call.workspace else None
+        first = map(_address, (x, y, out, of_bias, None, workspace))
+        call.run(*first, context[1], 0, 0, 0, _address(offsets))
 
 
 def context_of(operand: Tensor) -> Context:
@@ -477,22 +486,6 @@ def form_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def dds_product(
-    op: int,
-    pattern: Prepared,
-    source: Tensor,
-    lines: Lines,
-    form: Form,
-    context: Context,
-    options: dict[str, Any],
-) -> _C.Product:
-    """Describe a product of dense and sparse whose result has this form."""
-    shape, strides = form
-    result_lines = (lines[0], shape[-1], 0) if strides is None else (lines[0], strides[-1], 1)
-    x, y = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
-    return _product(op, pattern, source, x, y, context, **options)
-
-
 def _product(
     op: int,
     pattern: Prepared,
@@ -503,11 +496,12 @@ def _product(
     residual: Lines | None = None,
     **options: Any,
 ) -> _C.Product:
+    """Describe a product whose factor has the dtype of ``like``; for groups of tokens, of their pattern."""
     kernel, _, device, precision = context
     return _C.Product(
         pattern.descriptor,
         op,
-        _NUMBERS[like.dtype],
+        {**DTYPES, **QUANTIZED}[like.dtype],
         int(device >= 0),
         x[0],
         precision=precision,
@@ -521,216 +515,6 @@ def _product(
         ldr=0 if residual is None else residual[1],
         **options,
     )
-
-
-def dds_quantized(
-    x: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    column_major: bool,
-    scales: Tensor,
-    gate: Tensor | None,
-    metadata: Tensor | None,
-    x_values: Tensor,
-    x_scales: Tensor,
-    fast: bool,
-) -> Tensor:
-    """Return x Wᵀ in the dtype of x, of which only ``x_values`` and ``x_scales`` are read."""
-    if metadata is not None and pattern.prepacks and x.is_cpu:
-        values = pattern.plain.follow(decompressed, values, metadata)
-        metadata = None
-    if pattern.on_cpu:
-        values = values.detach()  # see `products.dds`
-    request = (
-        x,
-        x_values,
-        x_scales,
-        values,
-        scales,
-        bias,
-        check_one(residual, gate),
-        activation,
-        column_major,
-        asked_kernel,
-        gate is not None,
-        fast,
-        metadata,
-    )
-    result = pattern.run_quantized(*request)
-    if result is not None:
-        return result
-    with pattern.launching():
-        return _dds_quantized(request, pattern)
-
-
-def _dds_quantized(request: QuantizedRequest, pattern: Prepared) -> Tensor:
-    """Run a product that `Prepared.run_quantized` does not know."""
-    x, x_values, x_scales, values, scales, bias, other = request[:7]
-    activation, column_major, kernel, gated, fast, metadata = request[7:]
-    context = _context(x, fast and values.dtype == torch.float8_e4m3fn)
-    forms = [None if tensor is None else form_of(tensor) for tensor in (bias, other, metadata)]
-    forms += map(form_of, (x_values, x_scales, values, scales))
-    key = x.shape, x.dtype, x.get_device(), *forms, gated, activation, column_major, context
-    if pattern.prepacks and x.is_cuda:
-        key = *key, torch.cuda.is_current_stream_capturing()
-    call = pattern.find(key)
-    if call is None or (x.is_cuda and _are_misaligned(x_values, x_scales, values, other, metadata)):
-        residual, gate = (None, other) if gated else (other, None)
-        check_quantized_dds(x, values, pattern.index(), bias, residual, scales, gate, metadata)
-        check_quantized_x(x, x_values, x_scales, values.dtype, scales)
-        operand, ld = row_major(x_values)
-        inside, weight = is_inside(scales), aligned(values)
-        of_tokens, scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
-        near, lines = (None, None) if other is None else like_result(other, column_major)
-        kept = None if metadata is None else aligned(metadata)
-        changed = (operand, x_values), (of_tokens, x_scales), (weight, values), (near, other)
-        if kept is not metadata or any(one is not given for one, given in changed):
-            options = activation, column_major, kernel, gated, fast, kept
-            return _dds_quantized((x, operand, of_tokens, weight, scales, bias, near, *options), pattern)
-        form = result_form(x, pattern.shape[0], column_major)
-        added = {"residual": lines, "gated": gated, "activation": activation}
-        stored = {
-            "storage": int(metadata is not None),
-            "values_dtype": QUANTIZED[values.dtype],
-            "granularity": SCALES_PER_BLOCK if inside else SCALES_PER_FEATURE,
-            "result_dtype": DTYPES[x.dtype],
-            "x_scales_ld": scales_ld,
-        }
-        x_lines = x[..., 0].numel(), ld, 0
-        product = dds_product(DDS_NT, pattern, x_values, x_lines, form, context, added | stored)
-        call = pattern.call(key, product, DDS_NT, x.itemsize, form)
-        pattern.keep_quantized(request, product, call)
-    result = empty(x, call.form)
-    workspace = x.new_empty(call.workspace) if call.workspace else None
-    bias = None if bias is None else bias.contiguous()
-    if call.prepacked is not None:
-        call.prepacked.follow(values, pattern.generation, context[1])
-    tensors = x_values, result, values, bias, other, workspace, metadata
-    *addresses, metadata_at = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    call.run(*addresses, context[1], metadata_at, scales.data_ptr(), x_scales.data_ptr())
-    return result
-
-
-def _context(x: Tensor, fast: bool) -> Context:
-    """Return the state that a call depends on; products in 8 bits have no TF32, but fast sums of float8."""
-    kernel, stream, device, _ = context_of(x)
-    return kernel, stream, device, int(fast and x.is_cuda)
-
-
-def _are_misaligned(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.data_ptr() % ALIGNMENT != 0 for tensor in tensors)
-
-
-def grouped_dds(
-    op: int,
-    source: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN), group by group; ``pattern`` is that of all weights."""
-    if pattern.prepacks and source.is_cpu and not (metadata is None and scales is None):
-        values = pattern.plain.follow(dequantized, values, metadata, scales, source.dtype)
-        metadata = scales = None
-    if pattern.on_cpu:
-        values = values.detach()  # see `products.dds`
-    other, context = check_one(residual, gate), context_of(source)
-    tensors = source, values, offsets, bias, other, metadata, scales
-    forms = [None if tensor is None else form_of(tensor) for tensor in tensors]
-    key = op, *forms, gate is not None, activation, context
-    with pattern.launching():
-        grouped = pattern.grouped(group_count(pattern.index(), offsets))
-        call = grouped.find(key)
-        if call is None:
-            name, added = "x" if op == DDS_NT else "y", (bias, residual, metadata, scales, gate)
-            check_grouped_dds(name, source, values, pattern.index(), offsets, *added)
-        (operand, ld), weight = row_major(source), aligned(values)
-        near, ldr = (None, 0) if other is None else row_major(other)
-        kept = None if metadata is None else aligned(metadata)
-        if call is None:
-            features = pattern.shape[0] // (offsets.shape[0] - 1), pattern.shape[1]
-            options = {
-                "ldx": ld if op == DDS_NT else features[1],
-                "ldy": features[0] if op == DDS_NT else ld,
-                "residual": other is not None,
-                "ldr": ldr,
-                "gated": gate is not None,
-                "activation": activation,
-                **storage_of(weight, kept, scales),
-            }
-            product = _grouped_product(op, grouped, operand, context, options)
-            form = (operand.shape[0], features[op]), None
-            call = grouped.call(key, product, op, operand.itemsize, form)
-        result = source.new_empty(call.form[0])
-        x, y = (operand, result) if op == DDS_NT else (result, operand)
-        bias = None if bias is None else bias.contiguous()
-        _run_grouped(call, context, x, y, weight, offsets, bias, near, kept, scales)
-    return result
-
-
-def grouped_sdd(y: Tensor, x: Tensor, pattern: Prepared, offsets: Tensor) -> Tensor:
-    """Return yᵀ x on the pattern, where tokens meet the blocks of their group alone."""
-    context = context_of(x)
-    key = SDD_TN, form_of(y), form_of(x), form_of(offsets), context
-    with pattern.launching():
-        grouped = pattern.grouped(group_count(pattern.index(), offsets))
-        call = grouped.find(key)
-        if call is None:
-            check_grouped_sdd(y, x, pattern.index(), offsets)
-        (usable_y, ldy), (usable_x, ldx) = row_major(y), row_major(x)
-        if call is None:
-            product = _grouped_product(SDD_TN, grouped, x, context, {"ldx": ldx, "ldy": ldy})
-            call = grouped.call(key, product, SDD_TN, x.itemsize, (pattern.values_shape, None))
-        out = x.new_empty(call.form[0])
-        _run_grouped(call, context, usable_x, usable_y, out, offsets)
-    return out
-
-
-def _grouped_product(
-    op: int, pattern: Prepared, like: Tensor, context: Context, options: dict[str, Any]
-) -> _C.Product:
-    kernel, _, device, precision = context
-    return _C.Product(
-        pattern.descriptor,
-        op,
-        DTYPES[like.dtype],
-        int(device >= 0),
-        like.shape[0],
-        precision=precision,
-        kernel=max(kernel, 0),
-        prefer=preferred(kernel),
-        grouped=True,
-        **options,
-    )
-
-
-def _run_grouped(
-    call: Call,
-    context: Context,
-    x: Tensor,
-    y: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    other: Tensor | None = None,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> None:
-    workspace = x.new_empty(call.workspace) if call.workspace else None
-    tensors = x, y, values, bias, other, workspace
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    metadata_at = 0 if metadata is None else metadata.data_ptr()
-    scales_at = 0 if scales is None else scales.data_ptr()
-    call.run(*addresses, context[1], metadata_at, scales_at, 0, offsets.data_ptr())
 
 
 def group_sums(y: Tensor, offsets: Tensor) -> Tensor:

@@ -43,13 +43,13 @@ def empty(like: Tensor, form: Form) -> Tensor:
     return method(like, *arguments)
 
 
-def usable(name: str, matrix: Tensor) -> tuple[Tensor, Lines]:
-    """Return activations as the library takes them, copied where strides or alignment do not fit."""
+def usable(name: str, matrix: Tensor, layouts: tuple[int, ...]) -> tuple[Tensor, Lines]:
+    """Return activations in one of the layouts, see `Lines`; copied where strides or alignment do not fit."""
     features = matrix.shape[-1]
     tokens = matrix.numel() // features
     if tokens > INT32_MAX:
         raise InvalidArgumentError(f"{name} must have fewer than 2^31 tokens, got {tokens}")
-    lines = _lines(matrix, tokens, (0, 1))
+    lines = _lines(matrix, tokens, layouts)
     if lines is None or is_misaligned(matrix):
         return _dense(matrix), (tokens, features, 0)
     return matrix, lines

@@ -66,31 +66,6 @@ class Derived:
         return made
 
 
-# Product (DDS_NT, …), first and second factor, bias, residual, activation, whether the result is
-# column-major, metadata and scales of values, the kernel asked for, and whether the residual is a gate.
-Request = tuple[
-    int, Tensor, Tensor, Tensor | None, Tensor | None, int, bool, Tensor | None, Tensor | None, int, bool
-]
-# x, its values in 8 bits and their scales; values and scales of the weight; bias, residual, activation,
-# whether the result is column-major, the kernel asked for, whether the residual is a gate, whether sums may
-# be fast, and metadata of values.
-QuantizedRequest = tuple[
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    int,
-    bool,
-    int,
-    bool,
-    bool,
-    Tensor | None,
-]
-
-
 class Call(NamedTuple):
     """A resolved product whose operands were checked."""
 
@@ -434,9 +409,7 @@ class Prepared:
 
     Attributes:
         generation: number of changes of its contents; 0 on the CPU, where each content has its own object.
-        run: runs a product like one that has run before and returns its result; None for any other (see
-            `_C.Calls`).
-        run_quantized: the same for products of two factors in 8 bits.
+        kept: products that have run before.
         find: returns the call that was kept under a key, or None.
         on_cpu: True for a pattern on the CPU.
         prepacks: True if values are kept prepacked from call to call; see `BlockSparseLinear.prepack`.
@@ -476,9 +449,7 @@ class Prepared:
         self._grouped: dict[int, Prepared] = {}
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
-        self._kept = _C.Calls(TENSORS)
-        self.run: Callable[..., Tensor | None] = self._kept.run
-        self.run_quantized: Callable[..., Tensor | None] = self._kept.run_quantized
+        self.kept = _C.Calls(TENSORS)
         self.noted = 0.0
         self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
         self.use = None if self.watch is None else _C.Use(self.watch.clock)
@@ -605,24 +576,14 @@ class Prepared:
         self._prepacked.clear()
         self.plain, self.scales = Derived(), Derived()
 
-    def keep(self, request: Request, product: _C.Product, call: Call) -> None:
-        """Have `run` do the same from now on."""
-        if self._is_kept():
-            self._kept.keep(*request, product, *_allocations(call))
-
-    def keep_quantized(self, request: QuantizedRequest, product: _C.Product, call: Call) -> None:
-        """Have `run_quantized` do the same from now on."""
-        if self._is_kept():
-            self._kept.keep_quantized(*request, product, *_allocations(call))
-
-    def _is_kept(self) -> bool:
-        # On a GPU a call may pack, but not in a graph that is being captured.
+    def keeps_calls(self) -> bool:
+        """Return True unless calls may pack: on a GPU, but not in a graph that is being captured."""
         return not self.prepacks or self.on_cpu
 
     def forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
         self._calls.clear()
-        self._kept.clear()
+        self.kept.clear()
         for other in self._others():
             other.forget_calls()
 
@@ -746,7 +707,7 @@ class Prepared:
         return prepacked
 
 
-def _allocations(call: Call) -> tuple[Any, Any]:
+def allocations(call: Call) -> tuple[Any, Any]:
     """Return how result and workspace are allocated."""
     workspace = (Tensor.new_empty, (call.workspace,)) if call.workspace else None
     return allocation(call.form), workspace

@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.placement_types import Placement
 
-from .._checks import Index, check_like_product, is_inside
+from .._checks import Index, Operands, check_like_product, is_inside
 from .._ops.autograd import autocast
 from .._ops.epilogue import straight_through
-from .._ops.linear import linear_on, quantized_linear_on
+from .._ops.linear import linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
@@ -224,11 +224,9 @@ class TensorShard(PatternShard):
         if mask is not None:
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
-        elif layer.activations is not None:
-            how = {"policy": layer.policy, "metadata": metadata}
-            y = quantized_linear_on(local, weight, scales, index, bias, **how)
         else:
-            y = linear_on(local, weight, index, bias, policy=layer.policy, stored=(metadata, scales))
+            operands = Operands(metadata, scales, fast=None if layer.activations is None else True)
+            y = linear_on(local, weight, index, bias, policy=layer.policy, operands=operands)
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
         whole = DTensor.from_local(y, self._mesh, [given], run_check=False)
         y = whole.redistribute(placements=self._output_layouts)

@@ -17,10 +17,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._checks import BLOCK_SIZES, Index
+from .._checks import BLOCK_SIZES, Index, Operands
 from .._hooks import PEFT, revert
 from .._ops.autograd import autocast
-from .._ops.linear import combined, grouped_linear_on, grouped_sdd_on
+from .._ops.linear import combined, grouped_sdd_on, linear_on
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
 from ..nn.experts import ExpertsLinear
@@ -383,14 +383,13 @@ class LoraExperts(LoraLinear):
         more = -a.shape[1] % _LEAST
         grids, (bn, bk) = self._grids_of(a.shape[1] + more), self.get_base_layer().block_shape
         first, second = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        none = None, None
+        operands = Operands(offsets=offsets)
         for weight, shape, grid, added in (
             (first, (_LEAST, bk), grids[0], None),
             (second, (bn, _LEAST), grids[1], y),
         ):
-            x = grouped_linear_on(
-                x, _expert_blocks(weight, shape), grid, offsets, None, "none", added, none, None
-            )
+            blocks = _expert_blocks(weight, shape)
+            x = linear_on(x, blocks, grid, residual=added, operands=operands)
         return x
 
     def _add_grids(self, rank: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape, checked_count
+from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
-from .._ops.linear import grouped_linear_on
+from .._ops.linear import linear_on
 from ..config import check_experts, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
@@ -414,10 +414,9 @@ class ExpertsLinear(BlockSparseLinear):
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
             weight = straight_through(weight, tensors["mask"])
-        stored = tensors["metadata"], tensors["scales"]
-        return grouped_linear_on(
-            x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
-        )
+        operands = Operands(tensors["metadata"], tensors["scales"], offsets=offsets)
+        added = tensors["bias"], activation, residual
+        return linear_on(x, weight, index, *added, operands=operands, gate=gate)
 
     @classmethod
     def from_linear(cls, linear: nn.Module, *args: Any, **options: Any) -> NoReturn:

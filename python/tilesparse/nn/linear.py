@@ -22,18 +22,20 @@ from .._checks import (
     COMPRESSIBLE,
     DTYPES,
     Index,
+    Operands,
     as_integer,
     check_block_shape,
     check_one,
     check_policy,
     check_shapes,
     is_inside,
+    operands_of,
     shown,
 )
 from .._hooks import adapt
 from .._ops.autograd import autocast, is_plain, records_gradient
 from .._ops.epilogue import activation_code, masked, straight_through
-from .._ops.linear import combined, linear_on, linear_through, quantized_linear_on
+from .._ops.linear import combined, linear_on
 from .._ops.products import COMPRESS
 from .._reports import empty_of, warn_user
 from .._runtime.pattern_cache import blocks_of, prepared, update_of
@@ -1261,11 +1263,10 @@ class BlockSparseLinear(StoredWeight):
         if mask is not None:
             how: Any = {"policy": self._policy, "transposable": self._transposable}
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
-        elif self._activations is not None:
-            of_y = bias, activation, residual, column_major, self._policy, gate, True, buffers["metadata"]
-            y = quantized_linear_on(x, weight, buffers["scales"], index, *of_y)
         else:
-            stored = buffers["metadata"], buffers["scales"]
+            metadata, scales = buffers["metadata"], buffers["scales"]
+            eight_bits = self._activations is not None
+            stored = Operands(metadata, scales, fast=True) if eight_bits else operands_of(metadata, scales)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
@@ -1704,14 +1705,13 @@ def masked_linear(
         zeroed = straight_through(weight, mask)
         return linear_on(x, zeroed, index, bias, "none", residual, column_major, policy)
     compressed, metadata = COMPRESS(weight.detach(), mask, False)
-    if not records_gradient((weight,)):
-        stored = metadata, None
-        return linear_on(x, compressed, index, bias, "none", residual, column_major, stored=stored)
-    transposed: tuple[Tensor | None, Tensor | None] = None, None
-    if transposable and x.requires_grad:
-        transposed = COMPRESS(weight.detach(), mask, True)
-    kept = compressed, metadata, *transposed
-    return linear_through(x, weight, index, bias, residual, kept, column_major)
+    values, stored = compressed, Operands(metadata)
+    if records_gradient((weight,)):
+        transposed: tuple[Tensor | None, Tensor | None] = None, None
+        if transposable and x.requires_grad:
+            transposed = COMPRESS(weight.detach(), mask, True)
+        values, stored = weight, Operands(metadata, None, False, None, compressed, *transposed)
+    return linear_on(x, values, index, bias, "none", residual, column_major, operands=stored)
 
 
 _owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ids of weights, perhaps former ones

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import LARGEST, PACKED, check_content, check_values, shown
-from .._ops.linear import row_scales_on
-from .._ops.products import COMPRESS, dequantize_values
+from .._ops.products import COMPRESS, dequantize_values, row_scales_on
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from .traits import PER_FEATURE, SCALES
