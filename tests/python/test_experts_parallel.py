@@ -301,8 +301,7 @@ def _run(rank: int, backend: str, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"),
-    [("gloo", 2), ("gloo", 4), pytest.param("nccl", 2, marks=pytest.mark.gpu)],
+    ("backend", "size"), [("gloo", 2), ("gloo", 4), pytest.param("nccl", 2, marks=pytest.mark.gpu)]
 )
 def test_experts_of_several_processes(backend: str, size: int, tmp_path: Path) -> None:
     if backend == "nccl" and torch.cuda.device_count() < size:

@@ -308,10 +308,7 @@ def tensor_parallel(rank: int) -> None:
 def layouts(rank: int) -> None:
     """Inputs and outputs that all have, or of which each has some rows or tokens (sequence parallelism)."""
     for layout in (Replicate(), Shard(0), Shard(1)):
-        plan = {
-            "0": ColwiseParallel(input_layouts=layout),
-            "2": RowwiseParallel(output_layouts=layout),
-        }
+        plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
         model, alone = parallelize_module(make(), mesh(), plan).eval(), make().eval()
         x = randn(4, 8, WIDTH, dtype=torch.float32, device=here()).requires_grad_()
         y = alone(x)
@@ -479,10 +476,7 @@ def in_inference_mode(rank: int) -> None:
         model.load_state_dict(other.state_dict())
         alike(model(x), other(x))
     model = parallelize_module(make(), mesh(), PLAN)
-    with (
-        torch.inference_mode(),
-        mock.patch.object(_shards, "moved_index", partial(moved_index, copy=True)),
-    ):
+    with torch.inference_mode(), mock.patch.object(_shards, "moved_index", partial(moved_index, copy=True)):
         model(x)  # its index is a copy, as on a GPU
     torch.compile(model, backend="aot_eager")(x).sum().backward()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tilesparse import BlockSparseLinear
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import two_of_four
-from tilesparse.train import MaskSchedule, set_nm
+from tilesparse.train import MaskSchedule, set_nm_
 
 FEATURES = 64
 RATE, DECAY = 0.1, 0.25
@@ -26,11 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True),
     "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
     "adamw of groups": lambda model: torch.optim.AdamW(
-        [
-            {"params": list(model[0].parameters()), "lr": RATE},
-            {"params": list(model[2].parameters()), "lr": RATE / 2},
-        ],
-        lr=RATE,
+        [{"params": list(model[i].parameters()), "lr": rate} for i, rate in ((0, RATE), (2, RATE / 2))]
     ),
     "adamw, rate in a tensor": lambda model: torch.optim.AdamW(
         model.parameters(), lr=torch.tensor(RATE), foreach=False
@@ -39,18 +35,11 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def make(transposable: bool = False, **options: Any) -> Any:
-    options = {
-        "block_shape": 32,
-        "nm": (2, 4),
-        "transposable": transposable,
-        "dtype": torch.float64,
-        **options,
-    }
-    generator = seeded()
+    options = {"block_shape": 32, "nm": (2, 4), "dtype": torch.float64, "generator": seeded(), **options}
     return nn.Sequential(
-        BlockSparseLinear(FEATURES, 2 * FEATURES, generator=generator, **{"block_shape": 32, **options}),
+        BlockSparseLinear(FEATURES, 2 * FEATURES, transposable=transposable, **options),
         nn.Tanh(),
-        BlockSparseLinear(2 * FEATURES, FEATURES, generator=generator, **{"block_shape": 32, **options}),
+        BlockSparseLinear(2 * FEATURES, FEATURES, transposable=transposable, **options),
     )
 
 
@@ -294,7 +283,7 @@ def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
     schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY, decay_on=decay_on)
     train(model, optimizer, range(3))
     before = [tensor.clone() for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
-    set_nm(model, None)
+    set_nm_(model, None)
     assert all(layer.nm is None and layer.mask is None for layer in sparse(model))
     assert same(before, state_of(model, optimizer))
 
@@ -308,7 +297,7 @@ def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
     assert schedule.flips == {} and schedule.steps == 5
 
     before = [tensor.clone() for tensor in state_of(twin, reference)]
-    set_nm(model, (2, 4), transposable=True)
+    set_nm_(model, (2, 4), transposable=True)
     assert all(layer.transposable for layer in sparse(model))
     after = [tensor for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
     assert same(before, after)
@@ -320,47 +309,41 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
     model = make(nm=None)
     model.append(BlockSparseLinear(FEATURES, FEATURES, block_shape=(32, 16)))
     with pytest.raises(InvalidArgumentError, match=r"^model: layer '3': 2:4 is for bk of 32"):
-        set_nm(model, (2, 4))
+        set_nm_(model, (2, 4))
     model[3] = BlockSparseLinear(FEATURES, FEATURES, block_shape=(16, 32))
     with pytest.raises(InvalidArgumentError, match=r"^model: layer '3': transposable 2:4 is for bn of 32"):
-        set_nm(model, (2, 4), transposable=True)
+        set_nm_(model, (2, 4), transposable=True)
     model[3] = BlockSparseLinear(FEATURES, FEATURES, block_shape=32, nm=(2, 4), storage="compressed")
     for nm in ((2, 4), None):
         with pytest.raises(UnsupportedError, match=r"^model: layer '3': the storage must be 'plain'"):
-            set_nm(model, nm)
+            set_nm_(model, nm)
     assert all(layer.nm is None for layer in sparse(model)[:2])
     with pytest.raises(InvalidArgumentError, match=r"^model must have a BlockSparseLinear"):
-        set_nm(nn.Linear(4, 4), (2, 4))
+        set_nm_(nn.Linear(4, 4), (2, 4))
     with pytest.raises(InvalidArgumentError, match=r"^nm must be"):
-        set_nm(model, (1, 4))
+        set_nm_(model, (1, 4))
     with pytest.raises(InvalidArgumentError, match=r"^transposable must"):
-        set_nm(model, None, transposable=True)
+        set_nm_(model, None, transposable=True)
 
 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"model": nn.Linear(4, 4)}, r"^model must have a BlockSparseLinear with nm"),
-        ({"model": make(nm=None)}, r"^model must have a BlockSparseLinear with nm"),
-        ({"model": make(storage="compressed")}, r"^model must have a BlockSparseLinear with nm"),
-        ({"model": make()}, r"^optimizer: the weight of layer '0'"),
-        ({"optimizer": make()}, "^optimizer must be a torch.optim.Optimizer, got torch.nn.Sequential"),
-        ({"every": 0}, r"^every must be "),
-        ({"every": 2.0}, r"^every must be "),
-        ({"every": True}, r"^every must be "),
-        ({"decay": -1.0}, r"^decay must be "),
-        ({"decay": float("nan")}, r"^decay must be "),
-        ({"decay": float("inf")}, r"^decay must be "),
-        ({"decay": "1"}, r"^decay must be "),
-        ({"decay": True}, r"^decay must be "),
-        ({"decay_on": "bias"}, r"^decay_on must"),
+        ({"model": nn.Linear(4, 4)}, "model must have a BlockSparseLinear with nm"),
+        ({"model": make(nm=None)}, "model must have a BlockSparseLinear with nm"),
+        ({"model": make(storage="compressed")}, "model must have a BlockSparseLinear with nm"),
+        ({"model": make()}, "optimizer: the weight of layer '0'"),
+        ({"optimizer": make()}, "optimizer must"),
+        *(({"every": wrong}, "every must") for wrong in (0, 2.0, True)),
+        *(({"decay": wrong}, "decay must") for wrong in (-1.0, float("nan"), float("inf"), "1", True)),
+        ({"decay_on": "bias"}, "decay_on must"),
     ],
 )
 def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
     model = make()
     optimizer = OPTIMIZERS["sgd"](model)
     arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": 1, "decay": 0.0} | changed
-    with pytest.raises(InvalidArgumentError, match=text):
+    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
         MaskSchedule(**arguments)
     before = masks_of(model)
     train(model, optimizer, range(2))  # nothing was hooked

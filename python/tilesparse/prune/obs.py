@@ -29,7 +29,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..model.targets import block_shape_of
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear, dense_weight
 from ..pattern import BlockPattern
 from ..storage.quantize import two_of_four
 from . import scores
@@ -103,11 +103,11 @@ class Pruner:
         refit: bool = True,
         pattern: BlockPattern | None = None,
         block_scores: Tensor | None = None,
-    ) -> tuple[Solution, BlockSparseLinear]:
-        """Prune the layer; return the solution, and the layer itself on the device of the dense one.
+    ) -> Solution:
+        """Return the layer's solution.
 
         Args:
-            config: how it is to be stored.
+            config: how the layer is to be stored.
             method: one of `METHODS`, that chooses blocks.
             refit: whether what is kept makes up for what is not.
             pattern: the blocks, if they are known already.
@@ -144,7 +144,7 @@ class Pruner:
         layer = built(self._linear, solution, config)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
-        return solution._replace(error=self._error(stored, shift)), layer
+        return solution._replace(error=self._error(stored, shift))
 
     def _chosen(self, config: BlockSparseConfig, method: str, block_scores: Tensor | None) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
@@ -188,15 +188,6 @@ def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> B
     if solution.mask is not None:
         layer.set_nm(config.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
     return layer.to_storage(config.storage, per=config.scales, activations=config.activations)
-
-
-def dense_parameters(name: str, linear: nn.Module, layer: BlockSparseLinear) -> dict[str, Tensor]:
-    """Return the parameters with which a dense layer computes as the sparse one, by names in the model."""
-    weight = layer.to_linear().weight.detach()
-    own = {f"{name}.weight": weight.T if is_conv1d(linear) else weight}
-    if layer.bias is not None:
-        own[f"{name}.bias"] = layer.bias.detach()
-    return own
 
 
 class Elimination(NamedTuple):

@@ -97,50 +97,42 @@ def reconstruct_(
     check_autocast(autocast)
     generator = torch.Generator().manual_seed(checked_seed(seed))
     home = chosen_device(model, device)
-    batches = _checked_batches(batches)
-    count = _held_out(held_out, len(batches))
+    check_batches(batches)
+    batches = [checked_batch(batch) for batch in batches]
+    if len(batches) < 2:
+        raise InvalidArgumentError(
+            f"batches must be at least two, of which one is held out, got {len(batches)}"
+        )
+    fraction = checked_number("held_out", held_out)
+    if not 0 < fraction < 1:
+        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {held_out!r}")
+    count = len(batches) - min(math.ceil(fraction * len(batches)), len(batches) - 1)
     masks = [mask_of(batch) for batch in batches]
-    for kind, part in (("training", masks[:-count]), ("held-out", masks[-count:])):
+    for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
         if not any(mask is None or mask.any() for mask in part):
             raise InvalidArgumentError(
                 f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
             )
-    names = checked_names(model, teacher, submodules)
-    skipped = outside(model, names) if submodules is None else []
-    skipped += [
-        SkippedSubmodule(name, "no parameter of it is trained")
-        for name in names
-        if not trained_parameters(model.get_submodule(name))
-    ]
-    names = [name for name in names if not any(one.name == name for one in skipped)]
-    if not names:
-        raise InvalidArgumentError(f"submodules must have parameters to train, {skipped[-1].name!r} has none")
-    check_separate(model, names)
-    settings = Settings(
-        epochs,
-        lr,
-        range(len(batches) - count),
-        range(len(batches) - count, len(batches)),
-        masks,
-        home,
-        autocast,
-        generator,
-    )
+    names, skipped = _chosen(model, teacher, submodules)
+    training, rest = range(count), range(count, len(batches))
+    settings = _Settings(epochs, lr, training, rest, masks, home, autocast, generator)
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        """Call a model with copies on its device, which it may write to."""
+        return (forward or call)(model, moved(batch, device_of(model), copy=True))
+
     with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        run = _on_copies(forward or call)
-        pieces = in_order(model, pieces_of(model, names), batches[0], run, home)
+        pieces = _in_order(model, _pieces_of(model, names), batches[0], run, home)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
-            check_running(idle, [])
+            raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
         blocks, fitted = _reconstruct(model, teacher, batches, pieces, run, settings)
     skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
-    warn_of_skipped(skipped)
+    reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
+    if reasons:
+        texts = (f"{listed(own)} ({reason})" for reason, own in reasons.items())
+        warn_user(f"reconstruct did not fit {'; '.join(texts)}")
     return ReconstructionReport(fitted, skipped, blocks)
-
-
-def _on_copies(forward: Forward) -> Forward:
-    """Call a model with copies on its device, which it may write to."""
-    return lambda model, batch: forward(model, moved(batch, device_of(model), copy=True))
 
 
 @torch.no_grad()
@@ -148,30 +140,32 @@ def _reconstruct(
     model: nn.Module,
     teacher: nn.Module,
     batches: Sequence[Any],
-    pieces: Sequence[Piece],
+    pieces: Sequence[_Piece],
     run: Forward,
-    settings: Settings,
+    settings: _Settings,
 ) -> tuple[list[str], list[FittedSubmodule]]:
     progress = Progress(sum(len(piece.names) for piece in pieces))
     fitted: list[FittedSubmodule] = []
     done: list[str] = []
     for piece in pieces:
         ours, theirs = _streams(model, teacher, batches, piece.blocks, run, settings)
-        check_running(piece.names, ours.order)
+        for name in piece.names:
+            if not any(_is_within(name, block) for block in ours.order):
+                raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
         done += ours.order
         for block in ours.order:
-            parts = {name: model.get_submodule(name) for name in piece.names if is_within(name, block)}
+            parts = {name: model.get_submodule(name) for name in piece.names if _is_within(name, block)}
             dense = {name: teacher.get_submodule(name) for name in parts}
             with (
                 placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
                 autocasting(settings.device, settings.autocast),
             ):
                 targets = theirs.outputs(block, dense)
-                check_runs(parts, targets, len(batches))
+                _check_runs(parts, targets, len(batches))
                 for name in list(targets):  # in the order in which they run
                     calls = ours.capture(block, {name: parts[name]})
-                    check_runs([name], calls, len(batches))
-                    fitted.append(fit(name, parts[name], calls[name], targets.pop(name), settings))
+                    _check_runs([name], calls, len(batches))
+                    fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
                     progress.show(len(fitted), f"submodules reconstructed, {name} the last")
                 ours.outputs(block, {})
     return list(dict.fromkeys(done)), fitted
@@ -183,43 +177,22 @@ def _streams(
     batches: Sequence[Any],
     blocks: Sequence[str],
     run: Forward,
-    settings: Settings,
+    settings: _Settings,
 ) -> tuple[Stream, Stream]:
     """Return streams of both models through blocks, or through the whole model where these are no chain."""
-
-    def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
-        ours, theirs = (stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
-        return ours, theirs
-
     if {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
-        ours, theirs = through(blocks)
+        ours, theirs = (_stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
         chains = all(stream.is_chain and not stream.shares for stream in (ours, theirs))
         if chains and ours.order == theirs.order:
             return ours, theirs
-    return through([""])
-
-
-def _checked_batches(batches: Iterable[Any]) -> list[Any]:
-    check_batches(batches)
-    listed = [checked_batch(batch) for batch in batches]
-    if len(listed) < 2:
-        raise InvalidArgumentError(
-            f"batches must be at least two, of which one is held out, got {len(listed)}"
-        )
-    return listed
-
-
-def _held_out(fraction: object, batches: int) -> int:
-    number = checked_number("held_out", fraction)
-    if not 0 < number < 1:
-        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {fraction!r}")
-    return min(math.ceil(number * batches), batches - 1)
+    ours, theirs = (_stream_of(one, [""], batches, run, settings.device) for one in (model, teacher))
+    return ours, theirs
 
 
 @contextlib.contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Write the parameters back if anything goes wrong; copies are kept where the model is."""
-    parameters = [one for name in names for one in trained_parameters(model.get_submodule(name)).values()]
+    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     copies = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
@@ -233,7 +206,8 @@ def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]
 @contextlib.contextmanager
 def _without_cache(*models: nn.Module) -> Iterator[None]:
     """Have Transformers' models keep no keys and values, which a block that runs again would append to."""
-    configs = {id(config): config for model in models for config in _configs(model)}
+    held = (getattr(module, "config", None) for model in models for module in model.modules())
+    configs = {id(config): config for config in held if hasattr(config, "use_cache")}
     before = [(config, config.use_cache) for config in configs.values()]
     try:
         for config, _ in before:
@@ -244,14 +218,7 @@ def _without_cache(*models: nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            yield config
-
-
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """Settings of all fits."""
 
     epochs: int
@@ -264,12 +231,20 @@ class Settings(NamedTuple):
     generator: torch.Generator
 
 
-def fit(
-    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: Settings
+def _fit(
+    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: _Settings
 ) -> FittedSubmodule:
     """Fit a submodule to its targets and keep the weights with the least held-out error."""
-    parameters = trained_parameters(part)
+    parameters = _trained(part)
     pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
+    # In float32 at least, so that small steps of weights in 16 bits are not lost.
+    masters = {
+        key: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True).requires_grad_()
+        for key, value in parameters.items()
+    }
+
+    def rounded() -> dict[str, Tensor]:
+        return {key: master.to(parameters[key].dtype) for key, master in masters.items()}
 
     def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         return swapped(part, {parameters[key]: value for key, value in values.items()})
@@ -280,7 +255,6 @@ def fit(
         wrong, whole = torch.stack(sums).double().sum(0).tolist()
         return float(wrong / whole) if whole else float(wrong)
 
-    masters = {key: _master(value) for key, value in parameters.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=settings.lr, weight_decay=0.0)
     steps = settings.epochs * len(settings.training)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -290,7 +264,7 @@ def fit(
     best, kept = math.inf, {}
     for _ in range(settings.epochs):
         for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
-            with torch.enable_grad(), holding(_rounded(masters, parameters)):
+            with torch.enable_grad(), holding(rounded()):
                 wrong, whole = pairs[i].squares(name, part, settings.device)
                 # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
                 scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
@@ -298,12 +272,16 @@ def fit(
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        values = {key: value.detach().clone() for key, value in _rounded(masters, parameters).items()}
+        values = {key: value.detach().clone() for key, value in rounded().items()}
         after = error(values)
         if after < best:  # never of NaN
             best, kept = after, values
     if best < before:
-        _keep(part, parameters, kept)
+        layers = [layer for layer in part.modules() if isinstance(layer, BlockSparseLinear)]
+        masks = {id(layer.weight): layer.mask for layer in layers}
+        for key, parameter in parameters.items():
+            mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
+            parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
     return FittedSubmodule(name, before, best, best < before)
 
 
@@ -332,29 +310,12 @@ class _Pair(NamedTuple):
         return (output - target).square().sum(), target.square().sum()
 
 
-def trained_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
+def _trained(part: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients, by name."""
     return {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    """Copy a parameter in float32 at least, so that small steps of weights in 16 bits are not lost."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(dtype, copy=True).requires_grad_()
-
-
-def _rounded(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: master.to(parameters[name].dtype) for name, master in masters.items()}
-
-
-def _keep(part: nn.Module, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    masks = {id(layer.weight): layer.mask for layer in part.modules() if isinstance(layer, BlockSparseLinear)}
-    for name, parameter in parameters.items():
-        mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
-        parameter.copy_(values[name] if mask is None else torch.where(mask, values[name], parameter))
-
-
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """Blocks that data go through one by one, and the submodules in them that are fitted."""
 
     blocks: list[str]
@@ -376,37 +337,37 @@ def _stacks(model: nn.Module) -> list[list[str]]:
         container: Any = modules[stack]
         blocks = [_join(stack, key) for key, _ in container.named_children()]
         others = [block for other in found for block in other]
-        if any(is_within(a, b) or is_within(b, a) for a in blocks for b in others):
+        if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
             continue
-        inside = sum(any(is_within(layer, block) for block in blocks) for layer in sparse)
+        inside = sum(any(_is_within(layer, block) for block in blocks) for layer in sparse)
         if inside and len(blocks) == len(container):  # none is there twice
             found.append(blocks)
             held += inside
     return found if 2 * held > len(sparse) else []
 
 
-def pieces_of(model: nn.Module, names: Sequence[str]) -> list[Piece]:
+def _pieces_of(model: nn.Module, names: Sequence[str]) -> list[_Piece]:
     """Return the stacks with their submodules, or the whole model where a submodule lies in no stack."""
     pieces = [
-        Piece(blocks, [name for name in names if any(is_within(name, block) for block in blocks)])
+        _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
         for blocks in _stacks(model)
     ]
     if sum(len(piece.names) for piece in pieces) < len(names):
-        return [Piece([""], list(names))]
+        return [_Piece([""], list(names))]
     return [piece for piece in pieces if piece.names]
 
 
-def in_order(
-    model: nn.Module, pieces: list[Piece], batch: Any, run: Forward, device: torch.device
-) -> list[Piece]:
+def _in_order(
+    model: nn.Module, pieces: list[_Piece], batch: Any, run: Forward, device: torch.device
+) -> list[_Piece]:
     """Return pieces in the order in which they run, without those that do not."""
     if len(pieces) == 1:
         return pieces
     by_head = {piece.blocks[0]: piece for piece in pieces}
-    return [by_head[name] for name in stream_of(model, list(by_head), [batch], run, device).order]
+    return [by_head[name] for name in _stream_of(model, list(by_head), [batch], run, device).order]
 
 
-def stream_of(
+def _stream_of(
     model: nn.Module, blocks: Sequence[str], batches: Sequence[Any], run: Forward, device: torch.device
 ) -> Stream:
     """Record how batches run through blocks.
@@ -425,8 +386,10 @@ def stream_of(
     return stream
 
 
-def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
-    """Return the names to fit, once both models are known to have them."""
+def _chosen(
+    model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None
+) -> tuple[list[str], list[SkippedSubmodule]]:
+    """Return the names to fit, once both models are known to have them, and what is left out."""
     if submodules is None:
         names = _default_names(model)
         if not names:
@@ -441,14 +404,28 @@ def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str
             if name not in known:
                 raise InvalidArgumentError(f"submodules must name modules of the {whose}, {name!r} is none")
     for name in names:
-        if sum(is_within(name, other) for other in names) > 1:
+        if sum(_is_within(name, other) for other in names) > 1:
             raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
-    for tensor in (*model.parameters(), *teacher.parameters()):
-        if tensor.is_meta:
-            raise InvalidArgumentError(
-                "model and teacher must have parameters with data, got the meta device"
-            )
-    return names
+    if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
+        raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
+    outside = [
+        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
+    ]
+    skipped = outside if submodules is None else []
+    frozen = [name for name in names if not _trained(model.get_submodule(name))]
+    skipped += [SkippedSubmodule(name, "no parameter of it is trained") for name in frozen]
+    names = [name for name in names if name not in frozen]
+    if not names:
+        raise InvalidArgumentError(f"submodules must have parameters to train, {frozen[-1]!r} has none")
+    owners: dict[int, str] = {}
+    for name in names:
+        for parameter in _trained(model.get_submodule(name)).values():
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
+    return names, skipped
 
 
 def _default_names(model: nn.Module) -> list[str]:
@@ -470,33 +447,7 @@ def _parts(name: str, module: nn.Module) -> list[str]:
     return parts
 
 
-def outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
-    """Return the block-sparse layers that are in no submodule."""
-    return [
-        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
-        for name, module in model.named_modules()
-        if isinstance(module, BlockSparseLinear) and not any(is_within(name, one) for one in names)
-    ]
-
-
-def check_separate(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise UnsupportedError where two submodules share a trained parameter."""
-    owners: dict[int, str] = {}
-    for name in names:
-        for parameter in trained_parameters(model.get_submodule(name)).values():
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
-
-
-def check_running(names: Sequence[str], blocks: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless each name lies in one of the blocks that run."""
-    for name in names:
-        if not any(is_within(name, block) for block in blocks):
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
-
-
-def check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
+def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
     """Raise unless each submodule runs once in every batch."""
     for name in names:
         runs = len(found.get(name, ()))
@@ -510,7 +461,7 @@ def _has_sparse(module: nn.Module) -> bool:
     return any(isinstance(one, BlockSparseLinear) for one in module.modules())
 
 
-def is_within(name: str, block: str) -> bool:
+def _is_within(name: str, block: str) -> bool:
     """Return True for the block and what lies in it; the name of the model itself is empty."""
     return not block or name == block or name.startswith(f"{block}.")
 
@@ -558,13 +509,3 @@ class ReconstructionReport:
             rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
         lines = [line.rstrip() for line in aligned(rows)]
         return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
-
-
-def warn_of_skipped(skipped: Sequence[SkippedSubmodule]) -> None:
-    """Warn of submodules that were not fitted, by reason."""
-    reasons = dict.fromkeys(one.reason for one in skipped)
-    texts = [
-        f"{listed(one.name for one in skipped if one.reason == reason)} ({reason})" for reason in reasons
-    ]
-    if texts:
-        warn_user(f"reconstruct did not fit {'; '.join(texts)}")

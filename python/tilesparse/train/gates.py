@@ -23,7 +23,7 @@ from ._layers import (
     some_sparse_layers,
     sparse_layers,
 )
-from .gradual import check_unwrapped, compact
+from .gradual import check_unwrapped, compact_
 from .patterns import check_states
 
 # Of the hard concrete distribution, as Louizos et al. chose them.
@@ -111,12 +111,6 @@ class BlockGates:
         expected = [gate.open().sum() * (sizes[name] / total) for name, gate in self._gates.items()]
         return torch.stack([one.to(expected[0].device) for one in expected]).sum()
 
-    def _original(self, name: str) -> Tensor:
-        """The Parameter that gates multiply."""
-        parametrizations: Any = self._layers[name].parametrizations
-        original: Tensor = parametrizations.weight.original
-        return original
-
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """End the gates: multiply weights by them, and remove blocks whose gate is closed.
@@ -125,7 +119,7 @@ class BlockGates:
         left stay as they were; the parameters of gates have no further use in the optimizer.
 
         Returns:
-            How many blocks each layer has lost, by its name, see `tilesparse.train.compact`.
+            How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
 
         Raises:
             InvalidArgumentError: the gates were ended before, or ``optimizer`` is none.
@@ -137,13 +131,15 @@ class BlockGates:
             raise InvalidArgumentError("model must have layers with gates, which were ended before")
         if optimizer is not None:
             optimizer = checked_optimizer(optimizer)
-            check_states(optimizer, {name: self._original(name) for name in self._layers})
+            layers: dict[str, Any] = self._layers
+            originals = {name: one.parametrizations.weight.original for name, one in layers.items()}
+            check_states(optimizer, originals)
         for name, layer in self._layers.items():
             training = self._gates[name].training
             self._gates[name].eval()
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
             self._gates[name].train(training)
-        return compact(self._model, optimizer)
+        return compact_(self._model, optimizer)
 
 
 class GroupLasso(Uncopied):
@@ -154,7 +150,7 @@ class GroupLasso(Uncopied):
 
         W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
 
-    with the learning rate of the weight's group in that step. So blocks reach zero exactly, and `compact`
+    with the learning rate of the weight's group in that step. So blocks reach zero exactly, and `compact_`
     then removes them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW
     is. In 16 bits weights that are to change by less than their precision do not change: train in float32,
     with autocast.
@@ -200,15 +196,10 @@ class GroupLasso(Uncopied):
                 threshold = group["lr"] * self._strength * weight[0].numel() ** 0.5 if len(weight) else 0.0
                 if overflow is not None:
                     threshold = threshold * (overflow.to(weight.device, non_blocking=True) == 0)
-                weight.mul_(_factors(weight, threshold))
-
-
-def _factors(weight: Tensor, threshold: float | Tensor) -> Tensor:
-    """[nnz, 1, 1]: what is left of each block, from 0 to 1."""
-    precision = precision_of(weight)
-    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
-    left: Tensor = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
-    return left.clamp_min(0)
+                precision = precision_of(weight)
+                norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
+                left = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
+                weight.mul_(left.clamp_min(0))
 
 
 def _fitted(density: float) -> float:

@@ -30,7 +30,7 @@ from ._layers import (
 DECAYS = ("gradient", "weight")
 
 
-def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
+def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
     """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
 
     Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
@@ -49,7 +49,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
     check_nm(nm, transposable)
     layers = some_sparse_layers(model)
     for name, layer in layers.items():
-        check_whole(layer, "set_nm")
+        check_whole(layer, "set_nm_")
         check_plain_storage(name, layer)
         if nm is not None:
             check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
@@ -78,7 +78,7 @@ class MaskSchedule(Uncopied):
     fused optimizer is called all the same, and leaves the step out on the GPU: then there is no decay either,
     but the call counts towards ``every``, since the host cannot know without waiting.
 
-    Layers that have plain blocks again, see `set_nm`, are passed over until they get masks.
+    Layers that have plain blocks again, see `set_nm_`, are passed over until they get masks.
 
     In several processes masks are equal where weights are equal, for on one kind of device they follow from
     these alone. With ``DistributedDataParallel(broadcast_buffers=False)`` the masks that layers began with
