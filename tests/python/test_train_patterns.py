@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, dense_weight, here, randn, run_scenes, same, seeded, spawn, state_of
+from helpers import DEVICES, TWO, dense_weight, here, play, randn, same, seeded, state_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -319,21 +319,18 @@ def test_layers_without_useful_norms_stay_as_they_are() -> None:
     before = [slots_of(layer) for layer in sparse(model)]
     with pytest.raises(InvalidArgumentError, match=r"^grow by gradients needs a backward pass"):
         schedule.step()
+    model[2](torch.ones(2, OUT)).square().sum().backward()  # one layer alone
+    schedule.step()
+    assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0 and slots_of(model[0]) == before[0]
+    before = [slots_of(layer) for layer in sparse(model)]
     for factor in (0.0, float("inf")):  # a loss that is 0, a scaled loss that overflows
-        x = torch.ones(2, IN)
-        (model(x).sum() * factor).backward()
+        optimizer.zero_grad()
+        (model(torch.ones(2, IN)).sum() * factor).backward()
         optimizer.step()
         weight = model[0].weight.clone()
         schedule.step()
         assert [slots_of(layer) for layer in sparse(model)] == before and schedule.moved["0"] == 0
         assert torch.equal(model[0].weight.nan_to_num(), weight.nan_to_num())
-        optimizer.zero_grad()
-        if factor:
-            return
-    layer = model[2]  # alone
-    layer(torch.ones(2, OUT)).square().sum().backward()
-    schedule.step()
-    assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0
 
 
 def test_averages_forget_steps_that_overflowed() -> None:
@@ -749,17 +746,10 @@ def sharded(rank: int) -> None:
         PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
 
 
-def _run(rank: int, backend: str, rendezvous: str) -> None:
+@pytest.mark.parametrize(("backend", "size"), TWO)
+def test_processes_move_blocks_alike(backend: str, size: int, tmp_path: Path) -> None:
     norms = norms_are_averaged, norms_of_mixed_precision
-    scenes = moving_together, *norms, gates_end_alike, different_arguments, sharded
-    run_scenes(scenes, rank, 2, backend, rendezvous)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def test_processes_move_blocks_alike(backend: str, tmp_path: Path) -> None:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    spawn(_run, (backend, str(tmp_path / "rendezvous")), 2)
+    play((moving_together, *norms, gates_end_alike, different_arguments, sharded), backend, size, tmp_path)
 
 
 @pytest.mark.gpu

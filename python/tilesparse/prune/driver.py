@@ -78,12 +78,12 @@ class PrunedLayer:
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
-        damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
-            or more where that was too weak.
+        damping: of the second moment of the inputs, over the mean of its diagonal; more than was asked for
+            where that was too weak.
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
-        projection: of an expert, the name of the projection of all of them; the table has one row for these.
+        projection: of an expert, the name of the projection of all of them, which are one row of the table.
     """
 
     name: str
@@ -158,24 +158,20 @@ def prune_(
     blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each block come
     from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside the stack come
     last. Within a block, layers are pruned in the order in which they run, those with the same input
-    together. Each is fitted to its output in the dense model, from its inputs in the pruned one.
-
-    The model computes as in evaluation, without dropout, and is changed only at the very end: after an error
-    or an interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
+    together. The model computes as in evaluation, and is changed only at the very end: after an error or an
+    interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
 
     Args:
-        model: any module; Transformers' models are saved by ``save_pretrained`` afterwards.
+        model: any module.
         config: how layers are stored; or a config for each name or regular expression of layers, of which
             the first that matches a layer counts, and None leaves it dense, as `allocate` gives them. With
-            ``nm=(2, 4)`` the two of four are chosen after the blocks, by what each alone costs, and the refit
-            is exact for them as well.
+            ``nm=(2, 4)`` the two of four are chosen after the blocks, and the refit is exact for them, too.
         batches: calibration data: an iterable, read once and kept in memory. A mapping gives keyword
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
         layers: names or regular expressions, as of `sparsify_`. None is every linear layer that `sparsify_`
-            takes and that can be cut into such blocks, and each expert of a mixture: output embeddings and
-            tied layers stay dense, and the report says so. A layer that cannot be cut is an error where one
-            writes out the last part of its name.
+            takes and that can be cut into such blocks, and each expert of a mixture. A layer that cannot be
+            cut is an error where one writes out the last part of its name.
         exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer and its name, and returns True to prune it.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
@@ -189,17 +185,15 @@ def prune_(
         loss: ``loss(model, batch)`` gives a scalar to "taylor" and "movement". None is the ``loss`` of what
             the model gives, as of Transformers' models for batches with labels.
         device: where blocks of the stack and all matrices are computed; None is that of the model's first
-            parameter. What is outside the stack runs where it is.
+            parameter.
         folder: for progress: layers that are done are kept there, and a run with the same model, data and
-            arguments goes on behind them. On one CPU the result is the same bit for bit. Delete it yourself.
-        strict: raise where a name or expression prunes no layer, or all of them none. False leaves that to
-            the report.
+            arguments goes on behind them. On one CPU the result is the same bit for bit.
+        strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
-        UserWarning: layers have met fewer tokens than they have inputs (and one more with a bias), without
-            which XᵀX cannot have full rank, so that weights fit these tokens alone and errors are too small;
-            or chosen blocks leave block rows or columns of layers empty; or without ``layers`` most
-            parameters are in no linear layer and stay dense.
+        UserWarning: layers have met fewer tokens than they have inputs, so that weights fit these tokens
+            alone and errors are too small; or chosen blocks leave block rows or columns empty; or without
+            ``layers`` most parameters are in no linear layer and stay dense.
 
     Raises:
         InvalidArgumentError: an argument is not allowed or stands beside one that it cannot stand beside, no

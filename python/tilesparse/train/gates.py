@@ -68,10 +68,9 @@ class BlockGates:
     Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
     2/3, stretched to -0.1 … 1.1).
 
-    Gates are parametrizations of the weights (``torch.nn.utils.parametrize``): their parameters
-    ``log_alpha`` are parameters of the model, in its ``state_dict()`` as well, and the weights stay the same
-    Parameters. Build the optimizer afterwards. Gates need a larger learning rate than weights, 0.1 with Adam
-    is a start, and no weight decay.
+    Gates are parametrizations of the weights: their parameters ``log_alpha`` are parameters of the model, and
+    the weights stay the same Parameters. Build the optimizer afterwards. Gates need a larger learning rate
+    than weights, 0.1 with Adam is a start, and no weight decay.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which get gates.
@@ -101,7 +100,7 @@ class BlockGates:
             self._gates[name] = gate
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the gates, for a group of their own."""
+        """Return the parameters of the gates, for a group of their own."""
         return [gate.log_alpha for gate in self._gates.values()]
 
     def density(self) -> Tensor:
@@ -150,13 +149,10 @@ class GroupLasso(Uncopied):
 
         W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
 
-    with the learning rate of the weight's group in that step. So blocks reach zero exactly, and `compact_`
-    then removes them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW
-    is. In 16 bits weights that are to change by less than their precision do not change: train in float32,
-    with autocast.
-
-    It works by a hook of the optimizer; nothing waits for a GPU. Steps that ``torch.amp.GradScaler`` leaves
-    out leave weights as they are.
+    with the learning rate of the weight's group. So blocks reach zero exactly, and `compact_` then removes
+    them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW is. Train in
+    float32, with autocast: in 16 bits changes below the precision are lost. It works by a hook of the
+    optimizer; nothing waits for a GPU.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which are pulled at.
@@ -231,7 +227,7 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
 
 
 def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
-    """A model's parameters for an optimizer: weights of sparse layers learn faster, the sparser they are.
+    """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
 
     Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
     them, set the rate of their group anew after each of its events, by `learning_rate_factor`.

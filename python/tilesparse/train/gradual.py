@@ -39,16 +39,12 @@ class Gradual:
 
     in a few events. Each removes the blocks of lowest score from every layer; of equal scores the later slot
     goes. The defaults follow "The Journey Matters" (2025), in which pruning from 25 % to 75 % of the compute
-    did best and the loss followed the average number of parameters.
+    did best and the loss followed the average number of parameters. Start with density 1 and the policy
+    "auto", which multiplies dense as long as that is faster.
 
-    Start with density 1, of ``BlockSparseLinear(..., density=1)`` or of the patcher, and with the policy
-    "auto": it multiplies dense as long as that is faster. Removed blocks free their memory. Each weight stays
-    the same Parameter, and its gradient and the optimizer's states are narrowed with it, so that training
-    goes on; a captured CUDA graph has to be captured again, and compiled code is compiled anew after each
-    event, of which torch.compile by default tolerates eight (``torch._dynamo.config.recompile_limit``).
-
-    One process trains the model: the buckets of DistributedDataParallel and the shards of ``fully_shard``
-    keep the sizes they were made with.
+    Removed blocks free their memory. Each weight stays the same Parameter, and its gradient and the
+    optimizer's states are narrowed with it; a captured CUDA graph has to be captured again, and compiled code
+    is compiled anew after each event. One process trains the model.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".

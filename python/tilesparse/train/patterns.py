@@ -43,37 +43,27 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     recycled**, so that PyTorch's learning rate schedulers drive it. `fractions` is its plain name.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
-    slots places that were free before; fewer if there are fewer such places, none at density 1. All of this
-    happens in place, and no weight moves: captured graphs and compiled code go on, the host does not wait for
-    a GPU, and optimizers need not be built again. Of equal scores the first slot is dropped, and the first
-    place in row order is taken.
+    slots places that were free before; fewer if there are fewer such places. All of this happens in place,
+    and no weight moves: captured graphs and compiled code go on, and the host does not wait for a GPU. Of
+    equal scores the first slot is dropped, and the first place in row order is taken.
 
-    What is dropped (``drop``):
+    ``drop`` is "magnitude": blocks of smallest norm, as in SET and RigL; or "movement": blocks whose sum of
+    -weight · gradient since the last rewiring is smallest (Sanh et al., "Movement Pruning", NeurIPS 2020).
 
-    - "magnitude": blocks of smallest norm, as in SET and RigL. Of the L1, L2 and maximum norm Dietrich et al.
-      ("Towards Structured Dynamic Sparse Pre-Training of BERT", 2021) found L1 to be best.
-    - "movement": blocks whose sum of -weight · gradient since the last rewiring is smallest (Sanh et al.,
-      "Movement Pruning", NeurIPS 2020). It takes a pass over weights and gradients in every step.
-
-    What grows (``grow``):
+    ``grow`` is
 
     - "random": SET (Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse
-      connectivity inspired by network science", Nature Communications 2018).
+      connectivity inspired by network science", Nature Communications 2018);
     - "gradient": places with the largest norm of the dense gradient's block, in the step of the rewiring:
-      RigL (Evci et al., "Rigging the Lottery", ICML 2020).
+      RigL (Evci et al., "Rigging the Lottery", ICML 2020);
     - "momentum": places with the largest exponential average of that norm: SNFS (Dettmers and Zettlemoyer,
-      "Sparse Networks from Scratch", 2019), of which the redistribution of blocks among layers is left out.
+      "Sparse Networks from Scratch", 2019), without the redistribution of blocks among layers.
 
     The dense gradient's norms are computed in backward passes whose step needs them: that takes as long as
     the weight gradient of a dense layer, but no more than 64 MiB, or one block row, of it lie in memory. They
-    are exact where a layer is called once in one backward pass; over several calls, and several backward
-    passes with gradient accumulation, the norms are added up, which is at least the norm of the sum. Between
-    processes they are averaged. A layer without norms, since it was not called, or whose norms are all zero
-    or not finite, as where a scaled loss overflowed, keeps its pattern in that rewiring; averages leave out
-    samples that are not finite. Compiled models are compiled a second time for these steps, and not again.
-
-    Steps that ``torch.amp.GradScaler`` leaves out count, as `step` is called. Norms have the factor of the
-    loss; averages of "momentum" lean towards the steps in which it was large.
+    are exact where a layer is called once in one backward pass; over several, the norms are added up. A layer
+    without norms, since it was not called, or whose norms are all zero or not finite, keeps its pattern in
+    that rewiring; averages leave out samples that are not finite.
 
     In several processes all that decides is equal: scores follow from equal weights and gradients, random
     numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Arguments and
