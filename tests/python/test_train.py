@@ -179,39 +179,6 @@ def test_scaled_gradients(decay_on: str, fused: bool) -> None:
     assert schedule.steps == (3 if fused else 2)
 
 
-@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
-def test_resumed_training_is_the_same_bit_for_bit(decay_on: str) -> None:
-    def begin() -> tuple[nn.Sequential, torch.optim.Optimizer, MaskSchedule]:
-        model = make(transposable=True)
-        optimizer = OPTIMIZERS["adamw"](model)
-        return model, optimizer, MaskSchedule(model, optimizer, every=3, decay=DECAY, decay_on=decay_on)
-
-    parts = begin()
-    train(*parts[:2], range(4))
-    saved = copy.deepcopy([part.state_dict() for part in parts])
-    train(*parts[:2], range(4, 9))
-    resumed = begin()
-    for part, state in zip(resumed, saved, strict=True):
-        part.load_state_dict(state)
-    train(*resumed[:2], range(4, 9))
-    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
-    assert resumed[2].state_dict() == parts[2].state_dict() == {"steps": 9}
-
-    shifted = begin()  # without its own state a schedule would refresh in other steps
-    for part, state in zip(shifted[:2], saved, strict=False):
-        part.load_state_dict(state)
-    train(*shifted[:2], range(4, 9))
-    assert not same(masks_of(parts[0]), masks_of(shifted[0]))
-
-
-@pytest.mark.parametrize("state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}, {"steps": 1, "x": 2}])
-def test_states_of_something_else_are_refused(state: dict[str, Any]) -> None:
-    model = make()
-    schedule = MaskSchedule(model, OPTIMIZERS["sgd"](model), every=1, decay=0)
-    with pytest.raises(InvalidArgumentError, match=r"^state_dict( must|: )"):
-        schedule.load_state_dict(state)
-
-
 def test_flips_of_the_last_refresh() -> None:
     model = make()
     schedule = MaskSchedule(model, OPTIMIZERS["sgd"](model), every=5, decay=0)
@@ -324,30 +291,6 @@ def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
         set_nm_(model, (1, 4))
     with pytest.raises(InvalidArgumentError, match=r"^transposable must"):
         set_nm_(model, None, transposable=True)
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"model": nn.Linear(4, 4)}, "model must have a BlockSparseLinear with nm"),
-        ({"model": make(nm=None)}, "model must have a BlockSparseLinear with nm"),
-        ({"model": make(storage="compressed")}, "model must have a BlockSparseLinear with nm"),
-        ({"model": make()}, "optimizer: the weight of layer '0' is not among"),
-        ({"optimizer": make()}, "optimizer must"),
-        *(({"every": wrong}, "every must") for wrong in (0, 2.0, True)),
-        *(({"decay": wrong}, "decay must") for wrong in (-1.0, float("nan"), float("inf"), "1", True)),
-        ({"decay_on": "bias"}, "decay_on must"),
-    ],
-)
-def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
-    model = make()
-    optimizer = OPTIMIZERS["sgd"](model)
-    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": 1, "decay": 0.0} | changed
-    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
-        MaskSchedule(**arguments)
-    before = masks_of(model)
-    train(model, optimizer, range(2))  # nothing was hooked
-    assert same(before, masks_of(model))
 
 
 @pytest.mark.gpu

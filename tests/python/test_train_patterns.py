@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -410,43 +411,87 @@ def test_masks_of_2_to_4_stay_at_their_slots() -> None:
 # ---- resumed, scaled, compiled, several processes ----
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_resumed_training_is_the_same_bit_for_bit(method: str) -> None:
-    def begin() -> Any:
-        model = make()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        schedule = PatternSchedule(
-            model, optimizer, every=3, seed=4, new_scale=0.1, fraction={"0": 0.5, "2": 0.3}, **METHODS[method]
+# What is trained, and by which schedule.
+SCHEDULES: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    **{
+        name: (
+            {},
+            partial(
+                *(PatternSchedule,), every=3, seed=4, new_scale=0.1, fraction={"0": 0.5, "2": 0.3}, **method
+            ),
         )
-        return model, optimizer, schedule, LambdaLR(schedule, lambda step: 1 / (1 + step))
+        for name, method in METHODS.items()
+    },
+    **{
+        f"gradual {score}": (
+            {"density": 1.0},
+            partial(Gradual, density=0.25, steps=11, events=5, score=score),
+        )
+        for score in ("magnitude", "movement")
+    },
+    **{
+        f"masks {decay_on}": (
+            {"block_shape": 32, "nm": (2, 4), "transposable": True},
+            partial(MaskSchedule, every=3, decay=0.25, decay_on=decay_on),
+        )
+        for decay_on in ("gradient", "weight")
+    },
+}
 
-    parts = begin()
-    train(*parts[:3], range(5), parts[3])
+
+def begin(name: str) -> Any:
+    options, schedule = SCHEDULES[name]
+    model = make(**options)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    parts = model, optimizer, schedule(model, optimizer)
+    moves = isinstance(parts[2], PatternSchedule)
+    return (*parts, LambdaLR(parts[2], lambda step: 1 / (1 + step))) if moves else parts
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_resumed_training_is_the_same_bit_for_bit(name: str) -> None:
+    def go(parts: Any, steps: range) -> None:
+        train(*parts[:3], steps, *parts[3:])
+
+    parts, resumed = begin(name), begin(name)
+    go(parts, range(5))
     saved = copy.deepcopy([part.state_dict() for part in parts])
-    train(*parts[:3], range(5, 11), parts[3])
-    resumed = begin()
+    go(parts, range(5, 11))
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
-    train(*resumed[:3], range(5, 11), resumed[3])
-    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
-    assert str(resumed[2].state_dict()) == str(parts[2].state_dict()) and resumed[2].steps == 11
+    go(resumed, range(5, 11))
+    assert same(state_of(*parts[:2]), state_of(*resumed[:2])) and resumed[2].steps == 11
+    assert str(resumed[2].state_dict()) == str(parts[2].state_dict())
 
-    for changed, text in (
-        ({"steps": -1}, "steps"),
-        ({"more": 1}, r"^state_dict must"),
-        ({"seed": "x"}, "seed"),
-        ({"param_groups": []}, "groups of the layers"),
-        ({"seed": None}, "seed"),
-        ({"param_groups": None}, "groups of the layers"),
-        ({"param_groups": [group | {"lr": 7.0} for group in saved[2]["param_groups"]]}, r"^state_dict: lr"),
-        ({"averages": {"0": torch.ones(2, 2)}}, "averages"),
-        ({"averages": {"0": torch.ones(2, 2), "2": torch.ones(2, 2)}}, "averages"),
-        ({"averages": None}, "averages"),
-        ({"movement": {"0": torch.ones(3), "2": torch.ones(3)}}, "movement"),
-        ({"movement": None}, "movement"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            resumed[2].load_state_dict(saved[2] | changed)
+
+TWO_MASKS = {"0": torch.ones(2, 2), "2": torch.ones(2, 2)}
+WRONG_LR = [{"lr": 7.0, "layers": ["0"]}, {"lr": 0.1, "layers": ["2"]}]
+WRONG_STATES: dict[str, list[dict[str, Any]]] = {
+    "snfs": [{"averages": {"0": torch.ones(2, 2)}}, {"averages": TWO_MASKS}, {"averages": None}],
+    "movement": [{"movement": {"0": torch.ones(3), "2": torch.ones(3)}}, {"movement": None}],
+    "set": [
+        {"seed": "x"},
+        {"seed": None},
+        {"param_groups": []},
+        {"param_groups": None},
+        {"param_groups": WRONG_LR},
+    ],
+    "gradual magnitude": [{"first": {"0": 24}}, {"first": None}, {"movement": {"0": torch.ones(3)}}],
+    "masks weight": [{"steps": True}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_states_of_something_else_are_refused(name: str) -> None:
+    schedule = begin(name)[2]
+    before = schedule.state_dict()
+    wrongs = [
+        before | changed for changed in (*WRONG_STATES[name], {"steps": -1}, {"steps": 1.5}, {"more": 1})
+    ]
+    for wrong in (*wrongs, {}, None):
+        with pytest.raises(InvalidArgumentError, match=r"state_dict|seed"):
+            schedule.load_state_dict(wrong)
+        assert str(schedule.state_dict()) == str(before)
 
 
 def test_movement_divides_by_the_scale_and_leaves_out_overflows() -> None:
@@ -602,36 +647,41 @@ def test_a_weight_that_was_replaced_is_named() -> None:
     assert schedule.steps == 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"model": nn.Linear(4, 4)}, "model must have a BlockSparseLinear"),
-        ({"model": make()}, "optimizer: the weight of layer '0'"),
-        ({"optimizer": 3}, "optimizer must"),
-        ({"every": 0}, "every must"),
-        ({"sample_every": 1.5}, "sample_every must"),
-        ({"fraction": 1.1}, "fraction must"),
-        ({"fraction": {".*": 0.1, "0": 0.2}}, r"fraction: '0' must come before '\.\*'"),
-        ({"fraction": {"3": 0.1}}, "fraction: no BlockSparseLinear matches '3'"),
-        ({"fraction": {"(": 0.1}}, "fraction must be a name or a regular expression"),
-        ({"fraction": {}}, "fraction must"),
-        ({"drop": "best"}, "drop must"),
-        ({"drop": ["magnitude"]}, "drop must"),
-        ({"grow": "best"}, "grow must"),
-        ({"norm": 3}, "norm must"),
-        ({"norm": torch.ones(2)}, "norm must"),
-        ({"moments": "halve"}, "moments must"),
-        ({"momentum": -1}, "momentum must"),
-        ({"new_scale": math.nan}, "new_scale must"),
-        ({"seed": 1.5}, "seed must"),
+ANY = [("model", nn.Linear(4, 4)), ("model", make()), ("optimizer", 3)]
+COUNTS = [("every", 0), ("every", 2.0), ("every", True)]
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "set": [
+        *COUNTS,
+        *(("drop", "best"), ("drop", ["magnitude"]), ("grow", "best"), ("norm", 3), ("norm", torch.ones(2))),
+        *(("sample_every", 1.5), ("moments", "halve"), ("momentum", -1), ("new_scale", math.nan)),
+        *(("seed", 1.5), ("fraction", 1.1), ("fraction", {".*": 0.1, "0": 0.2}), ("fraction", {"3": 0.1})),
+        *(("fraction", {"(": 0.1}), ("fraction", {})),
     ],
-)
-def test_arguments_that_do_not_fit(changed: dict[str, Any], text: str) -> None:
-    model = make()
+    "gradual magnitude": [
+        *(("density", 1.2), ("density", 0.0), ("density", {"2": 0.01}), ("begin", 0.8), ("end", 2)),
+        *(("steps", 0), ("events", 0), ("score", "beauty"), ("norm", 0)),
+    ],
+    "masks weight": [
+        *COUNTS,
+        *(("model", make(block_shape=32)), ("model", make(block_shape=32, nm=(2, 4), storage="compressed"))),
+        *(("decay", wrong) for wrong in (-1.0, math.nan, math.inf, "1", True)),
+        ("decay_on", "bias"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_do_not_fit_are_named(name: str) -> None:
+    options, schedule = SCHEDULES[name]
+    model = make(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
-        PatternSchedule(**({"model": model, "optimizer": optimizer, "every": 1} | changed))
-    assert model[0].observe is None
+    for argument, wrong in (*ANY, *WRONG[name]):
+        given = {"model": model, "optimizer": optimizer, argument: wrong}
+        text = "model|optimizer" if argument == "model" else argument
+        with pytest.raises(InvalidArgumentError, match=f"^({text})( must|: | of layer)"):
+            schedule(given.pop("model"), given.pop("optimizer"), **given)
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        assert model[0].observe is None
 
 
 def test_layers_whose_blocks_cannot_move_are_named() -> None:

@@ -47,7 +47,7 @@ def train(
         backward(model, step)
         optimizer.step()
         for one in (schedule, fractions):
-            if one is not None:
+            if hasattr(one, "step"):  # others have hooks
                 one.step()
         counts.append(len(next(model.parameters())))
     return counts
