@@ -120,8 +120,11 @@ class Pruner:
         if refit:
             weight = solve(self._weight, self._moment, pattern)
         if config.nm is not None:
-            kept = self._two_of_four(weight, pattern, refit)
-            weight = solve_masked(self._weight, self._moment, kept) if refit else weight
+            if refit:
+                kept = choose_two_of_four(weight, self._moment, pattern)
+                weight = solve_masked(self._weight, self._moment, kept)
+            else:
+                kept = two_of_four(weight.abs() * self._second.diagonal().sqrt()) & pattern.to_mask()
         weight = torch.where(kept, weight, 0)
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
@@ -159,11 +162,6 @@ class Pruner:
             block_scores = scores.wanda(self._dense, self._second.diagonal().sqrt(), block_shape)
         assert block_scores is not None
         return BlockPattern.from_scores(block_scores, block_shape=block_shape, density=density)
-
-    def _two_of_four(self, weight: Tensor, pattern: BlockPattern, refit: bool) -> Tensor:
-        if refit:
-            return choose_two_of_four(weight, self._moment, pattern)
-        return two_of_four(weight.abs() * self._second.diagonal().sqrt()) & pattern.to_mask()
 
     def _error(self, weight: Tensor, bias: Tensor | None) -> float:
         """‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data; 0 where all of X Wᵀ is 0."""

@@ -198,12 +198,10 @@ class GroupLasso(Uncopied):
                 weight.mul_(left.clamp_min(0))
 
 
-def _fitted(density: float) -> float:
-    s = 1 - density
-    return math.exp(1.969 * s**2 + 0.2905 * s)
-
-
-RULES: Mapping[str, Callable[[float], float]] = {"fitted": _fitted, "mup": lambda density: 1 / density}
+RULES: Mapping[str, Callable[[float], float]] = {
+    "fitted": lambda density: math.exp(1.969 * (1 - density) ** 2 + 0.2905 * (1 - density)),
+    "mup": lambda density: 1 / density,
+}
 
 
 def learning_rate_factor(density: float, rule: str = "fitted") -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,19 +193,15 @@ class MaskSchedule(Uncopied):
         if closure is None:
             self._add_to_gradients(optimizer)
             return None
-        # There are no gradients before the optimizer has called its closure.
-        decaying = self._with_decay(closure, optimizer)
-        if len(args) > 1:
-            return (args[0], decaying, *args[2:]), kwargs
-        return args, kwargs | {"closure": decaying}
 
-    def _with_decay(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         def decaying() -> Any:
-            loss = closure()
+            loss = closure()  # before which there are no gradients
             self._add_to_gradients(optimizer)
             return loss
 
-        return decaying
+        if len(args) > 1:
+            return (args[0], decaying, *args[2:]), kwargs
+        return args, kwargs | {"closure": decaying}
 
     @torch.no_grad()
     def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:

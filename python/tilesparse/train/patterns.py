@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -392,20 +393,24 @@ class _GradientNorms:
                     "choose blocks by other scores"
                 )
         self._layers, self._norm, self._group = layers, norm, group
-        self._observers: dict[str, _Observer] = {}
+        self._observers: dict[str, partial[Tensor]] = {}
+        self._probes: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Take norms in the backward passes from now on."""
         self.stop()
         for name, layer in self._layers.items():
-            self._observers[name] = layer.observe = _Observer(layer, self._norm)
+            dtype, device = precision_of(layer.weight), layer.weight.device
+            probe = torch.zeros(layer.spec.grid, dtype=dtype, device=device, requires_grad=True)
+            self._probes[name] = probe
+            self._observers[name] = layer.observe = partial(_observe, probe, layer.block_shape, self._norm)
 
     def stop(self) -> None:
         """Take no norms any more."""
         for name, observer in self._observers.items():
             if self._layers[name].observe is observer:  # and not that of a schedule made later
                 del self._layers[name].observe  # compiled code tells None from nothing
-        self._observers = {}
+        self._observers, self._probes = {}, {}
 
     def taken(self) -> dict[str, Tensor]:
         """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
@@ -415,15 +420,14 @@ class _GradientNorms:
         """
         if not self._observers:
             return {}
-        given = {name: observer.probe.grad for name, observer in self._observers.items()}
-        if all(one is None for one in given.values()):
+        if all(probe.grad is None for probe in self._probes.values()):
             raise InvalidArgumentError(
                 "grow by gradients needs a backward pass through the layers since the last step; step the "
                 "schedule after the backward pass and the optimizer"
             )
         norms = {}
-        for name, one in given.items():
-            seen = torch.zeros_like(self._observers[name].probe) if one is None else one
+        for name, probe in self._probes.items():
+            seen = torch.zeros_like(probe) if probe.grad is None else probe.grad
             weight = self._layers[name].weight  # which may have been moved or converted since
             norms[name] = seen.to(weight.device, precision_of(weight))
         return self._averaged(norms) if has_peers() else norms
@@ -622,14 +626,6 @@ class _Observed(torch.autograd.Function):
 _observed: Callable[..., Tensor] = _Observed.apply
 
 
-class _Observer:
-    """Observer of a layer's dense gradient, the norms [R, C] of which are added up in ``probe.grad``."""
-
-    def __init__(self, layer: BlockSparseLinear, norm: float) -> None:
-        self._how = layer.block_shape, norm
-        dtype, device = precision_of(layer.weight), layer.weight.device
-        self.probe = torch.zeros(layer.spec.grid, dtype=dtype, device=device, requires_grad=True)
-
-    def __call__(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y as it is; its gradient is observed where one is recorded."""
-        return _observed(y, x, self.probe, *self._how) if torch.is_grad_enabled() else y
+def _observe(probe: Tensor, block_shape: tuple[int, int], norm: float, y: Tensor, x: Tensor) -> Tensor:
+    """Return y as it is; where its gradient is recorded, ``probe.grad`` adds up the norms of the weight's."""
+    return _observed(y, x, probe, block_shape, norm) if torch.is_grad_enabled() else y
