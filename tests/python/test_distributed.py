@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TWO, here, play, randn, seeded
+from test_train_patterns import SCENES as MOVING
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -256,7 +257,7 @@ def masked(rank: int) -> None:
 
 SCENES = (
     *(by_default, changed_by_hand, without_broadcasts, without_broadcasts_synchronized, loaded),
-    *(broadcast_by_hand, of_other_sizes, from_meta, flattened, masked),
+    *(broadcast_by_hand, of_other_sizes, from_meta, flattened, masked, *MOVING),
     of_a_silent_process,  # the last one: the others are a layer behind from here on
 )
 

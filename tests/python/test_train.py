@@ -230,19 +230,6 @@ def test_frozen_and_unused_weights_are_left_alone() -> None:
         assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("transposable", [False, True])
-def test_trains(transposable: bool) -> None:
-    model = make(transposable, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    MaskSchedule(model, optimizer, every=5, decay=2e-4)
-    first = loss_of(model, 1000).item()
-    train(model, optimizer, range(150))
-    assert loss_of(model, 1000).item() < 0.7 * first
-    for layer in sparse(model):
-        assert layer.mask.view(-1, 4).sum(-1).eq(2).all()
-        assert layer.plain_values()[~layer.mask].eq(0).all() and layer.weight[~layer.mask].ne(0).any()
-
-
 @pytest.mark.parametrize("decay_on", ["gradient", "weight"])
 def test_back_to_plain_blocks_and_to_masks_again(decay_on: str) -> None:
     model = make()

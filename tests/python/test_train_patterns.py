@@ -7,13 +7,12 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, TWO, dense_weight, here, play, randn, same, seeded, state_of
+from helpers import DEVICES, dense_weight, here, randn, same, seeded, state_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -380,6 +379,12 @@ def test_learning_rate_schedulers_drive_the_fractions_of_groups() -> None:
         train(model, optimizer, schedule, range(step, step + 1), fractions)
         counts.append([int(schedule.moved[name]) for name in ("0", "2")])
     assert counts == [[6, 3], [3, 3], [0, 3]]
+    assert schedule.fractions["2"] == 0.25
+    schedule.fractions = 0.1
+    assert [group["lr"] for group in schedule.param_groups] == [0.1, 0.1]
+    with pytest.raises(InvalidArgumentError, match="fractions"):
+        schedule.fractions = 2
+    assert schedule.fractions == {"0": 0.1, "2": 0.1}
     schedule.param_groups[0]["lr"] = 1.5
     with pytest.raises(InvalidArgumentError, match=r"^lr must "):
         schedule.step()
@@ -539,22 +544,6 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
     for one, other in zip(sparse(model), sparse(twin), strict=True):
         assert slots_of(one) == slots_of(other)
         torch.testing.assert_close(one.weight, other.weight)
-
-
-def test_fractions_have_a_plain_name_beside_lr() -> None:
-    model = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=16) for _ in range(2)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5, "1": 0.25}, every=1)
-    assert schedule.fractions == {"0": 0.5, "1": 0.25}
-    scheduler = torch.optim.lr_scheduler.StepLR(schedule, 1, gamma=0.5)
-    schedule.step()
-    scheduler.step()
-    assert schedule.fractions == {"0": 0.25, "1": 0.125}
-    schedule.fractions = 0.1
-    assert [group["lr"] for group in schedule.param_groups] == [0.1, 0.1]
-    with pytest.raises(InvalidArgumentError, match="fractions"):
-        schedule.fractions = 2
-    assert schedule.fractions == {"0": 0.1, "1": 0.1}
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient", "momentum"])
@@ -796,10 +785,11 @@ def sharded(rank: int) -> None:
         PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
 
 
-@pytest.mark.parametrize(("backend", "size"), TWO)
-def test_processes_move_blocks_alike(backend: str, size: int, tmp_path: Path) -> None:
-    norms = norms_are_averaged, norms_of_mixed_precision
-    play((moving_together, *norms, gates_end_alike, different_arguments, sharded), backend, size, tmp_path)
+# Played with those of test_distributed: starting processes takes longer than all of them.
+SCENES = (
+    *(moving_together, norms_are_averaged, norms_of_mixed_precision, gates_end_alike, different_arguments),
+    sharded,
+)
 
 
 @pytest.mark.gpu

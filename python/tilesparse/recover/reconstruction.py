@@ -206,7 +206,8 @@ def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]
 @contextlib.contextmanager
 def _without_cache(*models: nn.Module) -> Iterator[None]:
     """Have Transformers' models keep no keys and values, which a block that runs again would append to."""
-    held = (getattr(module, "config", None) for model in models for module in model.modules())
+    modules = (module for model in models for module in model.modules())
+    held: Iterator[Any] = (getattr(module, "config", None) for module in modules)
     configs = {id(config): config for config in held if hasattr(config, "use_cache")}
     before = [(config, config.use_cache) for config in configs.values()]
     try:
