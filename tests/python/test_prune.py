@@ -509,7 +509,7 @@ def test_choices_for_each_layer() -> None:
     report = prune_(case.model, configs, case.batches)
     assert [(layer.name, layer.config) for layer in report.layers] == [(up, configs[up]), (down, own)]
     assert [layer.reason for layer in report.skipped] == ["its config is None"]
-    spec = case.model.get_submodule(down).spec
+    spec: Any = case.model.get_submodule(down).spec
     changed = replace(spec, storage="int8", scales="block", policy="auto", nm=(2, 4), block_shape=(32, 64))
     assert spec == changed and spec.density == 0.25
     assert "2:4 int8" in str(report)

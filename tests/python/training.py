@@ -32,13 +32,13 @@ def backward(model: nn.Module, step: int = 0) -> Tensor:
     """Return the loss, on data of its own in each step."""
     weight = next(model.parameters())
     x = randn(8, IN, dtype=weight.dtype, seed=step).to(weight.device)
-    loss = (model(x) - x.roll(1, -1)).square().mean()
-    loss.backward()
+    loss: Tensor = (model(x) - x.roll(1, -1)).square().mean()
+    torch.autograd.backward(loss)
     return loss
 
 
 def train(
-    model: nn.Module, optimizer: Any, schedule: Any = None, steps: range = range(1), fractions: Any = None
+    model: Any, optimizer: Any, schedule: Any = None, steps: range = range(1), fractions: Any = None
 ) -> list[int]:
     """Return the number of blocks of the first layer after each step."""
     counts = []

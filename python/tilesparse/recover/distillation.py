@@ -136,15 +136,36 @@ def distill_(
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
+    def terms_of(batch: Any) -> dict[str, Tensor]:
+        # Copies for both models: either may write to its input.
+        own, mask = moved(checked_batch(batch), device_of(model), copy=True), mask_of_outputs(model, batch)
+        if isinstance(teacher, nn.Module):
+            device = device_of(teacher)
+            with torch.no_grad(), autocasting(device, autocast):
+                targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
+        else:
+            with torch.no_grad():
+                targets = teacher(batch)
+        with autocasting(device_of(model), autocast):
+            outputs = outputs_of(model, own, loss, forward)
+        return loss.terms(outputs, targets, mask)
+
     def update(group: Sequence[Any]) -> dict[str, Tensor]:
-        terms = _backward(model, teacher, group, loss, forward, autocast)
+        sums: dict[str, Tensor] = {}
+        for batch in group:
+            with torch.enable_grad():
+                terms = {name: term / len(group) for name, term in terms_of(batch).items()}
+                total = loss.total(terms)
+                torch.autograd.backward(total)
+            for name, term in {"loss": total, **terms}.items():
+                sums[name] = sums[name] + term.detach() if name in sums else term.detach()
         if clip is not None:
-            terms["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
+            sums["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()
         optimizer.zero_grad()
-        return terms
+        return sums
 
     graphed = None
     if graph:
@@ -163,48 +184,6 @@ def distill_(
     values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in seen[0]}
     total, norms = values.pop("loss"), values.pop("gradient_norm", [])
     return DistillationHistory(total, values, norms, graphed.replayed if graphed else 0)
-
-
-@torch.enable_grad()
-def _backward(
-    model: nn.Module,
-    teacher: nn.Module | Callable[[Any], Any],
-    group: Sequence[Any],
-    loss: DistillationLoss,
-    forward: Forward | None,
-    autocast: torch.dtype | None,
-) -> dict[str, Tensor]:
-    """Add the gradients of the mean loss of some batches, and return it with its terms."""
-    sums: dict[str, Tensor] = {}
-    for batch in group:
-        # Copies for both models: either may write to its input.
-        own = moved(checked_batch(batch), device_of(model), copy=True)
-        mask = mask_of_outputs(model, batch)
-        targets = _targets(teacher, batch, loss, forward, autocast)
-        with autocasting(device_of(model), autocast):
-            outputs = outputs_of(model, own, loss, forward)
-        terms = loss.terms(outputs, targets, mask)
-        terms = {name: term / len(group) for name, term in terms.items()}
-        total = loss.total(terms)
-        torch.autograd.backward(total)
-        for name, term in {"loss": total, **terms}.items():
-            sums[name] = sums[name] + term.detach() if name in sums else term.detach()
-    return sums
-
-
-@torch.no_grad()
-def _targets(
-    teacher: nn.Module | Callable[[Any], Any],
-    batch: Any,
-    loss: DistillationLoss,
-    forward: Forward | None,
-    autocast: torch.dtype | None,
-) -> Any:
-    if not isinstance(teacher, nn.Module):
-        return teacher(batch)
-    device = device_of(teacher)
-    with autocasting(device, autocast):
-        return outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
 
 
 def outputs_of(model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None) -> Any:

@@ -114,19 +114,13 @@ def reconstruct_(
                 f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
             )
     names, skipped = _chosen(model, teacher, submodules)
-    training, rest = range(count), range(count, len(batches))
-    settings = _Settings(epochs, lr, training, rest, masks, home, autocast, generator)
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        """Call a model with copies on its device, which it may write to."""
-        return (forward or call)(model, moved(batch, device_of(model), copy=True))
-
+    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
     with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        pieces = _in_order(model, _pieces_of(model, names), batches[0], run, home)
+        pieces = run.pieces(names)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
             raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
-        blocks, fitted = _reconstruct(model, teacher, batches, pieces, run, settings)
+        blocks, fitted = run.reconstruct(pieces)
     skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
     reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
     if reasons:
@@ -135,58 +129,173 @@ def reconstruct_(
     return ReconstructionReport(fitted, skipped, blocks)
 
 
-@torch.no_grad()
-def _reconstruct(
-    model: nn.Module,
-    teacher: nn.Module,
-    batches: Sequence[Any],
-    pieces: Sequence[_Piece],
-    run: Forward,
-    settings: _Settings,
-) -> tuple[list[str], list[FittedSubmodule]]:
-    progress = Progress(sum(len(piece.names) for piece in pieces))
-    fitted: list[FittedSubmodule] = []
-    done: list[str] = []
-    for piece in pieces:
-        ours, theirs = _streams(model, teacher, batches, piece.blocks, run, settings)
-        for name in piece.names:
-            if not any(_is_within(name, block) for block in ours.order):
-                raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
-        done += ours.order
-        for block in ours.order:
-            parts = {name: model.get_submodule(name) for name in piece.names if _is_within(name, block)}
-            dense = {name: teacher.get_submodule(name) for name in parts}
-            with (
-                placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
-                autocasting(settings.device, settings.autocast),
-            ):
-                targets = theirs.outputs(block, dense)
-                _check_runs(parts, targets, len(batches))
-                for name in list(targets):  # in the order in which they run
-                    calls = ours.capture(block, {name: parts[name]})
-                    _check_runs([name], calls, len(batches))
-                    fitted.append(_fit(name, parts[name], calls[name], targets.pop(name), settings))
-                    progress.show(len(fitted), f"submodules reconstructed, {name} the last")
-                ours.outputs(block, {})
-    return list(dict.fromkeys(done)), fitted
+class _Piece(NamedTuple):
+    """Blocks that data go through one by one, and the submodules in them that are fitted."""
+
+    blocks: list[str]
+    names: list[str]
 
 
-def _streams(
-    model: nn.Module,
-    teacher: nn.Module,
-    batches: Sequence[Any],
-    blocks: Sequence[str],
-    run: Forward,
-    settings: _Settings,
-) -> tuple[Stream, Stream]:
-    """Return streams of both models through blocks, or through the whole model where these are no chain."""
-    if {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
-        ours, theirs = (_stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
-        chains = all(stream.is_chain and not stream.shares for stream in (ours, theirs))
-        if chains and ours.order == theirs.order:
-            return ours, theirs
-    ours, theirs = (_stream_of(one, [""], batches, run, settings.device) for one in (model, teacher))
-    return ours, theirs
+class _Run(NamedTuple):
+    """Both models, the batches, the first ``split`` of which are trained on, and the settings of all fits."""
+
+    model: nn.Module
+    teacher: nn.Module
+    batches: list[Any]
+    split: int
+    forward: Forward
+    device: torch.device
+    epochs: int
+    lr: float
+    autocast: torch.dtype | None
+    generator: torch.Generator
+
+    def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
+        """Record how batches run through blocks.
+
+        Raises:
+            InvalidArgumentError: a block is given keys and values of former calls, which each run would
+                change.
+            UnsupportedError: a block runs more than once in a forward pass.
+        """
+
+        def run(model: nn.Module, batch: Any) -> Any:
+            """Call a model with copies on its device, which it may write to."""
+            return self.forward(model, moved(batch, device_of(model), copy=True))
+
+        stream = Stream(model, blocks, batches, run, self.device)
+        if stream.repeated is not None:
+            raise UnsupportedError(f"model must run {stream.repeated!r} at most once in a forward pass")
+        if stream.cached is not None:
+            raise InvalidArgumentError(
+                f"batches must come without past_key_values and use_cache=True, which reach {stream.cached!r}"
+            )
+        return stream
+
+    def pieces(self, names: Sequence[str]) -> list[_Piece]:
+        """Return the stacks with their submodules in the order in which they run, without those that do not.
+
+        The whole model is one where a submodule lies in no stack.
+        """
+        pieces = [
+            _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
+            for blocks in _stacks(self.model)
+        ]
+        if sum(len(piece.names) for piece in pieces) < len(names):
+            return [_Piece([""], list(names))]
+        by_head = {piece.blocks[0]: piece for piece in pieces if piece.names}
+        if len(by_head) == 1:
+            return list(by_head.values())
+        return [by_head[name] for name in self.stream(self.model, list(by_head), self.batches[:1]).order]
+
+    def streams(self, blocks: Sequence[str]) -> list[Stream]:
+        """Return streams of both models through blocks, or the whole model where these are no chain."""
+        both = self.model, self.teacher
+        if {name for name, _ in self.teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
+            streams = [self.stream(one, blocks, self.batches) for one in both]
+            chains = all(stream.is_chain and not stream.shares for stream in streams)
+            if chains and streams[0].order == streams[1].order:
+                return streams
+        return [self.stream(one, [""], self.batches) for one in both]
+
+    @torch.no_grad()
+    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[FittedSubmodule]]:
+        """Fit all submodules; return the blocks that were on the device, and the fits."""
+        progress = Progress(sum(len(piece.names) for piece in pieces))
+        fitted: list[FittedSubmodule] = []
+        done: list[str] = []
+        for piece in pieces:
+            ours, theirs = self.streams(piece.blocks)
+            for name in piece.names:
+                if not any(_is_within(name, block) for block in ours.order):
+                    raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
+            done += ours.order
+            for block in ours.order:
+                parts = {n: self.model.get_submodule(n) for n in piece.names if _is_within(n, block)}
+                dense = {name: self.teacher.get_submodule(name) for name in parts}
+                blocks = self.model.get_submodule(block), self.teacher.get_submodule(block)
+                with placed(blocks, self.device), autocasting(self.device, self.autocast):
+                    targets = theirs.outputs(block, dense)
+                    _check_runs(parts, targets, len(self.batches))
+                    for name in list(targets):  # in the order in which they run
+                        calls = ours.capture(block, {name: parts[name]})
+                        _check_runs([name], calls, len(self.batches))
+                        fitted.append(self.fit(name, parts[name], calls[name], targets.pop(name)))
+                        progress.show(len(fitted), f"submodules reconstructed, {name} the last")
+                    ours.outputs(block, {})
+        return list(dict.fromkeys(done)), fitted
+
+    def fit(
+        self, name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor]
+    ) -> FittedSubmodule:
+        """Fit a submodule to its targets and keep the weights with the least held-out error."""
+        parameters = _trained(part)
+        # In float32 at least, so that small steps of weights in 16 bits are not lost.
+        masters = {
+            key: value.detach()
+            .to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            .requires_grad_()
+            for key, value in parameters.items()
+        }
+
+        def rounded() -> dict[str, Tensor]:
+            return {key: master.to(parameters[key].dtype) for key, master in masters.items()}
+
+        def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+            return swapped(part, {parameters[key]: value for key, value in values.items()})
+
+        def squares(i: int) -> tuple[Tensor, Tensor]:
+            call = calls[i].on(self.device)
+            output = tensor_of(name, part(*call.args, **call.kwargs))
+            return _squares(name, output, targets[i].to(self.device), mask_of(self.batches[i]))
+
+        def error(values: Mapping[str, Tensor]) -> float:
+            with holding(values):
+                sums = [torch.stack(squares(i)) for i in range(self.split, len(self.batches))]
+            wrong, whole = torch.stack(sums).double().sum(0).tolist()
+            return float(wrong / whole) if whole else float(wrong)
+
+        optimizer = torch.optim.AdamW(masters.values(), lr=self.lr, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * self.split)
+        before = error({})
+        if not math.isfinite(before):
+            raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
+        best, kept = math.inf, {}
+        for _ in range(self.epochs):
+            for i in torch.randperm(self.split, generator=self.generator, device="cpu").tolist():
+                with torch.enable_grad(), holding(rounded()):
+                    wrong, whole = squares(i)
+                    # No mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
+                    scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
+                    torch.autograd.backward(wrong / scale)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            values = {key: value.detach().clone() for key, value in rounded().items()}
+            after = error(values)
+            if after < best:  # never of NaN
+                best, kept = after, values
+        if best < before:
+            layers = [layer for layer in part.modules() if isinstance(layer, BlockSparseLinear)]
+            masks = {id(layer.weight): layer.mask for layer in layers}
+            for key, parameter in parameters.items():
+                mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
+                parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
+        return FittedSubmodule(name, before, best, best < before)
+
+
+def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ‖y - t‖² and ‖t‖² of an output and its target, of the tokens that count."""
+    if output.shape != target.shape:
+        raise InvalidArgumentError(
+            f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
+        )
+    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+    output, target = output.to(dtype), target.to(dtype)
+    if mask is not None and output.dim() > 2 and output.shape[:2] == mask.shape:
+        left_out = mask.to(output.device).eq(0).view(*mask.shape, *(1,) * (output.dim() - 2))
+        output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
+    return (output - target).square().sum(), target.square().sum()
 
 
 @contextlib.contextmanager
@@ -219,108 +328,9 @@ def _without_cache(*models: nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
-class _Settings(NamedTuple):
-    """Settings of all fits."""
-
-    epochs: int
-    lr: float
-    training: Sequence[int]  # indices of batches
-    held_out: Sequence[int]
-    masks: Sequence[Tensor | None]
-    device: torch.device
-    autocast: torch.dtype | None
-    generator: torch.Generator
-
-
-def _fit(
-    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: _Settings
-) -> FittedSubmodule:
-    """Fit a submodule to its targets and keep the weights with the least held-out error."""
-    parameters = _trained(part)
-    pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
-    # In float32 at least, so that small steps of weights in 16 bits are not lost.
-    masters = {
-        key: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True).requires_grad_()
-        for key, value in parameters.items()
-    }
-
-    def rounded() -> dict[str, Tensor]:
-        return {key: master.to(parameters[key].dtype) for key, master in masters.items()}
-
-    def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        return swapped(part, {parameters[key]: value for key, value in values.items()})
-
-    def error(values: Mapping[str, Tensor]) -> float:
-        with holding(values):
-            sums = [torch.stack(pairs[i].squares(name, part, settings.device)) for i in settings.held_out]
-        wrong, whole = torch.stack(sums).double().sum(0).tolist()
-        return float(wrong / whole) if whole else float(wrong)
-
-    optimizer = torch.optim.AdamW(masters.values(), lr=settings.lr, weight_decay=0.0)
-    steps = settings.epochs * len(settings.training)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    before = error({})
-    if not math.isfinite(before):
-        raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
-    best, kept = math.inf, {}
-    for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
-            with torch.enable_grad(), holding(rounded()):
-                wrong, whole = pairs[i].squares(name, part, settings.device)
-                # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
-                scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
-                torch.autograd.backward(wrong / scale)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        values = {key: value.detach().clone() for key, value in rounded().items()}
-        after = error(values)
-        if after < best:  # never of NaN
-            best, kept = after, values
-    if best < before:
-        layers = [layer for layer in part.modules() if isinstance(layer, BlockSparseLinear)]
-        masks = {id(layer.weight): layer.mask for layer in layers}
-        for key, parameter in parameters.items():
-            mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
-            parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
-    return FittedSubmodule(name, before, best, best < before)
-
-
-class _Pair(NamedTuple):
-    """Call of a submodule in the sparse model, and its target."""
-
-    call: Call
-    target: Tensor
-    mask: Tensor | None
-
-    def squares(self, name: str, part: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ‖y - t‖² and ‖t‖²."""
-        moved = self.call.on(device)
-        output = tensor_of(name, part(*moved.args, **moved.kwargs))
-        target = self.target.to(device)
-        if output.shape != target.shape:
-            raise InvalidArgumentError(
-                f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, "
-                f"got {tuple(target.shape)}"
-            )
-        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        output, target = output.to(dtype), target.to(dtype)
-        if self.mask is not None and output.dim() > 2 and output.shape[:2] == self.mask.shape:
-            left_out = self.mask.to(device).eq(0).view(*self.mask.shape, *(1,) * (output.dim() - 2))
-            output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
-        return (output - target).square().sum(), target.square().sum()
-
-
 def _trained(part: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients, by name."""
     return {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
-
-
-class _Piece(NamedTuple):
-    """Blocks that data go through one by one, and the submodules in them that are fitted."""
-
-    blocks: list[str]
-    names: list[str]
 
 
 def _stacks(model: nn.Module) -> list[list[str]]:
@@ -345,46 +355,6 @@ def _stacks(model: nn.Module) -> list[list[str]]:
             found.append(blocks)
             held += inside
     return found if 2 * held > len(sparse) else []
-
-
-def _pieces_of(model: nn.Module, names: Sequence[str]) -> list[_Piece]:
-    """Return the stacks with their submodules, or the whole model where a submodule lies in no stack."""
-    pieces = [
-        _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
-        for blocks in _stacks(model)
-    ]
-    if sum(len(piece.names) for piece in pieces) < len(names):
-        return [_Piece([""], list(names))]
-    return [piece for piece in pieces if piece.names]
-
-
-def _in_order(
-    model: nn.Module, pieces: list[_Piece], batch: Any, run: Forward, device: torch.device
-) -> list[_Piece]:
-    """Return pieces in the order in which they run, without those that do not."""
-    if len(pieces) == 1:
-        return pieces
-    by_head = {piece.blocks[0]: piece for piece in pieces}
-    return [by_head[name] for name in _stream_of(model, list(by_head), [batch], run, device).order]
-
-
-def _stream_of(
-    model: nn.Module, blocks: Sequence[str], batches: Sequence[Any], run: Forward, device: torch.device
-) -> Stream:
-    """Record how batches run through blocks.
-
-    Raises:
-        InvalidArgumentError: a block is given keys and values of former calls, which each run would change.
-        UnsupportedError: a block runs more than once in a forward pass.
-    """
-    stream = Stream(model, blocks, batches, run, device)
-    if stream.repeated is not None:
-        raise UnsupportedError(f"model must run {stream.repeated!r} at most once in a forward pass")
-    if stream.cached is not None:
-        raise InvalidArgumentError(
-            f"batches must come without past_key_values and use_cache=True, which reach {stream.cached!r}"
-        )
-    return stream
 
 
 def _chosen(
