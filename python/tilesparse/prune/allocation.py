@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,21 +43,11 @@ from ..model.targets import (
 )
 from ..nn.linear import dense_weight
 from ..storage.formats import forms_of
+from ..tuning.latency import LatencyTable
 from .driver import Run, check_numbers
 from .scores import GRADIENT_METHODS
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
-
-
-@runtime_checkable
-class Times(Protocol):
-    """Measured times of layers, such as a `tilesparse.tuning.LatencyTable`."""
-
-    def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
-        """Return milliseconds of one call of a layer of this shape; None is the dense layer."""
-
-    def where(self) -> str:
-        """Say what was measured, and where."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +198,7 @@ def allocate(
     parameters: int | None = None,
     bytes: int | None = None,
     milliseconds: float | None = None,
-    table: Times | None = None,
+    table: LatencyTable | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
@@ -237,7 +227,7 @@ def allocate(
             lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
     unit, budget = _budget(parameters, bytes, milliseconds)
-    if (table is not None) != (unit == "ms") or not isinstance(table, Times | None):
+    if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
         raise InvalidArgumentError(
             f"table must be a LatencyTable with milliseconds, else None, got {type(table).__name__}"
         )
