@@ -1,4 +1,4 @@
-"""What layers become within a budget, and the tables of times that budgets are made of."""
+"""Configs of layers within a budget, and the tables of times that budgets are made of."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def alike(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
 
 
 def forms(model: nn.Module) -> list[Any]:
-    """What else than its values makes a layer: the steps have to leave it alone."""
+    """The patterns of a model's layers, which steps have to leave alone."""
     return [[buffer.tolist() for buffer in layer.index()[:3]] for layer in layers_of(model)]
 
 

@@ -390,7 +390,7 @@ def test_everything_kept_changes_nothing() -> None:
 
 
 def test_reported_errors_are_those_of_the_layers() -> None:
-    """Of the first layer, whose inputs are the data themselves; its bias makes up for the mean."""
+    """For the first layer, whose inputs are the data themselves; its bias makes up for the mean."""
     case = CASES["mlp"]()
     layer: Any = case.model[0]
     x = torch.cat(case.batches)

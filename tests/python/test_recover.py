@@ -466,7 +466,7 @@ def numbered(count: int, **more: tuple[int, ...]) -> list[dict[str, Tensor]]:
 
 
 def pictures(count: int) -> list[dict[str, Tensor]]:
-    """Of four patches, which stand for tokens 1."""
+    """Four patches a picture, which stand for tokens 1."""
     batches = numbered(count, pixel_values=(2, 3, 16, 16))
     for batch in batches:
         batch["input_ids"][:, :4] = 1

@@ -70,11 +70,11 @@ def dense_gradient_norms(dy: Tensor, x: Tensor, norm: float) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
-@pytest.mark.parametrize("strip", [1, 3 * BLOCK * IN * 4, 1 << 30])
+@pytest.mark.parametrize("chunk", [1, 3 * BLOCK * IN * 4, 1 << 30])
 def test_norms_are_those_of_the_dense_gradient(
-    device: str, dtype: torch.dtype, norm: float, strip: int, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, norm: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "STRIP_BYTES", strip)
+    monkeypatch.setattr(gradients, "CHUNK_BYTES", chunk)
     dy, x = (randn(3, 5, size, dtype=dtype, device=device, seed=size) for size in (OUT, IN))
     norms = gradients.gradient_norms(dy, x, (BLOCK, BLOCK), norm)
     assert norms.shape == (OUT // BLOCK, IN // BLOCK) and norms.dtype == torch.float32

@@ -47,7 +47,7 @@ class PatternShard:
 
     @property
     def placement(self) -> Placement:
-        """How the bias lies, and scales that output features have."""
+        """Placement of the bias, and of scales that output features have."""
         return Shard(0) if self._dim == 0 else Replicate()
 
     def arrange(self, layer: Any, pattern: BlockPattern) -> None:

@@ -195,7 +195,7 @@ class Elimination(NamedTuple):
     costs: Tensor  # [R, C] float64, as additions to tr((W - Ŵ) H (W - Ŵ)ᵀ)
 
     def pattern(self, kept: int, block_shape: tuple[int, int]) -> BlockPattern:
-        """The blocks that stay when all but so many are removed, where they cost least.
+        """Return the blocks that stay when all but so many are removed, where they cost least.
 
         Rows lose blocks in their order, each at the highest cost so far in its row: otherwise a cheap block
         would not be reached behind an expensive one.
@@ -272,7 +272,7 @@ def _eliminate(weight: Tensor, inverse: Tensor, bk: int) -> tuple[Tensor, Tensor
 
 
 def _whitened(matrix: Tensor, right: Tensor) -> Tensor:
-    """L⁻¹ B with L Lᵀ = A; NaN where A has no Cholesky factor. Nothing waits for a GPU."""
+    """Return L⁻¹ B with L Lᵀ = A; NaN where A has no Cholesky factor. Nothing waits for a GPU."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     factor = factor.masked_fill((info != 0)[..., None, None], torch.nan)
     solved: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
@@ -294,7 +294,7 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
 def refit(
     weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING
 ) -> BlockSparseMatrix:
-    """The weights in the blocks of any pattern that make the output differ least from that of a dense weight.
+    """Return weights in a pattern's blocks with which the output differs least from that of a dense weight.
 
     It is the least-squares solution described at the top of this module, in float64: one Cholesky factor per
     block row.
@@ -329,7 +329,7 @@ def refit(
 
 
 def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
-    """Ŵ [out_features, in_features] in float64, zero outside the pattern."""
+    """Return Ŵ [out_features, in_features] in float64, zero outside the pattern."""
     cross = weight.double() @ moment.matrix
     solution = torch.zeros_like(cross)
     for rows, columns, factor in _systems(moment, pattern):
@@ -338,7 +338,7 @@ def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
 
 
 def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
-    """A mask [out_features, in_features] of 2:4 in the blocks of a pattern, for a weight solved for them.
+    """Return a mask [out_features, in_features] of 2:4 in the blocks that a weight was solved for.
 
     Weights are ranked by what the removal of each alone costs, w² / (H_SS⁻¹)_ii: Hassibi & Stork's saliency.
     """
@@ -350,7 +350,7 @@ def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) ->
 
 
 def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
-    """Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
+    """Return Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
 
     Every row has a support of its own, and needs a factor of its own. Rows with equally many weights are
     solved together, as those of one block row are with 2:4.

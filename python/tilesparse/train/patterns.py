@@ -576,24 +576,24 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 
 
-STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
+CHUNK_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
 
 
 @torch.no_grad()
 def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
     """Return norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
-    The gradient is computed as autograd would, in the dtype of dy, but a strip of block rows at a time. Norms
+    The gradient is computed as autograd would, in the dtype of dy, but a chunk of block rows at a time. Norms
     are in float32, or float64 for float64. Nothing waits for a GPU.
     """
     bn, bk = block_shape
     with torch.autocast(dy.device.type, enabled=False):
         x = x.reshape(-1, x.shape[-1]).to(dy.dtype)
         columns = dy.reshape(-1, dy.shape[-1]).t()
-        rows = max(1, STRIP_BYTES // (bn * x.shape[1] * dy.itemsize)) * bn
+        rows = max(1, CHUNK_BYTES // (bn * x.shape[1] * dy.itemsize)) * bn
         norms = []
-        for strip in torch.split(columns, rows):
-            blocks = (strip @ x).view(-1, bn, x.shape[1] // bk, bk)
+        for chunk in torch.split(columns, rows):
+            blocks = (chunk @ x).view(-1, bn, x.shape[1] // bk, bk)
             norms.append(torch.linalg.vector_norm(blocks, norm, dim=(1, 3), dtype=precision_of(dy)))
     return torch.cat(norms)
 
