@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -331,6 +333,19 @@ def here() -> str:
     return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor without gradient, put together where it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def common_folder() -> Path:
+    """A folder that all processes know."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(str(folder[0]))
+
+
 def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
     """Run function(rank, *arguments) in several processes, forked from one that has imported PyTorch."""
     imported = ["fsdp", "tensor.parallel", "checkpoint.state_dict"]
@@ -340,19 +355,23 @@ def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: 
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
 
 
-def run_scenes(
-    scenes: Iterable[Callable[[int], None]],
-    rank: int,
-    size: int,
-    backend: str,
-    rendezvous: str,
-    timeout: datetime.timedelta | None = None,
-) -> None:
-    """What one of several processes does, which ends with it; each scene is given its rank."""
+# Backends and numbers of processes; starting them takes longer than most scenes, so that all are in one test.
+TWO = [("gloo", 2), pytest.param("nccl", 2, marks=pytest.mark.gpu)]
+FOUR = [("gloo", 4), pytest.param("nccl", 4, marks=pytest.mark.gpu)]
+Scenes = Iterable[Callable[[int], None]]
+
+
+def play(scenes: Scenes, backend: str, size: int, folder: Path) -> None:
+    """Run scenes in several processes, one after the other; each is given its rank."""
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    spawn(_play, (tuple(scenes), size, backend, f"{folder}/rendezvous"), size)
+
+
+def _play(rank: int, scenes: Scenes, size: int, backend: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
-    )
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group(backend, f"file://{rendezvous}", timeout, world_size=size, rank=rank)
     if backend != "gloo":
         torch.cuda.set_device(rank)
     try:

@@ -80,7 +80,7 @@ def _methods(cls: type, value: type) -> Iterator[tuple[str, Any]]:
 
 
 # What only this package makes, or others call: Transformers' Trainer, the patcher, optimizers, the native
-# module; what takes the arguments of `torch.Tensor.to`; and a tuple that `PermutationGroup` checks.
+# module; what takes the arguments of `torch.Tensor.to`.
 NOT_CALLED = {
     "model.PatchReport",
     "model.FuseReport",
@@ -98,19 +98,18 @@ NOT_CALLED = {
     "model.Size",
     "nn.ExpertsLinear.cut",  # which always raise
     "nn.ExpertsLinear.from_linear",
-    "prune.AllocatedLayer",
-    "prune.Allocation",
-    "prune.ErrorProfiles",
-    "prune.PermutationReport",
-    "prune.PermutedGroup",
-    "prune.PruneReport",
-    "prune.PrunedLayer",
+    "prune.allocation.AllocatedLayer",
+    "prune.allocation.Allocation",
+    "prune.permutation.PermutationReport",
+    "prune.permutation.PermutedGroup",
+    "prune.driver.PruneReport",
+    "prune.driver.PrunedLayer",
     "quantize.QuantizeReport",
     "quantize.QuantizedLayer",
-    "recover.DistillationHistory",
-    "recover.FittedSubmodule",
-    "recover.ReconstructionReport",
-    "recover.SkippedSubmodule",
+    "recover.distillation.DistillationHistory",
+    "recover.reconstruction.FittedSubmodule",
+    "recover.reconstruction.ReconstructionReport",
+    "recover.reconstruction.SkippedSubmodule",
     "recover.trainer.DistillationTrainer.compute_loss",
     "recover.trainer.PatternCallback.on_optimizer_step",
     "recover.trainer.PatternCallback.on_save",
@@ -129,7 +128,6 @@ NOT_CALLED = {
     "BlockSparseMatrix.to",
     "model.BlockSparseModelPatcher.new_child_module",
     "train.PatternSchedule.add_param_group",
-    "prune.Rows",
     "model.DenseParameter",
 }
 BLOCK = (32, 32)
@@ -487,7 +485,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "tuning.LatencyTable.load": lambda: {"path": table_file()},
     "prune.allocate": lambda: {"profiles": profiles(), "model": dense(), "parameters": 10**6},
     "prune.erk": lambda: {"model": dense(), "layers": ["0"], "density": 0.5, "block_shape": 32},
-    "prune.find_permutation_groups": lambda: {"model": dense()},
     "prune.measure_errors": lambda: {
         "model": dense(),
         "batches": batches(),
@@ -500,15 +497,15 @@ CASES: dict[str, Callable[[], Any]] = {
         "tokens": 8,
         "repetitions": 1,
     },
+    "prune.PermutationGroup.find": lambda: {"model": dense()},
+    "prune.PermutationGroup.permute_": lambda: (
+        prune.PermutationGroup(("0",), "2", 64).permute_,
+        {"model": dense(), "order": torch.arange(64)},
+    ),
     "prune.permute_": lambda: {
         "model": dense(),
-        "group": prune.PermutationGroup(("0",), "2", 64),
-        "order": torch.arange(64),
-    },
-    "prune.permute_model": lambda: {
-        "model": dense(),
-        "batches": batches(),
         "config": BlockSparseConfig(0.5, BLOCK),
+        "batches": batches(),
         "groups": [prune.PermutationGroup(("0",), "2", 64)],
     },
     "advise": lambda: {
@@ -533,7 +530,6 @@ CASES: dict[str, Callable[[], Any]] = {
         "pattern": pattern(),
     },
     "tuning.time_layers": lambda: {"model": dense(), "layers": ["0"], "tokens": 8, "repetitions": 1},
-    "prune.uniform": lambda: {"model": dense(), "layers": ["0"], "density": 1.0},
     "recover.DistillationLoss": lambda: {"logits": 1.0},
     "recover.DistillationLoss.terms": lambda: (
         recover.DistillationLoss(logits=1.0).terms,
@@ -545,6 +541,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "distill_": distilled,
     "recover.distill_": distilled,
+    "reconstruct_": lambda: CASES["recover.reconstruct_"](),
     "recover.reconstruct_": lambda: {
         "model": sparse(),
         "teacher": dense(),
@@ -595,11 +592,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "train.PatternSchedule.fractions =": fractioned,
     "train.PatternSchedule.step": lambda: of_schedule("step"),
     "train.PatternSchedule.load_state_dict": lambda: schedule(train.PatternSchedule, every=2),
-    "train.block_gradient_norms": lambda: {"dy": tokens(32), "x": tokens(), "block_shape": BLOCK},
-    "train.compact": lambda: {"model": sparse()},
+    "train.compact_": lambda: {"model": sparse()},
     "train.learning_rate_factor": lambda: {"density": 0.5},
     "train.parameter_groups": lambda: {"model": sparse(), "lr": 0.1},
-    "train.set_nm": lambda: {"model": sparse(), "nm": (2, 4)},
+    "train.set_nm_": lambda: {"model": sparse(), "nm": (2, 4)},
     "train.snapshot": lambda: {"model": sparse()},
 }
 

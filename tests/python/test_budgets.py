@@ -1,4 +1,4 @@
-"""What layers become within a budget, and the tables of times that budgets are made of."""
+"""Configs of layers within a budget, and the tables of times that budgets are made of."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilesparse import BlockSparseLinear
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import InvalidArgumentError, TuneFileError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.prune import allocate, erk, measure_errors, prune_, uniform
+from tilesparse.prune import allocate, erk, measure_errors, prune_
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve
 from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers
@@ -42,28 +42,19 @@ class Layers(nn.Module):
 NAMES = ("up", "down", "other")
 
 
-def profiles_of(configs: list[Config] = CONFIGS) -> dict[str, dict[Config, float]]:
+def profiles_of() -> dict[str, dict[Config, float]]:
     """Layers that matter differently."""
     return {
-        name: {
-            config: factor * (1 - config.density + 0.1 * (config.nm is not None)) ** 2 for config in configs
-        }
+        name: {c: factor * (1 - c.density + 0.1 * (c.nm is not None)) ** 2 for c in CONFIGS}
         for factor, name in enumerate(NAMES, 1)
     }
 
 
 def table_of(**changes: Any) -> LatencyTable:
-    times = {
-        shape: {None: 1.0, **{config: 0.1 + config.density * (1 if config.nm else 1.5) for config in CONFIGS}}
-        for shape in ((256, 128), (128, 256))
-    }
-    about = {
-        "device": Device("A device", None, 4),
-        "tokens": 8,
-        "dtype": "bfloat16",
-        "versions": {"torch": "2"},
-    }
-    return LatencyTable(**{**about, "times": times, **changes})
+    own = {None: 1.0, **{config: 0.1 + config.density * (1 if config.nm else 1.5) for config in CONFIGS}}
+    about = {"device": Device("A device", None, 4), "tokens": 8, "dtype": "bfloat16"}
+    times = {"times": {(256, 128): own, (128, 256): own}, "versions": {"torch": "2"}}
+    return LatencyTable(**{**about, **times, **changes})
 
 
 # The knapsack
@@ -135,21 +126,12 @@ def test_parameters_are_those_that_are_multiplied() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_bytes_are_those_of_the_layers(config: Config) -> None:
-    model = Layers(torch.bfloat16)
-    plan = allocate({"up": {config: 0.5}}, model, bytes=2 * 128 * 256 - 1 if config != OTHERS[0] else 50_000)
-    layer = BlockSparseLinear(
-        128,
-        256,
-        bias=False,
-        density=config.density,
-        block_shape=config.block_shape,
-        nm=config.nm,
-        storage=config.storage,
-        dtype=torch.bfloat16,
-    )
-    tensors = (*layer.parameters(), *layer.buffers())
+    most = 2 * 128 * 256 - 1 if config != OTHERS[0] else 50_000
+    plan = allocate({"up": {config: 0.5}}, Layers(torch.bfloat16), bytes=most)
+    options: Any = {"block_shape": config.block_shape, "nm": config.nm, "storage": config.storage}
+    layer = BlockSparseLinear(128, 256, False, density=config.density, dtype=torch.bfloat16, **options)
     assert plan["up"] == config
-    assert plan.cost == sum(tensor.nbytes for tensor in tensors)
+    assert plan.cost == sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
 
 
 @given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
@@ -202,6 +184,7 @@ def test_the_report_says_what_was_chosen_and_how_well() -> None:
     assert "measured on A device with 8 tokens in bfloat16, which this machine does not have" in lines[6]
 
 
+ENOUGH = {"bytes": 500_000}
 ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no budget": ({}, "exactly one"),
     "two": ({"parameters": 1, "bytes": 1}, "exactly one"),
@@ -209,29 +192,14 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"parameters": math.nan}, "parameters must"),
     "a text": ({"parameters": "1"}, "parameters must"),
     "no table": ({"milliseconds": 5.0}, "table must"),
-    "no need of one": ({"bytes": 500_000, "table": table_of()}, "table must"),
-    "unknown weight": ({"bytes": 500_000, "weights": {"in": 1.0}}, "weights must .*'in'"),
-    "bad weight": ({"bytes": 500_000, "weights": {"up": -1.0}}, "weights must .*'up'"),
-    "no profiles": ({"bytes": 500_000, "profiles": {}}, "profiles must have at least one"),
-    "profiles of no names": (
-        {"bytes": 500_000, "profiles": ["up"]},
-        r"profiles must be a mapping, got \['up'\]",
-    ),
-    "profiles of no errors": (
-        {"bytes": 500_000, "profiles": {"up": PLAIN}},
-        r"profiles\['up'\] must be a mapping, got list",
-    ),
-    "weights of no names": (
-        {"bytes": 500_000, "weights": [1.0]},
-        r"weights must be a mapping or None, got \[1.0\]",
-    ),
-    "no layer": ({"bytes": 500_000, "profiles": {"in": {}}}, "profiles must .*'in': no layer"),
-    "not dense": ({"bytes": 500_000, "profiles": {"": {}}}, "profiles must .*: Layers"),
-    "nan error": ({"bytes": 500_000, "profiles": {"up": {PLAIN[0]: math.nan}}}, "profiles must .*'up'"),
-    "none kept": (
-        {"bytes": 500_000, "profiles": {"up": {Config(0.01, (64, 64)): 0.1}}},
-        "'up': density",
-    ),
+    "no need of one": ({**ENOUGH, "table": table_of()}, "table must"),
+    "unknown weight": ({**ENOUGH, "weights": {"in": 1.0}}, "weights must .*'in'"),
+    "bad weight": ({**ENOUGH, "weights": {"up": -1.0}}, "weights must .*'up'"),
+    "no profiles": ({**ENOUGH, "profiles": {}}, "profiles must have at least one"),
+    "no layer": ({**ENOUGH, "profiles": {"in": {}}}, "profiles must .*'in': no layer"),
+    "not dense": ({**ENOUGH, "profiles": {"": {}}}, "profiles must .*: Layers"),
+    "nan error": ({**ENOUGH, "profiles": {"up": {PLAIN[0]: math.nan}}}, "profiles: .*'up'"),
+    "none kept": ({**ENOUGH, "profiles": {"up": {Config(0.01, (64, 64)): 0.1}}}, "'up': density"),
     "no time": (
         {"milliseconds": 9.0, "table": table_of(times={(256, 128): {None: 1.0}})},
         "table: has no time of 256x128 0.25 32x32",
@@ -254,12 +222,6 @@ def test_one_layer_under_two_names() -> None:
 
 
 # Densities by rule
-
-
-def test_uniform() -> None:
-    assert uniform(Layers(), NAMES, 0.25) == dict.fromkeys(NAMES, Config(0.25, (64, 64)))
-    with pytest.raises(InvalidArgumentError, match=r"'up'.*rounds to none"):
-        uniform(Layers(), NAMES, 0.001)
 
 
 def model_of(shapes: list[tuple[int, int]]) -> tuple[nn.Module, list[str]]:
@@ -306,16 +268,13 @@ def test_densities_that_erk_refuses(density: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> None:
-    profiles = {
-        "up": dict.fromkeys(CONFIGS, 0.1),
-        "other": {Config(1.0, (128, 32)): 0.1},
-        "down": {},
-    }
+def test_what_is_measured_is_what_profiles_have(device: str, tmp_path: Path) -> None:
+    wide = Config(1.0, (128, 32))
+    profiles = {"up": dict.fromkeys(CONFIGS, 0.1), "other": {wide: 0.1}, "down": {}}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     table = measure_latency(Layers(), profiles, tokens=8, dtype=dtype, device=device, repetitions=3)
     assert set(table.times) == {(256, 128), (128, 256)}
-    assert set(table.times[256, 128]) == {None, *CONFIGS, Config(1.0, (128, 32))}
+    assert set(table.times[256, 128]) == {None, *CONFIGS, wide}
     assert set(table.times[128, 256]) == {None}
     assert all(0 < time < 1e3 for times in table.times.values() for time in times.values())
     assert "does not have" not in table.where() and "256x128" in str(table)
@@ -326,21 +285,21 @@ def test_what_is_measured_is_what_curves_have(device: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((2, (64, 64)), "density must be a number from 0 to 1, got 2"),
-        (("half", (64, 64)), "density must .* got 'half'"),
-        ((0.5, (48, 64)), "block_shape must be .* got \\(48, 64\\)"),
+        ((2, (64, 64)), "density must be"),
+        (("half", (64, 64)), "density must be"),
+        ((0.5, (48, 64)), "block_shape must be"),
         ((0.5, (64, 64), (1, 4)), "nm must be"),
         ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
-        ((0.5, (64, 64), None, "x"), "storage must .* got 'x'"),
+        ((0.5, (64, 64), None, "x"), "storage must"),
         ((0.5, (64, 64), None, "compressed"), "storage must not be 'compressed'"),
     ],
 )
-def test_choices_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
+def test_configs_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         Config(*arguments)
 
 
-def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
+def test_configs_as_a_program_has_them(tmp_path: Path) -> None:
     """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
     loose: Any = Config(np.float32(0.5), 32)
     state = torch.get_rng_state()
@@ -351,7 +310,8 @@ def test_choices_as_a_program_has_them(tmp_path: Path) -> None:
     table.save(tmp_path / "table.json")
     assert LatencyTable.load(tmp_path / "table.json") == table
     plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
-    assert plan == uniform(Layers(), ["up"], np.float32(0.5), block_shape=np.int64(32))
+    assert plan == {"up": Config(0.5, (32, 32))}
+    assert erk(Layers(), ["up"], np.float32(0.5), block_shape=np.int64(32)) == plan
     assert table.total(Layers(), {"up": loose}) == table.milliseconds((256, 128), plan["up"])
     for wrong in "half", {"up": "half"}:
         with pytest.raises(InvalidArgumentError, match="config"):
@@ -378,10 +338,6 @@ def test_layers_are_timed_as_they_are(device: str) -> None:
     for names, text in (["1"], "'1': ReLU"), ([], "at least one"), (["3"], "'3': NoneType"):
         with pytest.raises(InvalidArgumentError, match=f"layers must .*{text}"):
             time_layers(model, names, tokens=8)
-    wrong: Any
-    for wrong, text in ((3, ["0"]), "model(: | must )"), ((model, None), "layers must be an iterable"):
-        with pytest.raises(InvalidArgumentError, match=text):
-            time_layers(*wrong, tokens=8)
     with pytest.raises(InvalidArgumentError, match="device must have memory"):
         time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 
@@ -394,12 +350,7 @@ def test_times_between_measured_densities_rise() -> None:
     assert table.milliseconds((128, 128), Config(0.3, (64, 64))) == pytest.approx(2.0)
     assert table.milliseconds((128, 128), Config(0.5, (64, 64))) == 3.0
     assert table.milliseconds((128, 128), Config(0.7, (64, 64))) == pytest.approx(4.0)
-    for config in (
-        Config(0.1, (64, 64)),
-        Config(0.9, (64, 64)),
-        Config(0.5, (32, 32)),
-        OTHERS[0],
-    ):
+    for config in (Config(0.1, (64, 64)), Config(0.9, (64, 64)), Config(0.5, (32, 32)), OTHERS[0]):
         with pytest.raises(InvalidArgumentError, match=r"table: has no time of 128x128 .*measured are dense"):
             table.milliseconds((128, 128), config)
     with pytest.raises(InvalidArgumentError, match=r"64x128.*measured are the shapes 128x128"):
@@ -410,8 +361,8 @@ ENTRY = {"density": 0.5, "block_shape": [32, 32], "nm": None, "storage": "plain"
 LAYERS = {"shape": [1, 2], "tokens": 8, "dtype": "float32", "names": [], "calls": 1, "milliseconds": []}
 
 
-def layers(*times: dict[str, Any], **change: Any) -> dict[str, Any]:
-    return {"layers": [{**LAYERS, "milliseconds": times, **change}]}
+def layers(way: Any = None, ms: float = 1.0, **change: Any) -> dict[str, Any]:
+    return {"layers": [{**LAYERS, "milliseconds": [{"way": way, "ms": ms}], **change}]}
 
 
 @pytest.mark.parametrize(
@@ -419,14 +370,13 @@ def layers(*times: dict[str, Any], **change: Any) -> dict[str, Any]:
     [
         ({"layers": []}, "one number of tokens"),
         ({"device": {}}, "missing"),
-        (layers({"way": None, "ms": math.nan}), "ms must be milliseconds"),
-        (layers({"way": None, "ms": 1.0}, shape=[1]), "shape"),
-        (layers({"way": {"density": 1}, "ms": 1.0}), "block_shape"),
-        (layers({"way": None, "ms": 1.0}, tokens=None), "integer"),
-        (layers({"way": {**ENTRY, "nm": []}, "ms": 1.0}), "IndexError"),
-        (layers({"way": {**ENTRY, "density": math.nan}, "ms": 1.0}), "density"),
-        (layers({"way": {**ENTRY, "density": 0}, "ms": 1.0}), "density"),
-        (layers({"way": {**ENTRY, "storage": "x"}, "ms": 1.0}), "storage"),
+        (layers(ms=math.nan), "ms must be milliseconds"),
+        (layers(shape=[1]), "shape"),
+        (layers({"density": 1}), "block_shape"),
+        (layers(tokens=None), "integer"),
+        (layers({**ENTRY, "nm": []}), "IndexError"),
+        (layers({**ENTRY, "density": 0}), "density"),
+        (layers({**ENTRY, "storage": "x"}), "storage"),
     ],
 )
 def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -458,11 +408,6 @@ def test_other_files_and_none(tmp_path: Path) -> None:
         ({"device": "nowhere"}, "device(: | must )"),
         ({"dtype": torch.int8}, "dtype must"),
         ({"configs": {"nothing": []}}, "configs must .*'nothing'"),
-        (
-            {"configs": {"up": PLAIN[0]}},
-            r"configs\['up'\] must be an iterable, such as a list, got BlockSparseConfig",
-        ),
-        ({"configs": ["up"]}, r"configs must be a mapping, got \['up'\]"),
     ],
 )
 def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
@@ -475,11 +420,9 @@ def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> Non
 
 def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = executed("budgets.md")
-    allocation, fast, profiles, pruned = (
-        names[name] for name in ("allocation", "fast", "profiles", "pruned")
-    )
+    allocation, fast, profiles = names["allocation"], names["fast"], names["profiles"]
     assert allocation.unit == "bytes" and 60_000 < allocation.cost <= 70_000
-    assert any(isinstance(module, BlockSparseLinear) for module in pruned)
+    assert any(isinstance(module, BlockSparseLinear) for module in names["pruned"])
     assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
     assert fast.error <= sum(profiles[name][config] for name, config in names["alike"].items())
     assert names["report"].groups[0].group.units == 256
@@ -498,15 +441,12 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     pruned = {layer.name: layer for layer in report.layers}
     assert set(pruned) == {name for name, config in plan.items() if config is not None}
     multiplied = 0
-    for name, layer in plan.items():
-        module = model.get_submodule(name)
-        if layer is not None:
-            assert isinstance(module, BlockSparseLinear) and pruned[name].config == layer
-            assert (module.storage, module.nm, module.block_shape) == (
-                layer.storage,
-                layer.nm,
-                layer.block_shape,
-            )
+    for name, config in plan.items():
+        module: Any = model.get_submodule(name)
+        if config is not None:
+            assert isinstance(module, BlockSparseLinear) and pruned[name].config == config
+            found = module.storage, module.nm, module.block_shape
+            assert found == (config.storage, config.nm, config.block_shape)
         multiplied += module.weight.numel()
     assert multiplied == plan.cost <= budget
 

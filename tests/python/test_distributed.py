@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import here, randn, run_scenes, seeded, spawn
+from helpers import TWO, here, play, randn, seeded
+from test_train_patterns import SCENES as MOVING
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -219,19 +219,6 @@ def from_meta(rank: int) -> None:
     assert patterns_agree(empty)
 
 
-def sharded(rank: int) -> None:
-    mesh = init_device_mesh(torch.device(here()).type, (WORLD,))
-    model = fully_shard(make(rank), mesh=mesh)
-    with pytest.raises(UnsynchronizedPatternError):
-        train(model)
-    model = make(rank)
-    synchronize_patterns(model)
-    for layer in sparse_layers(model):
-        fully_shard(layer, mesh=mesh)
-    train(fully_shard(model, mesh=mesh))
-    assert patterns_agree(model)
-
-
 def flattened(rank: int) -> None:
     device = torch.device(here())
     unsynchronized = FullyShardedDataParallel(make(rank), device_id=device)
@@ -268,32 +255,16 @@ def masked(rank: int) -> None:
         MaskSchedule(sharded, optimizer, every=1, decay=0)
 
 
-SCENES: tuple[Callable[[int], None], ...] = (
-    by_default,
-    changed_by_hand,
-    without_broadcasts,
-    without_broadcasts_synchronized,
-    loaded,
-    broadcast_by_hand,
-    of_other_sizes,
-    from_meta,
-    sharded,
-    flattened,
-    masked,
+SCENES = (
+    *(by_default, changed_by_hand, without_broadcasts, without_broadcasts_synchronized, loaded),
+    *(broadcast_by_hand, of_other_sizes, from_meta, flattened, masked, *MOVING),
     of_a_silent_process,  # the last one: the others are a layer behind from here on
 )
 
 
-def _run(rank: int, backend: str, rendezvous: str) -> None:
-    run_scenes(SCENES, rank, WORLD, backend, rendezvous)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def test_every_way_to_train_together(backend: str, tmp_path: Path) -> None:
-    """One test, since starting processes takes longer than all they do."""
-    if backend == "nccl" and torch.cuda.device_count() < WORLD:
-        pytest.skip("needs two GPUs")
-    spawn(_run, (backend, str(tmp_path / "rendezvous")), WORLD)
+@pytest.mark.parametrize(("backend", "size"), TWO)
+def test_every_way_to_train_together(backend: str, size: int, tmp_path: Path) -> None:
+    play(SCENES, backend, size, tmp_path)
 
 
 def test_one_process_alone_needs_no_agreement() -> None:

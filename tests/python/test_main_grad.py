@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact
+from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact_
 
 HALVES = [torch.bfloat16, torch.float16]
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
@@ -411,7 +411,7 @@ def test_schedules_refuse_what_they_do_not_see() -> None:
     with torch.no_grad():
         layer.weight[:3] = 0
     with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
-        compact(layer, optimizer)
+        compact_(layer, optimizer)
     assert layer.weight.shape == before.shape
     masked = make()
     masked.set_nm((2, 4))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import here, randn, run_scenes, seeded, spawn
+from helpers import FOUR, TWO, common_folder, here, play, randn, seeded, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -90,11 +88,6 @@ def layers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def unsharded(model: nn.Module, **options: Any) -> Any:
     """One process's model with what a shared one has learned."""
     alone = make(9, **options)
@@ -116,7 +109,7 @@ def close_to(model: nn.Module, trained: nn.Module) -> None:
         torch.testing.assert_close(whole(tensor), expected[name], rtol=1e-3, atol=1e-4)
 
 
-def curve(
+def steps_of(
     model: nn.Module,
     share: int = 0,
     shares: int = 1,
@@ -156,12 +149,12 @@ def close(results: Tensor, expected: Tensor, tolerance: float | None = None) -> 
     torch.testing.assert_close(results, expected, rtol=tolerance, atol=0)
 
 
-def alike(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+def alike(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def forms(model: nn.Module) -> list[Any]:
-    """What else than its values makes a layer: the steps have to leave it alone."""
+    """The patterns of a model's layers, which steps have to leave alone."""
     return [[buffer.tolist() for buffer in layer.index()[:3]] for layer in layers_of(model)]
 
 
@@ -169,16 +162,16 @@ def forms(model: nn.Module) -> list[Any]:
 
 
 def fsdp(rank: int) -> None:
-    expected = curve(known(make()))
-    close(of_all(curve(DistributedDataParallel(known(make())), rank, world())), expected)
+    expected = steps_of(known(make()))
+    close(of_all(steps_of(DistributedDataParallel(known(make())), rank, world())), expected)
     for density in (0.5, 0.125, 0.0):  # 16, 4 and no blocks
         alone, model = known(make(density=density)), known(make(density=density))
         for layer in layers_of(model):
             layer.weight.requires_grad_(density > 0)  # PyTorch reduces no gradient that is empty
-        expected = curve(alone)
+        expected = steps_of(alone)
         model = sharded(model)
         before = forms(model)
-        close(of_all(curve(model, rank, world())), expected)
+        close(of_all(steps_of(model, rank, world())), expected)
         assert forms(model) == before and isinstance(model[0].weight, DTensor)
     # 3 blocks do not fit on 2 or 4 processes evenly, and are fewer than 4.
     pattern = BlockPattern.random((WIDTH, WIDTH), block_shape=32, nnz=3, generator=seeded())
@@ -194,26 +187,26 @@ def fsdp(rank: int) -> None:
             for _ in "ab"
         )
         optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, **fused)
-        expected = curve(alone, optimizer=optimizer)
+        expected = steps_of(alone, optimizer=optimizer)
         model = sharded(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **fused)
-        close(of_all(curve(model, rank, world(), optimizer=optimizer)), expected)
+        close(of_all(steps_of(model, rank, world(), optimizer=optimizer)), expected)
 
 
 def fsdp_in_less_precision(rank: int) -> None:
-    expected = curve(known(make()))
+    expected = steps_of(known(make()))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(known(make()), mp_policy=policy)
     before = forms(model)
-    close(of_all(curve(model, rank, world())), expected, 0.01)
+    close(of_all(steps_of(model, rank, world())), expected, 0.01)
     assert forms(model) == before and model[0].weight.dtype == torch.float32
 
 
 def fsdp_with_checkpoints(rank: int) -> None:
-    expected = curve(known(make()))
+    expected = steps_of(known(make()))
     model = sharded(known(make()))
     close(
-        of_all(curve(model, rank, world(), forward=lambda x: checkpoint(model, x, use_reentrant=False))),
+        of_all(steps_of(model, rank, world(), forward=lambda x: checkpoint(model, x, use_reentrant=False))),
         expected,
     )
 
@@ -222,7 +215,7 @@ def fsdp_of_2_4(rank: int) -> None:
     options: dict[str, Any] = {"nm": (2, 4)}
     alone, model = known(make(**options)), sharded(known(make(**options)))
     masks = [layer.mask.clone() for layer in layers_of(alone)]
-    close(of_all(curve(model, rank, world())), curve(alone))
+    close(of_all(steps_of(model, rank, world())), steps_of(alone))
     assert all(torch.equal(layer.mask, mask) for layer, mask in zip(layers_of(model), masks, strict=True))
     for refused in (
         lambda layer: layer.update_mask_(),
@@ -260,7 +253,7 @@ def moved(rank: int) -> None:
 
 def without_agreement(rank: int) -> None:
     with pytest.raises(UnsynchronizedPatternError):
-        curve(sharded(make(rank)), rank, world())
+        steps_of(sharded(make(rank)), rank, world())
     empty = make(device="meta").to_empty(device=here())
     with pytest.raises(InvalidPatternError, match=r"process 0, but \['0', '2'\] left the meta"):
         synchronize_patterns(empty)
@@ -277,7 +270,7 @@ def from_meta(rank: int) -> None:
         for layer in layers_of(model):
             layer.reset_parameters()
         alone = unsharded(model, **options)
-        close(of_all(curve(model, rank, world())), curve(alone))  # with one pattern, and masks that fit
+        close(of_all(steps_of(model, rank, world())), steps_of(alone))  # with one pattern, and masks that fit
     weight = whole(sharded_layer(seed=rank).weight)
     fan_in = 512 * 0.5
     assert weight.abs().max() <= (0.5 * fan_in) ** -0.5 and weight.unique().numel() > 0.9 * weight.numel()
@@ -295,23 +288,20 @@ def sharded_layer(seed: int) -> BlockSparseLinear:
 
 
 def tensor_parallel(rank: int) -> None:
-    expected = curve(known(make()))
+    expected = steps_of(known(make()))
     model = parallelize_module(make(rank), mesh(), PLAN)  # weights and patterns of the first process count
     before = forms(model)
-    close(curve(model), expected)
+    close(steps_of(model), expected)
     assert forms(model) == before
     assert model[0].weight.to_local().shape[0] == model[0].pattern.nnz // world()
     alone = unsharded(model)  # what it has learned is an ordinary state dict of whole layers
-    close(curve(model, first=3), curve(alone, first=3))
+    close(steps_of(model, first=3), steps_of(alone, first=3))
 
 
 def layouts(rank: int) -> None:
     """Inputs and outputs that all have, or of which each has some rows or tokens (sequence parallelism)."""
     for layout in (Replicate(), Shard(0), Shard(1)):
-        plan = {
-            "0": ColwiseParallel(input_layouts=layout),
-            "2": RowwiseParallel(output_layouts=layout),
-        }
+        plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
         model, alone = parallelize_module(make(), mesh(), plan).eval(), make().eval()
         x = randn(4, 8, WIDTH, dtype=torch.float32, device=here()).requires_grad_()
         y = alone(x)
@@ -347,7 +337,7 @@ def beside_dense_layers(rank: int) -> None:
     with torch.autocast(torch.device(here()).type, torch.bfloat16):
         y = layer(x, residual=residual)
     assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
+    alike(y.float(), expected, 0.02)
     everywhere = DTensor.from_local(residual, mesh(), [Replicate()])
     with pytest.raises(InvalidArgumentError, match="residual must be a plain tensor"):
         layer(x, residual=everywhere)
@@ -375,7 +365,7 @@ def tensor_parallel_storages(rank: int) -> None:
         alike(model(x), alone(x))
     assert model[0].prepack()(x).shape == (8, HIDDEN // world())
     with torch.autocast(torch.device(here()).type, torch.bfloat16):
-        torch.testing.assert_close(model(x), alone(x), rtol=0.02, atol=0.02)
+        alike(model(x), alone(x), 0.02)
     for density, per in ((0.5, "block"), (0.0, "row")):
         alone, model = make(density=density).eval(), make(density=density).eval()
         for layer in (*layers_of(alone), *layers_of(model)):
@@ -394,7 +384,7 @@ def tensor_parallel_storages(rank: int) -> None:
         share(model).to(torch.bfloat16)
         assert model[0].weight.dtype == torch.float8_e4m3fn
         y = alone.to(torch.bfloat16)(x.bfloat16())
-        torch.testing.assert_close(model(x.bfloat16()), y, rtol=0.02, atol=0.02)
+        alike(model(x.bfloat16()), y, 0.02)
 
 
 def tensor_parallel_activations(rank: int) -> None:
@@ -409,7 +399,7 @@ def tensor_parallel_activations(rank: int) -> None:
             assert layer.spec == own.spec and layer.scales.shape == own.scales.shape
             assert torch.equal(whole(layer.scales), own.scales)
         alike(whole(DTensor.from_local(model[0](x), mesh(), [Shard(1)])), alone[0](x))
-        torch.testing.assert_close(model(x), alone(x), rtol=0.05, atol=0.05)
+        alike(model(x), alone(x), 0.05)
         other = parallelize_module(make(5, **options).eval(), mesh(), PLAN)
         other.load_state_dict(model.state_dict())
         alike(other(x), model(x))
@@ -432,7 +422,7 @@ def tensor_parallel_from_meta(rank: int) -> None:
     for layer in layers_of(model):
         layer.reset_parameters()
     alone = unsharded(model)
-    close(curve(model), curve(alone))
+    close(steps_of(model), steps_of(alone))
 
 
 def moved_blocks(rank: int) -> None:
@@ -479,10 +469,7 @@ def in_inference_mode(rank: int) -> None:
         model.load_state_dict(other.state_dict())
         alike(model(x), other(x))
     model = parallelize_module(make(), mesh(), PLAN)
-    with (
-        torch.inference_mode(),
-        mock.patch.object(_shards, "moved_index", partial(moved_index, copy=True)),
-    ):
+    with torch.inference_mode(), mock.patch.object(_shards, "moved_index", partial(moved_index, copy=True)):
         model(x)  # its index is a copy, as on a GPU
     torch.compile(model, backend="aot_eager")(x).sum().backward()
 
@@ -493,7 +480,7 @@ def without_a_source(rank: int) -> None:
     expected = model(x)
     parallelize_module(model, mesh(), PLAN, src_data_rank=None)
     alike(model(x), expected)
-    close(curve(model.train()), curve(known(make())))
+    close(steps_of(model.train()), steps_of(known(make())))
 
 
 def refusals(rank: int) -> None:
@@ -502,15 +489,13 @@ def refusals(rank: int) -> None:
     for style in (of_torch.ColwiseParallel(), of_torch.RowwiseParallel()):
         with pytest.raises(NotImplementedError):
             parallelize_module(make()[0], at, style)
-    layer = BlockSparseLinear(32, 16 * (world() + 1), density=1, block_shape=16, **options)
-    with pytest.raises(InvalidArgumentError, match=f"out_features must be a multiple of {world()} x 16"):
-        parallelize_module(layer, at, ColwiseParallel())
-    with pytest.raises(InvalidArgumentError, match=f"in_features must be a multiple of {world()} x 16"):
-        parallelize_module(
-            BlockSparseLinear(16 * (world() + 1), 32, density=1, block_shape=16, **options),
-            at,
-            RowwiseParallel(),
-        )
+    odd = 16 * (world() + 1)
+    for sizes, style, name in (((32, odd), ColwiseParallel(), "out"), ((odd, 32), RowwiseParallel(), "in")):
+        layer = BlockSparseLinear(*sizes, density=1, block_shape=16, **options)
+        with pytest.raises(
+            InvalidArgumentError, match=f"{name}_features must be a multiple of {world()} x 16"
+        ):
+            parallelize_module(layer, at, style)
     corner = BlockPattern.from_blocks([(0, i) for i in range(4)], shape=(64, 64), block_shape=16)
     layer = BlockSparseLinear(64, 64, pattern=corner, **options)
     before = copy.deepcopy(layer.state_dict())
@@ -552,35 +537,35 @@ def two_dimensional(rank: int) -> None:
     share = at["data"].get_local_rank(), 2
     model = sharded(parallelize_module(known(make()), at["tensor"], PLAN), at["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    close(of_all(curve(model, *share, optimizer=optimizer)), curve(known(make())))
+    close(of_all(steps_of(model, *share, optimizer=optimizer)), steps_of(known(make())))
     alone, folder = unsharded(model), common_folder()
     save(folder, model, optimizer, at)
-    expected = of_all(curve(model, *share, optimizer=optimizer, first=3))
+    expected = of_all(steps_of(model, *share, optimizer=optimizer, first=3))
     model, optimizer = loaded(folder, sharded(make(7), mesh()), mesh())
     same(model, alone)
-    close(of_all(curve(model, rank, 4, optimizer=optimizer, first=3)), expected)
+    close(of_all(steps_of(model, rank, 4, optimizer=optimizer, first=3)), expected)
     model = sharded(parallelize_module(make(7), at["tensor"], PLAN), at["data"])
     model, optimizer = loaded(folder, model, at)
     same(model, alone)
-    close(of_all(curve(model, *share, optimizer=optimizer, first=3)), expected)
+    close(of_all(steps_of(model, *share, optimizer=optimizer, first=3)), expected)
     torch.manual_seed(rank)
     for layer in layers_of(model):
         layer.reset_parameters()
     assert whole(model[0].weight).unique().numel() > 0.9 * model[0].weight.numel()
     alone = unsharded(model)
-    close(of_all(curve(model, *share, first=6)), curve(alone, first=6))
-    curve(parallelize_module(make(), at["tensor"], PLAN))
+    close(of_all(steps_of(model, *share, first=6)), steps_of(alone, first=6))
+    steps_of(parallelize_module(make(), at["tensor"], PLAN))
     with pytest.raises(UnsynchronizedPatternError):
-        curve(parallelize_module(make(rank // 2), at["tensor"], PLAN))  # the other pair has another one
+        steps_of(parallelize_module(make(rank // 2), at["tensor"], PLAN))  # the other pair has another one
     model = parallelize_module(make(device="meta"), at["tensor"], PLAN).to_empty(device=here())
     for layer in layers_of(model):
         layer.reset_parameters()
     model = sharded(model, at["data"])
     with pytest.raises(UnsynchronizedPatternError):
-        curve(model, *share)
+        steps_of(model, *share)
     synchronize_patterns(model)
     alone = unsharded(model)
-    close(of_all(curve(model, *share)), curve(alone))
+    close(of_all(steps_of(model, *share)), steps_of(alone))
 
 
 def two_dimensional_and_uneven(rank: int) -> None:
@@ -596,7 +581,7 @@ def two_dimensional_and_uneven(rank: int) -> None:
 
     alone, model = known(make(0)), known(make(0))
     model = sharded(parallelize_module(model, at["tensor"], plan), at["data"])
-    close(of_all(curve(model, at["data"].get_local_rank(), 2)), curve(alone))
+    close(of_all(steps_of(model, at["data"].get_local_rank(), 2)), steps_of(alone))
     folder, other = common_folder(), make(1)
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     state = other.state_dict()
@@ -612,7 +597,7 @@ def replicated_and_sharded(rank: int) -> None:
     for layer in layers_of(model):
         layer.reset_parameters()
     alone = unsharded(model)
-    close(of_all(curve(model, rank, 4)), curve(alone))
+    close(of_all(steps_of(model, rank, 4)), steps_of(alone))
 
 
 def two_by_two() -> DeviceMesh:
@@ -624,33 +609,33 @@ def checkpoints(rank: int) -> None:
     folder = common_folder()
     alone = known(make())
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    curve(alone, optimizer=optimizer)
+    steps_of(alone, optimizer=optimizer)
     trained = copy.deepcopy(alone)
-    expected = curve(alone, optimizer=optimizer, first=3)
+    expected = steps_of(alone, optimizer=optimizer, first=3)
     pair, four = DeviceMesh(torch.device(here()).type, [0, 1]), mesh()
 
     if rank < 2:
         model = sharded(known(make()), pair)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        curve(model, rank, 2, optimizer=optimizer)
+        steps_of(model, rank, 2, optimizer=optimizer)
         save(folder / "two", model, optimizer, pair)
     dist.barrier()
 
     model, optimizer = loaded(folder / "two", sharded(make(7), four), four)
     close_to(model, trained)
     save(folder / "four", model, optimizer, four)
-    close(of_all(curve(model, rank, 4, optimizer=optimizer, first=3)), expected)
+    close(of_all(steps_of(model, rank, 4, optimizer=optimizer, first=3)), expected)
 
     if rank < 2:
         close_to(loaded(folder / "four", sharded(make(8), pair), pair)[0], trained)
     if rank == 0:
         model, optimizer = loaded(folder / "four", make(8), None)
-        close(curve(model, optimizer=optimizer, first=3), expected)
+        close(steps_of(model, optimizer=optimizer, first=3), expected)
         model, optimizer = loaded(folder / "four", make(8), None)
         save(folder / "one", model, optimizer, None)
     dist.barrier()
     model, optimizer = loaded(folder / "one", sharded(make(7), four), four)
-    close(of_all(curve(model, rank, 4, optimizer=optimizer, first=3)), expected)
+    close(of_all(steps_of(model, rank, 4, optimizer=optimizer, first=3)), expected)
 
 
 def checkpoints_of_other_forms(rank: int) -> None:
@@ -675,9 +660,9 @@ def checkpoints_of_other_forms(rank: int) -> None:
         same(one, saved)
     in_place = sharded(make(9 + rank, density=0.25, block=16))  # with patterns that nobody has agreed on
     dcp.load(get_model_state_dict(in_place), checkpoint_id=folder)
-    expected = of_all(curve(saved, rank, world()))
-    close(of_all(curve(model, rank, world())), expected)
-    close(of_all(curve(in_place, rank, world())), expected)
+    expected = of_all(steps_of(saved, rank, world()))
+    close(of_all(steps_of(model, rank, world())), expected)
+    close(of_all(steps_of(in_place, rank, world())), expected)
     other = sharded(known(make(density=0.5)))
     before = forms(other)
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
@@ -692,7 +677,7 @@ def checkpoints_of_whole_layers(rank: int) -> None:
     model = sharded(make(rank))
     set_model_state_dict(model, state, options=options)
     same(model, make(3))
-    curve(model, rank, world())
+    steps_of(model, rank, world())
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     alone = unsharded(model)
     if rank == 0:
@@ -704,20 +689,20 @@ def checkpoints_of_tensor_parallel(rank: int) -> None:
     pair, four = DeviceMesh(torch.device(here()).type, [0, 1]), mesh()
     model = parallelize_module(make(), four, PLAN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    curve(model, optimizer=optimizer)
+    steps_of(model, optimizer=optimizer)
     trained = unsharded(model)
     save(folder / "four", model, optimizer, four)
-    expected = curve(model, optimizer=optimizer, first=3)
+    expected = steps_of(model, optimizer=optimizer, first=3)
     if rank < 2:
         model, optimizer = loaded(folder / "four", parallelize_module(make(5), pair, PLAN), pair)
-        close(curve(model, optimizer=optimizer, first=3), expected)
+        close(steps_of(model, optimizer=optimizer, first=3), expected)
     dist.barrier()
     model, optimizer = loaded(folder / "four", sharded(make(7), four), four)
     same(model, trained)
-    close(of_all(curve(model, rank, 4, optimizer=optimizer, first=3)), expected)
+    close(of_all(steps_of(model, rank, 4, optimizer=optimizer, first=3)), expected)
     if rank == 0:
         model, optimizer = loaded(folder / "four", make(8), None)
-        close(curve(model, optimizer=optimizer, first=3), expected)
+        close(steps_of(model, optimizer=optimizer, first=3), expected)
     dist.barrier()
     # The blocks of one process are not in the order of the parts.
     dcp.save(get_model_state_dict(sharded(known(make()))), checkpoint_id=folder / "rows")
@@ -727,13 +712,7 @@ def checkpoints_of_tensor_parallel(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"2\.pattern must have its slots in the order"):
         set_model_state_dict(model, state)
     with pytest.raises(InvalidPatternError, match="slots in the order"):
-        curve(model)
-
-
-def common_folder() -> Path:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    return Path(str(folder[0]))
+        steps_of(model)
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, at: DeviceMesh | None) -> None:
@@ -762,59 +741,19 @@ def loaded(folder: Path, model: nn.Module, at: DeviceMesh | None) -> tuple[Any, 
 
 SCENES: dict[int, tuple[Callable[[int], None], ...]] = {
     2: (
-        fsdp,
-        fsdp_in_less_precision,
-        fsdp_with_checkpoints,
-        fsdp_of_2_4,
-        fsdp_in_fewer_bits,
-        moved,
-        without_agreement,
-        from_meta,
-        tensor_parallel,
-        layouts,
-        beside_dense_layers,
-        tensor_parallel_storages,
-        tensor_parallel_activations,
-        tensor_parallel_from_meta,
-        moved_blocks,
-        compiled,
-        in_inference_mode,
-        without_a_source,
-        refusals,
+        *(fsdp, fsdp_in_less_precision, fsdp_with_checkpoints, fsdp_of_2_4, fsdp_in_fewer_bits, moved),
+        *(without_agreement, from_meta, tensor_parallel, layouts, beside_dense_layers),
+        *(tensor_parallel_storages, tensor_parallel_activations, tensor_parallel_from_meta, moved_blocks),
+        *(compiled, in_inference_mode, without_a_source, refusals),
     ),
     4: (
-        fsdp,
-        from_meta,
-        replicated_and_sharded,
-        tensor_parallel,
-        layouts,
-        two_dimensional,
-        two_dimensional_and_uneven,
-        refusals,
-        checkpoints,
-        checkpoints_of_other_forms,
-        checkpoints_of_whole_layers,
+        *(fsdp, replicated_and_sharded, tensor_parallel, two_dimensional, two_dimensional_and_uneven),
+        *(refusals, checkpoints, checkpoints_of_other_forms, checkpoints_of_whole_layers),
         checkpoints_of_tensor_parallel,
     ),
 }
 
 
-def _run(rank: int, backend: str, size: int, folder: str) -> None:
-    timeout = datetime.timedelta(seconds=60)
-    run_scenes(SCENES[size], rank, size, backend, f"{folder}/rendezvous", timeout)
-
-
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [
-        ("gloo", 2),
-        ("gloo", 4),
-        pytest.param("nccl", 2, marks=pytest.mark.gpu),
-        pytest.param("nccl", 4, marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize(("backend", "size"), [*TWO, *FOUR])
 def test_every_way_to_share_a_model(backend: str, size: int, tmp_path: Path) -> None:
-    """One test for each number of processes, since starting them takes longer than all they do."""
-    if backend == "nccl" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
-    spawn(_run, (backend, size, str(tmp_path)), size)
+    play(SCENES[size], backend, size, tmp_path)

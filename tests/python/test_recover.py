@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,16 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 VOCABULARY, TOKENS = SIZES["vocab_size"], 8
+D64: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 64}
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=40, bos_token_id=0, eos_token_id=1
+)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "bert": lambda: BertModel(BertConfig(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2),
+    "mlp": lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 64)),
+}
 TARGETS = {"llama": "model.layers", "bert": "encoder.layer", "gpt2": "transformer.h", "mlp": "."}
 PARTS = {
     "llama": ["self_attn", "mlp"],
@@ -61,16 +71,7 @@ PARTS = {
 
 def dense(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    if name == "llama":
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES))
-    elif name == "bert":
-        model = BertModel(BertConfig(**SIZES))
-    elif name == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 40}
-        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
-    else:
-        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 64))
-    return model.to(dtype).eval()
+    return MODELS[name]().to(dtype).eval()
 
 
 def pruned(teacher: nn.Module, name: str, **options: Any) -> Any:
@@ -157,9 +158,8 @@ def test_hidden_states_are_compared_as_in_squarehead() -> None:
     for ours, theirs in zip(student, teacher, strict=True):
         ours, theirs = ours[MASK.bool()], theirs[MASK.bool()]
         expected += F.mse_loss(ours, theirs) / F.mse_loss(theirs, torch.zeros_like(theirs)) / 3
-    loss = DistillationLoss(hidden_states=1.0)
-    actual = loss(outputs(hidden_states=student), {"hidden_states": tuple(teacher)}, MASK)
-    torch.testing.assert_close(actual, expected)
+    states = outputs(hidden_states=student), {"hidden_states": tuple(teacher)}
+    torch.testing.assert_close(DistillationLoss(hidden_states=1.0)(*states, MASK), expected)
 
 
 def test_embeddings_are_compared_by_cosine() -> None:
@@ -174,12 +174,9 @@ def test_embeddings_are_compared_by_cosine() -> None:
     torch.testing.assert_close(loss(*last, MASK), expected)
     given = outputs(embeddings=pooled[0]), outputs(embeddings=pooled[1])
     torch.testing.assert_close(loss(*given, MASK), expected)
-    whole = outputs(embeddings=student[2, :1]), outputs(last_hidden_state=teacher[2:, :1])
-    torch.testing.assert_close(loss(*whole), loss(student_of(whole), whole[1]))
-
-
-def student_of(both: tuple[SimpleNamespace, SimpleNamespace]) -> SimpleNamespace:
-    return outputs(last_hidden_state=both[0].embeddings[:, None])
+    one = outputs(last_hidden_state=student[2, :1][:, None])
+    other = outputs(last_hidden_state=teacher[2:, :1])
+    torch.testing.assert_close(loss(outputs(embeddings=student[2, :1]), other), loss(one, other))
 
 
 def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
@@ -215,21 +212,19 @@ def test_similarities_are_how_much_texts_are_like_others() -> None:
 
 def test_nothing_but_padding_is_no_error() -> None:
     nothing, tokens = torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3, 4), float("nan"))
-    loss = DistillationLoss(logits=1.0, hidden_states=1.0, embeddings=1.0)
     one = outputs(logits=tokens, hidden_states=[tokens], last_hidden_state=tokens)
-    assert (
-        loss.terms(one, one, nothing)["logits"] == 0 and loss.terms(one, one, nothing)["hidden_states"] == 0
-    )
+    terms = DistillationLoss(logits=1.0, hidden_states=1.0, embeddings=1.0).terms(one, one, nothing)
+    assert terms["logits"] == 0 and terms["hidden_states"] == 0
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
         ({}, "at least one of task"),
-        ({"logits": -1.0}, "logits must be a finite number of at least 0, got -1.0"),
-        ({"logits": 1.0, "temperature": 0}, "temperature must be a finite number above 0"),
-        ({"embeddings": float("nan")}, "embeddings must be a finite"),
-        ({"hidden_states": "1"}, "hidden_states must be a finite"),
+        ({"logits": -1.0}, "logits must be"),
+        ({"logits": 1.0, "temperature": 0}, "temperature must be"),
+        ({"embeddings": float("nan")}, "embeddings must be"),
+        ({"hidden_states": "1"}, "hidden_states must be"),
     ],
 )
 def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
@@ -237,44 +232,31 @@ def test_wrong_weights_are_named(weights: dict[str, Any], message: str) -> None:
         DistillationLoss(**weights)
 
 
-def test_what_does_not_fit_is_named() -> None:
-    logits = torch.zeros(2, 3, 5)
-    for loss, student, teacher, message in [
-        (
-            DistillationLoss(logits=1),
-            logits,
-            torch.zeros(2, 3, 7),
-            "logits with the student's classes, 5, got 7",
-        ),
-        (DistillationLoss(logits=1), logits, torch.zeros(2, 4, 5), r"logits with .* shape, \(2, 3, 5\)"),
-        (DistillationLoss(logits=1), outputs(x=1), logits, "student must give outputs with 'logits'"),
-        (DistillationLoss(logits=1), logits, {"x": 1}, r"teacher must give outputs .* got dict with \['x'\]"),
-        (DistillationLoss(task=1), outputs(logits=logits), logits, "student must give outputs with 'loss'"),
-        (
-            DistillationLoss(hidden_states=1),
-            outputs(hidden_states=logits),
-            outputs(hidden_states=[logits]),
-            "student must give a tuple or list of hidden_states, got Tensor",
-        ),
-        (
-            DistillationLoss(hidden_states=1),
-            outputs(hidden_states=[logits]),
-            outputs(hidden_states=()),
-            "teacher must give a tuple or list of hidden_states, got tuple without any",
-        ),
-        (
-            DistillationLoss(hidden_states=1),
-            outputs(hidden_states=[logits] * 2),
-            outputs(hidden_states=[logits] * 3),
-            "2 hidden_states, as the student does, got 3",
-        ),
-    ]:
-        with pytest.raises(InvalidArgumentError, match=message):
-            loss(student, teacher)
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask must .* logits of shape \(2, 3, 5\)"):
-        DistillationLoss(logits=1)(logits, logits, torch.ones(2, 4))
-    with pytest.raises(InvalidArgumentError, match="attention_mask must "):
-        DistillationLoss(logits=1)(logits.flatten(0, 1), logits.flatten(0, 1), torch.ones(2, 3))
+LOGITS = torch.zeros(2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("term", "student", "teacher", "mask", "message"),
+    [
+        ("logits", LOGITS, torch.zeros(2, 3, 7), None, "logits with the student's classes, 5, got 7"),
+        ("logits", LOGITS, torch.zeros(2, 4, 5), None, r"logits with .* shape, \(2, 3, 5\)"),
+        ("logits", outputs(x=1), LOGITS, None, "student must give outputs with 'logits'"),
+        ("logits", LOGITS, {"x": 1}, None, r"teacher must give outputs .* got dict with \['x'\]"),
+        ("task", outputs(logits=LOGITS), LOGITS, None, "student must give outputs with 'loss'"),
+        ("hidden_states", LOGITS, [LOGITS], None, "student must give a tuple or list"),
+        ("hidden_states", [LOGITS], (), None, "teacher must give a tuple or list .* got tuple without any"),
+        ("hidden_states", [LOGITS] * 2, [LOGITS] * 3, None, "2 hidden_states, as the student does, got 3"),
+        ("logits", LOGITS, LOGITS, torch.ones(2, 4), r"attention_mask must .* of shape \(2, 3, 5\)"),
+        ("logits", LOGITS.flatten(0, 1), LOGITS.flatten(0, 1), torch.ones(2, 3), "attention_mask must "),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    term: str, student: Any, teacher: Any, mask: Tensor | None, message: str
+) -> None:
+    if term == "hidden_states":
+        student, teacher = outputs(hidden_states=student), outputs(hidden_states=teacher)
+    with pytest.raises(InvalidArgumentError, match=message):
+        DistillationLoss(**{term: 1.0})(student, teacher, mask)
 
 
 # Reconstruction.
@@ -293,10 +275,8 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
         assert one.kept and one.after < 0.9 * one.before and one.name in str(report)
     after = tensors_of(model)
     for tensor in after:
-        inside = any(tensor.startswith(block) for block in blocks) and not tensor.endswith(
-            ("indices", "slot")
-        )
-        assert inside or torch.equal(after[tensor], before[tensor])
+        fixed = not tensor.startswith(tuple(blocks)) or tensor.endswith(("indices", "slot"))
+        assert not fixed or torch.equal(after[tensor], before[tensor])
     assert same(tensors_of(teacher), of_teacher) and not teacher.training
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -312,12 +292,7 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
 def test_later_blocks_are_given_what_reconstructed_ones_give() -> None:
     model, teacher = pair("mlp")
     report = reconstruct_(model, teacher, vectors(8), epochs=3, lr=3e-3)
-    assert [one.name for one in report.submodules] == ["0", "2", "3"] and report.blocks == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
+    assert [one.name for one in report.submodules] == ["0", "2", "3"] and report.blocks == list("0123")
     x = vectors(8)[-1]  # the one that was held out
     with torch.no_grad():
         error = (model(x) - teacher(x)).square().sum() / teacher(x).square().sum()
@@ -352,10 +327,8 @@ def test_models_in_16_bits_take_steps_that_these_could_not(dtype: torch.dtype) -
     report = reconstruct_(model, teacher, batches, epochs=4, lr=3e-4)
     assert all(one.after < 0.97 * one.before for one in report.submodules)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
-    full, exact = pair("llama")
-    for one, two in zip(
-        report.submodules, reconstruct_(full, exact, batches, epochs=4, lr=3e-4).submodules, strict=True
-    ):
+    exact = reconstruct_(*pair("llama"), batches, epochs=4, lr=3e-4)
+    for one, two in zip(report.submodules, exact.submodules, strict=True):
         assert abs(one.after / two.after - 1) < 0.05
 
 
@@ -375,28 +348,14 @@ def test_autocast_and_2_4() -> None:
 
 def test_autocast_sees_dense_weights_as_they_are_now() -> None:
     teacher = dense("bert")
-    model = copy.deepcopy(teacher)
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(r"encoder\.layer\.\d\.intermediate", {"density": 0.25, "block_shape": (16, 16)})
-    patcher.patch_model(model)
-    other = copy.deepcopy(model)
-    options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"]}
-    exact = reconstruct_(model, teacher, texts(6), epochs=2, lr=2e-3, **options)
-    mixed = reconstruct_(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16, **options)
+    model, other = (
+        pruned(teacher, r"encoder\.layer\.\d\.intermediate", density=0.25) for _ in ("exact", "mixed")
+    )
+    options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"], "epochs": 2, "lr": 2e-3}
+    exact = reconstruct_(model, teacher, texts(6), **options)
+    mixed = reconstruct_(other, teacher, texts(6), autocast=torch.bfloat16, **options)
     for one, two in zip(mixed.submodules, exact.submodules, strict=True):
         assert two.kept and abs(one.before / two.before - 1) < 0.02 and abs(one.after / two.after - 1) < 0.1
-
-
-def test_a_position_bias_that_one_block_gives_is_computed_anew() -> None:
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
-    teacher = T5EncoderModel(config).eval()
-    model = pruned(teacher, r"encoder\.block")
-    report = reconstruct_(model, teacher, texts(4), epochs=1)
-    assert [one.name for one in report.submodules] == [
-        f"encoder.block.{block}.layer.{layer}" for block in (0, 1) for layer in (0, 1)
-    ]
-    assert report.blocks == [""]
 
 
 def test_labels_change_nothing_in_reconstruction() -> None:
@@ -422,10 +381,7 @@ def test_named_submodules_alone_are_fitted() -> None:
 
 def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
     teacher = dense("bert")
-    model = copy.deepcopy(teacher)
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(r"encoder\.layer\.1|pooler", {"block_shape": (16, 16)})
-    patcher.patch_model(model)
+    model = pruned(teacher, r"encoder\.layer\.1|pooler")
     before = tensors_of(model)
     with pytest.warns(UserWarning, match=r"did not fit pooler\.dense \(outside of the stack"):
         report = reconstruct_(model, teacher, texts(4), epochs=1)
@@ -443,14 +399,13 @@ def test_what_cannot_be_trained_is_reported() -> None:
     model.model.layers[0].mlp.requires_grad_(False)
     for layer in sparse(model.model.layers[1].self_attn):
         layer.to_storage("int8")
-    with pytest.warns(
-        UserWarning, match=r"model\.layers\.0\.mlp, model\.layers\.1\.self_attn \(no parameter"
-    ):
+    names = [MLP, "model.layers.1.self_attn"]
+    with pytest.warns(UserWarning, match=rf"{', '.join(names)} \(no parameter"):
         report = reconstruct_(model, teacher, texts(3), epochs=1, lr=1e-3)
-    assert [one.name for one in report.skipped] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
-    assert len(report.submodules) == 2 and "skipped model.layers.0.mlp: no parameter" in str(report)
+    assert [one.name for one in report.skipped] == names
+    assert len(report.submodules) == 2 and f"skipped {MLP}: no parameter" in str(report)
     with pytest.raises(InvalidArgumentError, match="submodules must have parameters to train"):
-        reconstruct_(model, teacher, texts(3), submodules=["model.layers.0.mlp"])
+        reconstruct_(model, teacher, texts(3), submodules=[MLP])
 
 
 class TwoTowers(nn.Module):
@@ -471,28 +426,50 @@ class TwoTowers(nn.Module):
         return x
 
 
+class Inner(nn.Module):
+    """A Sequential beside layers that are in no container: it holds less than half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+        return y
+
+
+class Tree(nn.Module):
+    """Its items do not hand on what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first: Tensor = self.items[0](x)
+        return self.items[2](first) + self.items[1](y)
+
+
 def texts_to_text(count: int) -> list[dict[str, Tensor]]:
     return [batch | {"decoder_input_ids": batch["input_ids"].roll(1, 1)} for batch in texts(count)]
 
 
-def sounds(count: int) -> list[dict[str, Tensor]]:
-    return [
-        {
-            "input_features": randn(2, 8, 32, dtype=torch.float32, seed=seed),
-            "decoder_input_ids": torch.randint(3, VOCABULARY, (2, TOKENS), generator=seeded(seed)),
-        }
-        for seed in range(count)
-    ]
-
-
-def pictures(count: int) -> list[dict[str, Tensor]]:
-    """Of four patches, which stand for tokens 1."""
+def numbered(count: int, **more: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """Two texts a batch, and random numbers of other shapes."""
     batches = []
     for seed in range(count):
         tokens = torch.randint(3, VOCABULARY, (2, TOKENS), generator=seeded(seed))
-        tokens[:, :4] = 1
-        pixels = randn(2, 3, 16, 16, dtype=torch.float32, seed=seed)
-        batches.append({"input_ids": tokens, "pixel_values": pixels})
+        numbers = {name: randn(*size, dtype=torch.float32, seed=seed) for name, size in more.items()}
+        batches.append({"decoder_input_ids" if "input_features" in more else "input_ids": tokens, **numbers})
+    return batches
+
+
+def pictures(count: int) -> list[dict[str, Tensor]]:
+    """Four patches a picture, which stand for tokens 1."""
+    batches = numbered(count, pixel_values=(2, 3, 16, 16))
+    for batch in batches:
+        batch["input_ids"][:, :4] = 1
     return batches
 
 
@@ -507,75 +484,77 @@ def llava() -> Any:
     return LlavaForConditionalGeneration(config)
 
 
-def bart() -> Any:
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    return BartModel(
-        BartConfig(vocab_size=VOCABULARY, d_model=64, max_position_embeddings=32, **layers, **heads)
-    )
+BOTH: dict[str, Any] = {
+    f"{side}_{what}": size
+    for side in ("encoder", "decoder")
+    for what, size in (("layers", 2), ("ffn_dim", 128), ("attention_heads", 2))
+}
 
 
 def whisper() -> Any:
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes = {"vocab_size": VOCABULARY, "num_mel_bins": 8, "max_source_positions": 16, "d_model": 64}
+    sizes = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return WhisperModel(WhisperConfig(**sizes, **tokens, **layers, **heads, max_target_positions=16))
+    return WhisperModel(WhisperConfig(**D64, **sizes, **tokens, **BOTH))
 
 
-def t5() -> Any:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_heads": 2}
-    return T5Model(T5Config(**sizes, num_layers=2, num_decoder_layers=3))
-
-
-# Where the data go through, and what is fitted on the way.
+T5: dict[str, Any] = {**D64, "d_kv": 32, "d_ff": 128, "num_heads": 2, "num_layers": 2}
+CROSSED = [
+    f"{side}.layers.{block}.{part}"
+    for side in ("encoder", "decoder")
+    for block in (0, 1)
+    for part in ("self_attn", *["encoder_attn"] * (side == "decoder"), "fc1", "fc2")
+]
+ENCODED = [f"encoder.block.{block}.layer.{i}" for block in (0, 1) for i in (0, 1)]
+DECODED = [f"decoder.block.{block}.layer.{i}" for block in (0, 1, 2) for i in (0, 1, 2)]
+SIDES = [f"{side}.layers.{block}" for side in ("encoder", "decoder") for block in (0, 1)]
+EYES = [f"model.vision_tower.encoder.layers.{block}" for block in (0, 1, 2)]
+EYES += [f"model.language_model.layers.{block}" for block in (0, 1)]
+TOWERS = ["first.0", "first.1", "second.0", "second.1"]
+# Where the data go through, and what is fitted on the way. Where a block of T5 gives a position bias to those
+# behind it, it is computed anew in the model as a whole.
 STACKS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]], str, list[str], list[str]]] = {
     "t5": (
-        t5,
+        lambda: T5Model(T5Config(**T5, num_decoder_layers=3)),
         texts_to_text,
         r".*\.block\.",
         [""],
-        [f"encoder.block.{b}.layer.{i}" for b in (0, 1) for i in (0, 1)]
-        + [f"decoder.block.{b}.layer.{i}" for b in (0, 1, 2) for i in (0, 1, 2)],
+        ENCODED + DECODED,
     ),
+    "t5 encoder": (lambda: T5EncoderModel(T5Config(**T5)), texts, r"encoder\.block", [""], ENCODED),
     "bart": (
-        bart,
+        lambda: BartModel(BartConfig(**D64, max_position_embeddings=32, **BOTH)),
         texts_to_text,
-        r".*layers",
-        [f"{side}.layers.{b}" for side in ("encoder", "decoder") for b in (0, 1)],
-        [
-            f"{side}.layers.{b}.{part}"
-            for side in ("encoder", "decoder")
-            for b in (0, 1)
-            for part in ("self_attn", *["encoder_attn"] * (side == "decoder"), "fc1", "fc2")
-        ],
+        ".*layers",
+        SIDES,
+        CROSSED,
     ),
     "whisper": (
         whisper,
-        sounds,
-        r".*layers",
-        [f"{side}.layers.{b}" for side in ("encoder", "decoder") for b in (0, 1)],
-        [
-            f"{side}.layers.{b}.{part}"
-            for side in ("encoder", "decoder")
-            for b in (0, 1)
-            for part in ("self_attn", *["encoder_attn"] * (side == "decoder"), "fc1", "fc2")
-        ],
+        lambda count: numbered(count, input_features=(2, 8, 32)),
+        ".*layers",
+        SIDES,
+        CROSSED,
     ),
     "llava": (
         llava,
         pictures,
-        r".*layers",
-        [f"model.vision_tower.encoder.layers.{b}" for b in (0, 1, 2)]
-        + [f"model.language_model.layers.{b}" for b in (0, 1)],
-        [f"model.vision_tower.encoder.layers.{b}.{part}" for b in (0, 1, 2) for part in ("self_attn", "mlp")]
-        + [f"model.language_model.layers.{b}.{part}" for b in (0, 1) for part in ("self_attn", "mlp")],
+        ".*layers",
+        EYES,
+        [f"{block}.{part}" for block in EYES for part in ("self_attn", "mlp")],
+    ),
+    "less than half": (Inner, vectors, ".", [""], ["before", "inner", "after"]),
+    "tree": (
+        Tree,
+        lambda count: [{"x": x, "y": x.roll(1, 1)} for x in vectors(count)],
+        ".",
+        [""],
+        ["items.0", "items.2", "items.1"],
     ),
     "custom": (
         TwoTowers,
         vectors,
         "first|second",
-        ["first.0", "first.1", "second.0", "second.1"],
+        TOWERS,
         [f"first.{b}.{i}" for b in (0, 1) for i in (0, 1, 2)] + ["second.0.0", "second.1.0"],
     ),
 }
@@ -607,49 +586,6 @@ def test_what_does_not_run_is_named() -> None:
         names = ["model.vision_tower.encoder.layers.0.mlp", "model.language_model.layers.0.mlp"]
         reconstruct_(model, teacher, texts(3, padded=False), epochs=1, submodules=names)
     assert same(tensors_of(model), before)
-
-
-def test_a_stack_that_holds_less_than_half_is_none() -> None:
-    """An inner Sequential beside layers that are in no container."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
-            return y
-
-    teacher = Inner()
-    model = pruned(teacher, ".")
-    report = reconstruct_(model, teacher, vectors(3), epochs=1)
-    assert report.blocks == [""]
-    assert [one.name for one in report.submodules] == ["before", "inner", "after"]
-
-
-class Tree(nn.Module):
-    """Its items do not hand on what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
-        first: Tensor = self.items[0](x)
-        return self.items[2](first) + self.items[1](y)
-
-
-def test_models_without_a_stack_are_one_block() -> None:
-    torch.manual_seed(0)
-    teacher = Tree()
-    model = pruned(teacher, "mlp")
-    batches = [{"x": x, "y": x.roll(1, 1)} for x in vectors(6)]
-    report = reconstruct_(model, teacher, batches, epochs=4, lr=2e-3)
-    assert report.blocks == [""]
-    assert [one.name for one in report.submodules] == ["items.0", "items.2", "items.1"]
-    assert all(one.kept for one in report.submodules)
 
 
 class InPlace(nn.Module):
@@ -693,83 +629,60 @@ def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
     model[0][1] = pruned(teacher[0], "1$")[1]
     batches = vectors(4)
     report = reconstruct_(model, teacher, batches, submodules=["0"], epochs=1)
-    assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
     with torch.no_grad():
         y, t = model(batches[-1].clone()), teacher(batches[-1].clone())
-    torch.testing.assert_close(
-        report.submodules[0].after, float((y - t).square().sum() / t.square().sum()), rtol=1e-4, atol=0
-    )
+    expected = float((y - t).square().sum() / t.square().sum())
+    torch.testing.assert_close(report.submodules[0].after, expected, rtol=1e-4, atol=0)
+    history = distill_(copy.deepcopy(teacher), teacher, batches[:1], lr=1e-3)
+    assert history.loss[0] == pytest.approx(0, abs=1e-6)  # both had inputs of their own
+    assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
 
 
-def refused() -> Iterator[tuple[str, type[Exception], str, Callable[[Any, Any], dict[str, Any]]]]:
-    wrong = InvalidArgumentError
-    for name, given in {
-        "epochs": 0,
-        "lr": 0.0,
-        "held_out": 1.0,
-        "autocast": torch.float32,
-        "submodules": "model.layers.0.mlp",
-        "seed": 0.5,
-        "forward": 3,
-    }.items():
-        yield name, wrong, f"{name}(: | must )", lambda model, teacher, name=name, given=given: {name: given}
-    yield (
-        "float16",
-        UnsupportedError,
-        "autocast must be torch.bfloat16",
-        lambda m, t: {"autocast": torch.float16},
-    )
-    yield "one batch", wrong, "batches must be at least two", lambda m, t: {"batches": texts(1)}
-    masked = texts(3)
-    masked[2]["attention_mask"] = torch.zeros_like(masked[2]["attention_mask"])
-    yield "all masked", wrong, "got none in the held-out ones", lambda m, t: {"batches": masked}
-    yield "no batches", wrong, "batches must be an iterable", lambda m, t: {"batches": 3}
-    yield (
-        "a batch",
-        wrong,
-        "batches must be an iterable of batches.* got dict",
-        lambda m, t: {"batches": texts(1)[0]},
-    )
-    yield (
-        "its tensor",
-        wrong,
-        "batches must be an iterable, .* got torch.Tensor",
-        lambda m, t: {"batches": texts(1)[0]["input_ids"]},
-    )
-    yield (
-        "device",
-        wrong,
-        "device must be a device that PyTorch has here, or None, got 'abacus'",
-        lambda m, t: {"device": "abacus"},
-    )
-    yield "no device", wrong, "device must have memory", lambda m, t: {"device": "meta"}
-    yield "unknown", wrong, "'mlp' is none", lambda m, t: {"submodules": ["mlp"]}
-    yield "no module", wrong, "teacher must be a torch.nn.Module, got None", lambda m, t: {"teacher": None}
-    yield "dense", wrong, "model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}
-    yield "itself", wrong, "teacher must have parameters of its own", lambda m, t: {"teacher": m}
-    yield "other teacher", wrong, "modules of the teacher", lambda m, t: {"teacher": dense("gpt2")}
-    yield "idle", wrong, "does not run", lambda m, t: {"forward": lambda model, batch: None}
-    nested = ["model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
-    yield "nested", wrong, "twice, or lies within", lambda m, t: {"submodules": nested}
-    yield (
-        "cache",
-        wrong,
-        "past_key_values",
-        lambda m, t: {"batches": [b | {"use_cache": True} for b in texts(2)]},
-    )
-    yield "meta", wrong, "meta device", lambda m, t: {"teacher": copy.deepcopy(t).to("meta")}
+def masked_out() -> list[dict[str, Tensor]]:
+    batches = texts(3)
+    batches[2]["attention_mask"] = torch.zeros_like(batches[2]["attention_mask"])
+    return batches
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "change"), [pytest.param(*one[1:], id=one[0]) for one in refused()]
-)
-def test_reconstruction_refuses_and_leaves_the_model(
-    error: type[Exception], message: str, change: Callable[[Any, Any], dict[str, Any]]
-) -> None:
+def without_data() -> list[dict[str, Tensor]]:
+    return [{name: value.to("meta") for name, value in batch.items()} for batch in texts(2)]
+
+
+MLP = "model.layers.0.mlp"
+# By what changes, made of the model and its teacher: the argument that is named.
+REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
+    "epochs": ("epochs must", lambda m, t: {"epochs": 0}),
+    "lr": ("lr must", lambda m, t: {"lr": 0.0}),
+    "held out": ("held_out must", lambda m, t: {"held_out": 1.0}),
+    "autocast": ("autocast must", lambda m, t: {"autocast": torch.float32}),
+    "a text": ("submodules must", lambda m, t: {"submodules": MLP}),
+    "seed": ("seed must", lambda m, t: {"seed": 0.5}),
+    "float16": ("autocast must be torch.bfloat16", lambda m, t: {"autocast": torch.float16}),
+    "one batch": ("batches must be at least two", lambda m, t: {"batches": texts(1)}),
+    "all masked": ("got none in the held-out ones", lambda m, t: {"batches": masked_out()}),
+    "no data": ("batches must have tensors with data", lambda m, t: {"batches": without_data()}),
+    "a batch": ("batches must be .* got dict", lambda m, t: {"batches": texts(1)[0]}),
+    "a tensor": ("batches must be .* got Tensor", lambda m, t: {"batches": texts(1)[0]["input_ids"]}),
+    "device": ("device", lambda m, t: {"device": "abacus"}),
+    "no device": ("device must have memory", lambda m, t: {"device": "meta"}),
+    "unknown": ("'mlp' is none", lambda m, t: {"submodules": ["mlp"]}),
+    "dense": ("model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}),
+    "itself": ("teacher must have parameters of its own", lambda m, t: {"teacher": m}),
+    "other teacher": ("modules of the teacher", lambda m, t: {"teacher": dense("gpt2")}),
+    "idle": ("does not run", lambda m, t: {"forward": lambda model, batch: None}),
+    "nested": ("twice, or lies within", lambda m, t: {"submodules": [MLP, f"{MLP}.up_proj"]}),
+    "cache": ("past_key_values", lambda m, t: {"batches": [b | {"use_cache": True} for b in texts(2)]}),
+    "meta": ("meta device", lambda m, t: {"teacher": copy.deepcopy(t).to("meta")}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_reconstruction_refuses_and_leaves_the_model(name: str) -> None:
     model, teacher = pair("llama")
+    message, change = REFUSED[name]
     arguments: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(3), "epochs": 1}
     before = tensors_of(model)
-    with pytest.raises(error, match=message):
+    with pytest.raises(UnsupportedError if name == "float16" else InvalidArgumentError, match=message):
         reconstruct_(**(arguments | change(model, teacher)))
     assert same(tensors_of(model), before) and model.config.use_cache
 
@@ -1017,30 +930,6 @@ def test_encoder_decoders_take_the_batches_that_pruning_takes() -> None:
     assert history.loss[0] == pytest.approx(float(divergence[counted].mean()), rel=1e-3)
 
 
-class Writing(nn.Sequential):
-    """A model that writes to its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x.clone())
-        x.zero_()
-        return y
-
-
-def test_model_and_teacher_have_inputs_of_their_own() -> None:
-    teacher, x = Writing(nn.Linear(64, 64)), vectors(1)[0]
-    model, before = copy.deepcopy(teacher), x.clone()
-    history = distill_(model, teacher, [x], lr=1e-3, loss=DistillationLoss(logits=1.0))
-    assert history.loss[0] == pytest.approx(0, abs=1e-6) and torch.equal(x, before)
-
-
-@pytest.mark.parametrize("train", [distill_, reconstruct_])
-def test_batches_without_data_are_refused(train: Any) -> None:
-    model, teacher = pair("llama")
-    batches = [{name: value.to("meta") for name, value in batch.items()} for batch in texts(2)]
-    with pytest.raises(InvalidArgumentError, match="batches must have tensors with data, got one on"):
-        train(model, teacher, batches, lr=1e-3)
-
-
 def test_autocast_and_forward() -> None:
     model, teacher = pair("llama")
     dtypes = []
@@ -1127,19 +1016,16 @@ def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     hooked.register_step_post_hook(lambda *_: None)
     given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(1), "optimizer": good}
     before = tensors_of(model)
-    for change, error, message in [
-        ({"optimizer": plain}, InvalidArgumentError, "optimizer must have capturable=True in all groups"),
-        (
-            {"optimizer": constant, "scheduler": torch.optim.lr_scheduler.ExponentialLR(constant, 0.9)},
-            InvalidArgumentError,
-            "optimizer must have a tensor as its lr",
-        ),
-        ({"optimizer": hooked}, UnsupportedError, "optimizer must have no hooks where graph is True"),
-        ({"teacher": lambda batch: batch}, InvalidArgumentError, "teacher must be a torch.nn.Module on cuda"),
-        ({"teacher": elsewhere}, InvalidArgumentError, "teacher must be .* got one on cpu"),
-        ({"schedule": Mover(model)}, UnsupportedError, "schedule must be None where graph is True"),
+    rates = torch.optim.lr_scheduler.ExponentialLR(constant, 0.9)
+    for change, message in [
+        ({"optimizer": plain}, "optimizer must have capturable=True in all groups"),
+        ({"optimizer": constant, "scheduler": rates}, "optimizer must have a tensor as its lr"),
+        ({"optimizer": hooked}, "optimizer must have no hooks where graph is True"),
+        ({"teacher": lambda batch: batch}, "teacher must be a torch.nn.Module on cuda"),
+        ({"teacher": elsewhere}, "teacher must be .* got one on cpu"),
+        ({"schedule": Mover(model)}, "schedule must be None where graph is True"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):
             distill_(**(given | change), graph=True)
         assert same(tensors_of(model), before), message
 
@@ -1148,13 +1034,8 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     model, teacher = pair("llama")
     before, old = tensors_of(model), adam(teacher)
     partial = torch.optim.AdamW(model.model.embed_tokens.parameters())
-    given: dict[str, Any] = {
-        "model": model,
-        "teacher": teacher,
-        "batches": texts(2),
-        "optimizer": adam(model),
-        "loss": DistillationLoss(logits=1.0, hidden_states=1.0),
-    }
+    given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(2)}
+    given |= {"optimizer": adam(model), "loss": DistillationLoss(logits=1.0, hidden_states=1.0)}
     larger = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY + 32}))
     deeper = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(given["optimizer"])
@@ -1162,28 +1043,21 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     masks = MaskSchedule(masked, adam(masked), every=1, decay=0.0)
     for change, message in [
         ({"teacher": model}, "teacher must have parameters of its own"),
-        ({"teacher": None}, "teacher must be a torch.nn.Module or a function, got None"),
         ({"teacher": larger}, f"the student's classes, {VOCABULARY}, got {VOCABULARY + 32}"),
         ({"teacher": deeper}, "3 hidden_states, as the student does, got 4"),
         ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
         ({"optimizer": partial}, "optimizer: the weight of layer"),
         ({"optimizer": None}, "lr must be given in place of an optimizer"),
-        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer or None, got 3"),
         ({"batches": []}, "batches must have at least one"),
-        ({"batches": 3}, "batches must be an iterable"),
-        ({"batches": texts(1)[0]}, "batches must be an iterable of batches.* got dict"),
-        ({"model": None}, "model must be a torch.nn.Module, got None"),
-        ({"forward": 3}, "forward must be a function or None, got 3"),
-        ({"callback": 3}, "callback must be a function or None, got 3"),
-        ({"loss": 3}, "loss must be a DistillationLoss or None, got 3"),
-        ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
-        ({"steps": 1.5}, "steps must be an integer"),
-        ({"clip": -1}, "clip must be a finite number above 0"),
+        ({"batches": without_data()}, "batches must have tensors with data"),
+        ({"batches": texts(1)[0]}, "batches must be .* got dict"),
+        ({"accumulate": 0}, "accumulate must be"),
+        ({"steps": 1.5}, "steps must be"),
+        ({"clip": -1}, "clip must be"),
         ({"scheduler": plateau}, "scheduler must have a step"),
         ({"schedule": masks}, "schedule must have step"),
         ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),
         ({"graph": True}, "model must be on a CUDA device where graph is True, got cpu"),
-        ({"graph": 1}, "graph must be"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             distill_(**(given | change))
@@ -1206,24 +1080,16 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(model: Any, teacher: Any, folder: Path, kind: str | None = "stand-in", **options: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+def trainer(model: Any, teacher: Any, folder: Path, kind: str | None, **options: Any) -> Any:
+    steps = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    arguments: Any = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, **steps, **quiet, **options}
     optimizer = adam(model, 1e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     schedule, fractions = scheduled(kind, model, optimizer) if kind else (None, None)
-    made = DistillationTrainer(
+    return DistillationTrainer(
         model,
-        TrainingArguments(str(folder), **arguments | options),
+        TrainingArguments(str(folder), **arguments),
         train_dataset=Rows(),
         eval_dataset=Rows(),
         optimizers=(optimizer, scheduler),
@@ -1231,8 +1097,6 @@ def trainer(model: Any, teacher: Any, folder: Path, kind: str | None = "stand-in
         teacher=teacher,
         loss=DistillationLoss(logits=1.0, hidden_states=1.0),
     )
-    made.schedule = schedule
-    return made
 
 
 @pytest.fixture(autouse=True)
@@ -1240,17 +1104,14 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PrinterCallback, "on_log", lambda *args, **kwargs: None)
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
-def test_the_trainer_distils_and_resumes_with_its_schedule(kind: str, tmp_path: Path) -> None:
+def test_the_trainer_distils_and_resumes_with_its_schedule(tmp_path: Path) -> None:
     teacher = dense("llama")
     model = pruned(teacher, "llama")
     before = masks_of(model)
-    whole = trainer(model, teacher, tmp_path, kind)
-    whole.train()
-    assert kind != "stand-in" or whole.schedule.saw_gradients == [True] * 4
+    trainer(model, teacher, tmp_path, "rigged lottery").train()
     assert all((one != mask).any() for one, mask in zip(masks_of(model), before, strict=True))
-    resumed = pruned(teacher, "llama")
-    trainer(resumed, teacher, tmp_path, kind).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed, folder = pruned(teacher, "llama"), str(tmp_path / "checkpoint-2")
+    trainer(resumed, teacher, tmp_path, "rigged lottery").train(resume_from_checkpoint=folder)
     assert same(tensors_of(resumed), tensors_of(model))
 
 
@@ -1277,32 +1138,6 @@ def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
     assert run.evaluate()["eval_loss"] < 0.9 * untrained
 
 
-def test_a_schedule_that_belongs_to_another_run_is_refused(tmp_path: Path) -> None:
-    teacher = dense("llama")
-    for name, kind in {"with": "stand-in", "without": None}.items():
-        trainer(pruned(teacher, "llama"), teacher, tmp_path / name, kind, max_steps=2).train()
-
-    def resume(folder: str, checkpoint: str, **options: Any) -> Any:
-        run = trainer(pruned(teacher, "llama"), teacher, tmp_path / folder, max_steps=3, **options)
-        run.train(resume_from_checkpoint=str(tmp_path / checkpoint / "checkpoint-2"))
-        return run
-
-    with pytest.raises(
-        CheckpointError, match=r"pattern_schedule\.pt: missing, while training resumes at step 2"
-    ):
-        resume("without", "without")
-    with pytest.raises(CheckpointError, match="missing"):
-        resume("elsewhere", "with")
-    state = tmp_path / "with/checkpoint-2/trainer_state.json"
-    (tmp_path / "other/checkpoint-2").mkdir(parents=True)
-    (tmp_path / "other/checkpoint-2/pattern_schedule.pt").write_bytes(b"")
-    (tmp_path / "other/checkpoint-2/trainer_state.json").write_text(
-        state.read_text().replace('"loss": ', '"loss": 1')
-    )
-    with pytest.raises(CheckpointError, match="another run"):
-        resume("other", "with")
-
-
 def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> None:
     def masked() -> tuple[Any, MaskSchedule]:
         model = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
@@ -1322,37 +1157,41 @@ def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> Non
     optimizer.step()
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
-    (folder / "trainer_state.json").write_text('{"global_step": 3, "log_history": []}')
+    file, whole = folder / "pattern_schedule.pt", folder / "whole"
+    history = folder / "trainer_state.json"
+    history.write_text('{"global_step": 3, "log_history": []}')
     PatternCallback(masks).on_save(args, state, None)
     _, other = masked()
     PatternCallback(other).on_train_begin(args, state, None)
     assert (masks.steps, other.steps) == (1, 1)
-    (folder / "pattern_schedule.pt").rename(folder / "whole")
-    (folder / "pattern_schedule.pt").write_bytes((folder / "whole").read_bytes()[:99])
-    with pytest.raises(CheckpointError, match=r"pattern_schedule\.pt: damaged"):
-        PatternCallback(other).on_train_begin(args, state, None)
-    (folder / "whole").rename(folder / "pattern_schedule.pt")
-    with pytest.raises(CheckpointError, match="must be with a scheduler"):
-        PatternCallback(other, scheduler=Mover(teacher)).on_train_begin(args, state, None)
+
+    def refused(match: str, **options: Any) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            PatternCallback(other, **options).on_train_begin(args, state, None)
+
+    refused("must be with a scheduler", scheduler=Mover(teacher))
+    history.write_text('{"global_step": 3, "log_history": [{"loss": 1}]}')
+    refused("another run")
+    history.write_text('{"global_step": 3, "log_history": []}')
+    file.rename(whole)
+    refused(r"pattern_schedule\.pt: missing, while training resumes at step 3")
+    refused("missing", resume_from=tmp_path)
+    file.write_bytes(whole.read_bytes()[:99])
+    refused(r"pattern_schedule\.pt: damaged")
 
 
 def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> None:
-    model, teacher = pair("llama")
-    for schedule in (None, 3):
-        with pytest.raises(InvalidArgumentError, match="schedule must "):
-            PatternCallback(schedule)
-    with pytest.raises(InvalidArgumentError, match="scheduler must have state_dict"):
-        PatternCallback(Mover(model), scheduler=3)
-    for given, message in [
-        (
-            {"teacher": None, "loss": DistillationLoss(logits=1.0)},
-            "teacher must be a torch.nn.Module, got None",
-        ),
-        ({"teacher": teacher, "loss": 1.0}, "loss must be a DistillationLoss, got 1.0"),
-        ({"teacher": model, "loss": DistillationLoss(logits=1.0)}, "teacher must have parameters of its own"),
-    ]:
-        with pytest.raises(InvalidArgumentError, match=message):
-            DistillationTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), **given)
+    model, _ = pair("llama")
+    for schedule, scheduler, text in (
+        (None, None, "schedule"),
+        (3, None, "schedule"),
+        (Mover(model), 3, "scheduler"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{text} must "):
+            PatternCallback(schedule, scheduler=scheduler)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(InvalidArgumentError, match="teacher must have parameters of its own"):
+        DistillationTrainer(model, arguments, teacher=model, loss=DistillationLoss(logits=1.0))
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,13 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, dense_weight, here, randn, run_scenes, same, seeded, spawn, state_of
+from helpers import DEVICES, dense_weight, here, randn, same, seeded, state_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
+from training import BLOCK, IN, OUT, RATE, backward, make, slots_of, sparse, train
 
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.distributed import synchronize_patterns
@@ -30,15 +31,12 @@ from tilesparse.train import (
     GroupLasso,
     MaskSchedule,
     PatternSchedule,
-    block_gradient_norms,
     learning_rate_factor,
     parameter_groups,
     snapshot,
 )
 from tilesparse.train import patterns as gradients
 
-IN, OUT, BLOCK = 96, 64, 16
-RATE = 0.01
 METHODS: dict[str, dict[str, Any]] = {
     "set": {},
     "rigl": {"grow": "gradient"},
@@ -58,43 +56,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make(density: float = 0.5, device: str = "cpu", **options: Any) -> Any:
-    generator = seeded(1)
-    options = {"block_shape": BLOCK, "dtype": torch.float32, **options}
-    return nn.Sequential(
-        BlockSparseLinear(IN, OUT, density=density, generator=generator, **{"block_shape": 32, **options}),
-        nn.ReLU(inplace=True),
-        BlockSparseLinear(OUT, IN, density=density, generator=generator, **{"block_shape": 32, **options}),
-    ).to(device)
-
-
-def sparse(model: nn.Module) -> list[BlockSparseLinear]:
-    return [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
-
-
-def backward(model: nn.Module, step: int = 0, rows: int = 8) -> Tensor:
-    weight = next(model.parameters())
-    x = randn(rows, IN, dtype=weight.dtype, seed=step).to(weight.device)
-    loss = (model(x) - x.roll(1, -1)).square().mean()
-    loss.backward()
-    return loss
-
-
-def train(model: Any, optimizer: Any, schedule: Any, steps: range, fractions: Any = None) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        schedule.step()
-        if fractions is not None:
-            fractions.step()
-
-
-def slots_of(layer: BlockSparseLinear) -> list[tuple[int, int]]:
-    """The place of each slot's block."""
-    return list(zip(*map(Tensor.tolist, layer.pattern.block_indices()), strict=True))
-
-
 # ---- norms of gradient blocks ----
 
 
@@ -109,32 +70,16 @@ def dense_gradient_norms(dy: Tensor, x: Tensor, norm: float) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
-@pytest.mark.parametrize("strip", [1, 3 * BLOCK * IN * 4, 1 << 30])
+@pytest.mark.parametrize("chunk", [1, 3 * BLOCK * IN * 4, 1 << 30])
 def test_norms_are_those_of_the_dense_gradient(
-    device: str, dtype: torch.dtype, norm: float, strip: int, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, norm: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "STRIP_BYTES", strip)
+    monkeypatch.setattr(gradients, "CHUNK_BYTES", chunk)
     dy, x = (randn(3, 5, size, dtype=dtype, device=device, seed=size) for size in (OUT, IN))
-    norms = block_gradient_norms(dy, x, BLOCK, norm=norm)
+    norms = gradients.gradient_norms(dy, x, (BLOCK, BLOCK), norm)
     assert norms.shape == (OUT // BLOCK, IN // BLOCK) and norms.dtype == torch.float32
     torch.testing.assert_close(norms.double(), dense_gradient_norms(dy, x, norm), rtol=1e-3, atol=1e-3)
-    assert block_gradient_norms(dy[:0], x[:0], BLOCK).eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("dy", "x", "changed", "text"),
-    [
-        ((3, 64), (4, 96), {}, r"^dy must "),
-        ((3, 60), (3, 96), {}, "^out_features must be "),
-        ((3, 64), (3, 96), {"norm": 3}, r"^norm must"),
-        ((3, 64), (3, 96), {"block_shape": 8}, r"^block_shape must be "),
-        ((), (3, 96), {}, r"^dy must "),
-    ],
-)
-def test_operands_that_do_not_fit(dy: Any, x: Any, changed: Any, text: str) -> None:
-    arguments: dict[str, Any] = {"block_shape": BLOCK} | changed
-    with pytest.raises(InvalidArgumentError, match=text):
-        block_gradient_norms(torch.ones(dy), torch.ones(x), **arguments)
+    assert gradients.gradient_norms(dy[:0], x[:0], (BLOCK, BLOCK), norm).eq(0).all()
 
 
 class Checkpointed(nn.Module):
@@ -228,7 +173,7 @@ def test_norms_of_several_calls_are_added_up() -> None:
 
     norms = observed(model, run)["0"]
     dys = [dys[i] for i in (1, 0, 3, 2)]  # gradients come last call first
-    parts = [block_gradient_norms(dy, x, BLOCK) for dy, x in zip(dys, xs, strict=True)]
+    parts = [gradients.gradient_norms(dy, x, (BLOCK, BLOCK), 1) for dy, x in zip(dys, xs, strict=True)]
     torch.testing.assert_close(norms, torch.stack(parts).sum(0))
 
 
@@ -251,7 +196,7 @@ def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> 
         model[1].inplace = False
         backward(model, step)
         handle.remove(), hook.remove()
-        norms = block_gradient_norms(dys[0], moved["x"], BLOCK)
+        norms = gradients.gradient_norms(dys[0], moved["x"], (BLOCK, BLOCK), 1)
         score -= (layer.weight.detach() * layer.weight.grad).sum((1, 2))
         optimizer.step()
         before = slots_of(layer)
@@ -350,9 +295,8 @@ def test_equal_weights_move_in_the_order_of_slots() -> None:
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=0.0), every=1, fraction=0.25)
     before = slots_of(model[0])
     schedule.step()
-    assert [place != old for place, old in zip(slots_of(model[0]), before, strict=True)] == 3 * [True] + 9 * [
-        False
-    ]
+    moved = [place != old for place, old in zip(slots_of(model[0]), before, strict=True)]
+    assert moved == 3 * [True] + 9 * [False]
 
 
 def test_new_blocks_may_be_random() -> None:
@@ -375,21 +319,18 @@ def test_layers_without_useful_norms_stay_as_they_are() -> None:
     before = [slots_of(layer) for layer in sparse(model)]
     with pytest.raises(InvalidArgumentError, match=r"^grow by gradients needs a backward pass"):
         schedule.step()
+    model[2](torch.ones(2, OUT)).square().sum().backward()  # one layer alone
+    schedule.step()
+    assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0 and slots_of(model[0]) == before[0]
+    before = [slots_of(layer) for layer in sparse(model)]
     for factor in (0.0, float("inf")):  # a loss that is 0, a scaled loss that overflows
-        x = torch.ones(2, IN)
-        (model(x).sum() * factor).backward()
+        optimizer.zero_grad()
+        (model(torch.ones(2, IN)).sum() * factor).backward()
         optimizer.step()
         weight = model[0].weight.clone()
         schedule.step()
         assert [slots_of(layer) for layer in sparse(model)] == before and schedule.moved["0"] == 0
         assert torch.equal(model[0].weight.nan_to_num(), weight.nan_to_num())
-        optimizer.zero_grad()
-        if factor:
-            return
-    layer = model[2]  # alone
-    layer(torch.ones(2, OUT)).square().sum().backward()
-    schedule.step()
-    assert schedule.moved["0"] == 0 and schedule.moved["2"] > 0
 
 
 def test_averages_forget_steps_that_overflowed() -> None:
@@ -438,6 +379,12 @@ def test_learning_rate_schedulers_drive_the_fractions_of_groups() -> None:
         train(model, optimizer, schedule, range(step, step + 1), fractions)
         counts.append([int(schedule.moved[name]) for name in ("0", "2")])
     assert counts == [[6, 3], [3, 3], [0, 3]]
+    assert schedule.fractions["2"] == 0.25
+    schedule.fractions = 0.1
+    assert [group["lr"] for group in schedule.param_groups] == [0.1, 0.1]
+    with pytest.raises(InvalidArgumentError, match="fractions"):
+        schedule.fractions = 2
+    assert schedule.fractions == {"0": 0.1, "2": 0.1}
     schedule.param_groups[0]["lr"] = 1.5
     with pytest.raises(InvalidArgumentError, match=r"^lr must "):
         schedule.step()
@@ -469,43 +416,87 @@ def test_masks_of_2_to_4_stay_at_their_slots() -> None:
 # ---- resumed, scaled, compiled, several processes ----
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_resumed_training_is_the_same_bit_for_bit(method: str) -> None:
-    def begin() -> Any:
-        model = make()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        schedule = PatternSchedule(
-            model, optimizer, every=3, seed=4, new_scale=0.1, fraction={"0": 0.5, "2": 0.3}, **METHODS[method]
+# What is trained, and by which schedule.
+SCHEDULES: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    **{
+        name: (
+            {},
+            partial(
+                *(PatternSchedule,), every=3, seed=4, new_scale=0.1, fraction={"0": 0.5, "2": 0.3}, **method
+            ),
         )
-        return model, optimizer, schedule, LambdaLR(schedule, lambda step: 1 / (1 + step))
+        for name, method in METHODS.items()
+    },
+    **{
+        f"gradual {score}": (
+            {"density": 1.0},
+            partial(Gradual, density=0.25, steps=11, events=5, score=score),
+        )
+        for score in ("magnitude", "movement")
+    },
+    **{
+        f"masks {decay_on}": (
+            {"block_shape": 32, "nm": (2, 4), "transposable": True},
+            partial(MaskSchedule, every=3, decay=0.25, decay_on=decay_on),
+        )
+        for decay_on in ("gradient", "weight")
+    },
+}
 
-    parts = begin()
-    train(*parts[:3], range(5), parts[3])
+
+def begin(name: str) -> Any:
+    options, schedule = SCHEDULES[name]
+    model = make(**options)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    parts = model, optimizer, schedule(model, optimizer)
+    moves = isinstance(parts[2], PatternSchedule)
+    return (*parts, LambdaLR(parts[2], lambda step: 1 / (1 + step))) if moves else parts
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_resumed_training_is_the_same_bit_for_bit(name: str) -> None:
+    def go(parts: Any, steps: range) -> None:
+        train(*parts[:3], steps, *parts[3:])
+
+    parts, resumed = begin(name), begin(name)
+    go(parts, range(5))
     saved = copy.deepcopy([part.state_dict() for part in parts])
-    train(*parts[:3], range(5, 11), parts[3])
-    resumed = begin()
+    go(parts, range(5, 11))
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
-    train(*resumed[:3], range(5, 11), resumed[3])
-    assert same(state_of(*parts[:2]), state_of(*resumed[:2]))
-    assert str(resumed[2].state_dict()) == str(parts[2].state_dict()) and resumed[2].steps == 11
+    go(resumed, range(5, 11))
+    assert same(state_of(*parts[:2]), state_of(*resumed[:2])) and resumed[2].steps == 11
+    assert str(resumed[2].state_dict()) == str(parts[2].state_dict())
 
-    for changed, text in (
-        ({"steps": -1}, "steps"),
-        ({"more": 1}, r"^state_dict must"),
-        ({"seed": "x"}, "seed"),
-        ({"param_groups": []}, "groups of the layers"),
-        ({"seed": None}, "seed"),
-        ({"param_groups": None}, "groups of the layers"),
-        ({"param_groups": [group | {"lr": 7.0} for group in saved[2]["param_groups"]]}, r"^state_dict: lr"),
-        ({"averages": {"0": torch.ones(2, 2)}}, "averages"),
-        ({"averages": {"0": torch.ones(2, 2), "2": torch.ones(2, 2)}}, "averages"),
-        ({"averages": None}, "averages"),
-        ({"movement": {"0": torch.ones(3), "2": torch.ones(3)}}, "movement"),
-        ({"movement": None}, "movement"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            resumed[2].load_state_dict(saved[2] | changed)
+
+TWO_MASKS = {"0": torch.ones(2, 2), "2": torch.ones(2, 2)}
+WRONG_LR = [{"lr": 7.0, "layers": ["0"]}, {"lr": 0.1, "layers": ["2"]}]
+WRONG_STATES: dict[str, list[dict[str, Any]]] = {
+    "snfs": [{"averages": {"0": torch.ones(2, 2)}}, {"averages": TWO_MASKS}, {"averages": None}],
+    "movement": [{"movement": {"0": torch.ones(3), "2": torch.ones(3)}}, {"movement": None}],
+    "set": [
+        {"seed": "x"},
+        {"seed": None},
+        {"param_groups": []},
+        {"param_groups": None},
+        {"param_groups": WRONG_LR},
+    ],
+    "gradual magnitude": [{"first": {"0": 24}}, {"first": None}, {"movement": {"0": torch.ones(3)}}],
+    "masks weight": [{"steps": True}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_states_of_something_else_are_refused(name: str) -> None:
+    schedule = begin(name)[2]
+    before = schedule.state_dict()
+    wrongs = [
+        before | changed for changed in (*WRONG_STATES[name], {"steps": -1}, {"steps": 1.5}, {"more": 1})
+    ]
+    for wrong in (*wrongs, {}, None):
+        with pytest.raises(InvalidArgumentError, match=r"state_dict|seed"):
+            schedule.load_state_dict(wrong)
+        assert str(schedule.state_dict()) == str(before)
 
 
 def test_movement_divides_by_the_scale_and_leaves_out_overflows() -> None:
@@ -553,22 +544,6 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
     for one, other in zip(sparse(model), sparse(twin), strict=True):
         assert slots_of(one) == slots_of(other)
         torch.testing.assert_close(one.weight, other.weight)
-
-
-def test_fractions_have_a_plain_name_beside_lr() -> None:
-    model = nn.Sequential(*(BlockSparseLinear(64, 64, block_shape=16) for _ in range(2)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = PatternSchedule(model, optimizer, fraction={"0": 0.5, "1": 0.25}, every=1)
-    assert schedule.fractions == {"0": 0.5, "1": 0.25}
-    scheduler = torch.optim.lr_scheduler.StepLR(schedule, 1, gamma=0.5)
-    schedule.step()
-    scheduler.step()
-    assert schedule.fractions == {"0": 0.25, "1": 0.125}
-    schedule.fractions = 0.1
-    assert [group["lr"] for group in schedule.param_groups] == [0.1, 0.1]
-    with pytest.raises(InvalidArgumentError, match="fractions"):
-        schedule.fractions = 2
-    assert schedule.fractions == {"0": 0.1, "1": 0.1}
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient", "momentum"])
@@ -661,41 +636,41 @@ def test_a_weight_that_was_replaced_is_named() -> None:
     assert schedule.steps == 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "text"),
-    [
-        ({"model": nn.Linear(4, 4)}, InvalidArgumentError, r"^model must have a BlockSparseLinear"),
-        ({"model": 3}, InvalidArgumentError, "^model must be a torch.nn.Module, got 3"),
-        ({"model": make()}, InvalidArgumentError, r"^optimizer: the weight of layer '0'"),
-        ({"optimizer": 3}, InvalidArgumentError, "^optimizer must be a torch.optim.Optimizer, got 3"),
-        ({"every": 0}, InvalidArgumentError, r"^every must be "),
-        ({"sample_every": 1.5}, InvalidArgumentError, r"^sample_every must be "),
-        ({"fraction": 1.1}, InvalidArgumentError, r"^fraction must be "),
-        (
-            {"fraction": {".*": 0.1, "0": 0.2}},
-            InvalidArgumentError,
-            r"^fraction: '0' must come before '\.\*'",
-        ),
-        ({"fraction": {"3": 0.1}}, InvalidArgumentError, r"^fraction: no BlockSparseLinear matches '3'"),
-        ({"fraction": {"(": 0.1}}, InvalidArgumentError, r"^fraction must be a name or a regular expression"),
-        ({"fraction": {}}, InvalidArgumentError, r"^fraction must"),
-        ({"drop": "best"}, InvalidArgumentError, r"^drop must"),
-        ({"drop": ["magnitude"]}, InvalidArgumentError, r"^drop must"),
-        ({"grow": "best"}, InvalidArgumentError, r"^grow must"),
-        ({"norm": 3}, InvalidArgumentError, r"^norm must"),
-        ({"norm": torch.ones(2)}, InvalidArgumentError, r"^norm must"),
-        ({"moments": "halve"}, InvalidArgumentError, r"^moments must"),
-        ({"momentum": -1}, InvalidArgumentError, r"^momentum must be "),
-        ({"new_scale": math.nan}, InvalidArgumentError, r"^new_scale must be "),
-        ({"seed": 1.5}, InvalidArgumentError, r"^seed must be "),
+ANY = [("model", nn.Linear(4, 4)), ("model", make()), ("optimizer", 3)]
+COUNTS = [("every", 0), ("every", 2.0), ("every", True)]
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "set": [
+        *COUNTS,
+        *(("drop", "best"), ("drop", ["magnitude"]), ("grow", "best"), ("norm", 3), ("norm", torch.ones(2))),
+        *(("sample_every", 1.5), ("moments", "halve"), ("momentum", -1), ("new_scale", math.nan)),
+        *(("seed", 1.5), ("fraction", 1.1), ("fraction", {".*": 0.1, "0": 0.2}), ("fraction", {"3": 0.1})),
+        *(("fraction", {"(": 0.1}), ("fraction", {})),
     ],
-)
-def test_arguments_that_do_not_fit(changed: dict[str, Any], error: Any, text: str) -> None:
-    model = make()
+    "gradual magnitude": [
+        *(("density", 1.2), ("density", 0.0), ("density", {"2": 0.01}), ("begin", 0.8), ("end", 2)),
+        *(("steps", 0), ("events", 0), ("score", "beauty"), ("norm", 0)),
+    ],
+    "masks weight": [
+        *COUNTS,
+        *(("model", make(block_shape=32)), ("model", make(block_shape=32, nm=(2, 4), storage="compressed"))),
+        *(("decay", wrong) for wrong in (-1.0, math.nan, math.inf, "1", True)),
+        ("decay_on", "bias"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_do_not_fit_are_named(name: str) -> None:
+    options, schedule = SCHEDULES[name]
+    model = make(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    with pytest.raises(error, match=text):
-        PatternSchedule(**({"model": model, "optimizer": optimizer, "every": 1} | changed))
-    assert model[0].observe is None
+    for argument, wrong in (*ANY, *WRONG[name]):
+        given = {"model": model, "optimizer": optimizer, argument: wrong}
+        text = "model|optimizer" if argument == "model" else argument
+        with pytest.raises(InvalidArgumentError, match=f"^({text})( must|: | of layer)"):
+            schedule(given.pop("model"), given.pop("optimizer"), **given)
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        assert model[0].observe is None
 
 
 def test_layers_whose_blocks_cannot_move_are_named() -> None:
@@ -703,14 +678,8 @@ def test_layers_whose_blocks_cannot_move_are_named() -> None:
     parametrized = make()
     nn.utils.parametrizations.weight_norm(parametrized[0])
     tied = make()
-    tied.append(
-        BlockSparseLinear(
-            IN,
-            OUT,
-            block_shape=BLOCK,
-            pattern=BlockPattern(*tied[0].index()[:2], shape=(OUT, IN), block_shape=BLOCK),
-        )
-    )
+    pattern = BlockPattern(*tied[0].index()[:2], shape=(OUT, IN), block_shape=BLOCK)
+    tied.append(BlockSparseLinear(IN, OUT, pattern=pattern))
     tied[3].weight = tied[0].weight
     with pytest.raises(InvalidArgumentError, match="layers '0' and '3' share one weight"):
         PatternSchedule(tied, torch.optim.SGD(tied.parameters(), lr=RATE), every=1, fraction={"0": 0.3})
@@ -801,11 +770,8 @@ def gates_end_alike(rank: int) -> None:
 
 def different_arguments(rank: int) -> None:
     model = make(device=here())
-    for changed in (
-        {"seed": rank},
-        {"new_scale": 0.1 * rank},
-        {"sample_every": 1 + rank, "grow": "momentum"},
-    ):
+    sampled = {"sample_every": 1 + rank, "grow": "momentum"}
+    for changed in ({"seed": rank}, {"new_scale": 0.1 * rank}, sampled):
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         schedule = PatternSchedule(model, optimizer, every=3, **changed)
         with pytest.raises(UnsynchronizedPatternError, match=r"^seed"):
@@ -819,17 +785,11 @@ def sharded(rank: int) -> None:
         PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
 
 
-def _run(rank: int, backend: str, rendezvous: str) -> None:
-    norms = norms_are_averaged, norms_of_mixed_precision
-    scenes = moving_together, *norms, gates_end_alike, different_arguments, sharded
-    run_scenes(scenes, rank, 2, backend, rendezvous)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def test_processes_move_blocks_alike(backend: str, tmp_path: Path) -> None:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    spawn(_run, (backend, str(tmp_path / "rendezvous")), 2)
+# Played with those of test_distributed: starting processes takes longer than all of them.
+SCENES = (
+    *(moving_together, norms_are_averaged, norms_of_mixed_precision, gates_end_alike, different_arguments),
+    sharded,
+)
 
 
 @pytest.mark.gpu

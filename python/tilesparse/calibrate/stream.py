@@ -355,8 +355,8 @@ def call_apart(model: nn.Module, batch: Any) -> Any:
 
 
 def check_batches(batches: object) -> None:
-    """Raise InvalidArgumentError for a single mapping, whose keys would be taken for batches."""
-    if isinstance(batches, Mapping):
+    """Raise InvalidArgumentError for one batch, whose keys or rows would be taken for batches."""
+    if isinstance(batches, Mapping | Tensor):
         raise InvalidArgumentError(
             f"batches must be an iterable of batches, such as a list, got {type(batches).__name__}"
         )

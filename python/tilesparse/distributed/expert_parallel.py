@@ -6,25 +6,33 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from .._checks import Index
-from .._ops.epilogue import straight_through
-from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
 from ..nn.linear import INDEX_NAMES, PatternOrigin, stored_of
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
-from .sync import broadcast_patterns
-from .tensor_parallel import PatternShard, distributed, local_of, sharded_by_slots
+from .tensor_parallel import (
+    PatternShard,
+    added_once,
+    check_mesh,
+    check_multiple,
+    check_plain,
+    local_of,
+    share,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_BETWEEN = "features between the projections"
 
 
 class _ExpertsStyle(ParallelStyle):
@@ -35,17 +43,14 @@ class _ExpertsStyle(ParallelStyle):
             raise InvalidArgumentError(
                 f"{type(self).__name__} must be given BlockSparseExperts, got {type(module).__name__}"
             )
-        if device_mesh.ndim != 1:
-            raise InvalidArgumentError(
-                f"device_mesh must have one dimension, got {device_mesh.ndim}; give mesh['name']"
-            )
+        check_mesh(device_mesh)
         layers = list(module.projections().values())
         shards = self._shards(module, device_mesh)
         for layer, shard in zip(layers, shards, strict=True):
-            _check_weight(layer, device_mesh.size())
+            check_plain(layer, device_mesh)
             shard.check_sizes(layer)
         for layer, shard in zip(layers, shards, strict=True):
-            _share(layer, device_mesh, shard, getattr(self, "src_data_rank", 0))
+            share(layer, device_mesh, shard, getattr(self, "src_data_rank", 0))
         return module
 
     def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
@@ -97,56 +102,6 @@ class ExpertTensorParallel(_ExpertsStyle):
         return [ShardOfRows(mesh, experts, halves), ShardOfColumns(mesh, experts)]
 
 
-def _check_weight(layer: ExpertsLinear, count: int) -> None:
-    if type(layer._parameters.get("weight")) is not nn.Parameter:
-        raise UnsupportedError(
-            f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
-            "call it before fully_shard, and without parametrizations"
-        )
-    if layer.weight.is_meta and len(layer.col_indices) % count:
-        raise InvalidPatternError(
-            f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
-            f"got {len(layer.col_indices)}"
-        )
-
-
-def _share(layer: ExpertsLinear, mesh: DeviceMesh, shard: ExpertsShard, source: int | None) -> None:
-    """Shard a projection in place."""
-    if not layer.weight.is_meta:
-        layer.to(mesh.device_type)
-        pattern = layer.pattern
-        if source is not None:
-            group = mesh.get_group()
-            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
-        _arrange(layer, *shard.padded(pattern.to("cpu")))
-        if source is not None and mesh.size() == dist.get_world_size():
-            layer.declare_shared()
-    weight = sharded_by_slots(layer.weight.detach(), mesh, source)
-    layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
-    for name in STORED_NAMES:
-        if layer._buffers[name] is not None:
-            layer._buffers[name] = sharded_by_slots(layer.get_buffer(name), mesh, source)
-    if layer.bias is not None:
-        bias = distributed(layer.bias.detach(), mesh, shard.bias_placement(), source)
-        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    kept: Any = shard
-    layer.shard = kept
-
-
-@torch.no_grad()
-def _arrange(layer: ExpertsLinear, pattern: BlockPattern, slots: Tensor) -> None:
-    """Give a layer another pattern, with its blocks at ``slots``, and zeros where that is -1."""
-    stored = stored_of(layer, "parallelize_module")
-    slots = slots.to(layer.weight.device)
-    tensors = {name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"}
-    tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
-    layer.assign(replace(stored.spec, nnz=pattern.nnz), tensors)
-    index: Index = pattern.index_on(layer.weight.device)
-    for name, array in zip(INDEX_NAMES, index[:3], strict=True):
-        layer._buffers[name] = array
-    layer.origin = PatternOrigin.loaded(layer.index())
-
-
 class ExpertsShard(PatternShard):
     """This process's shard of one projection of experts.
 
@@ -158,6 +113,22 @@ class ExpertsShard(PatternShard):
 
     def check_sizes(self, layer: ExpertsLinear) -> None:
         """Raise InvalidArgumentError unless the layer can be divided."""
+
+    @torch.no_grad()
+    def arrange(self, layer: Any, pattern: BlockPattern) -> None:
+        """Give a layer this pattern, padded with blocks of zeros, with slots in the order of the shards."""
+        pattern, slots = self.padded(pattern.to("cpu"))
+        stored = stored_of(layer, "parallelize_module")
+        slots = slots.to(layer.weight.device)
+        tensors = {
+            name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"
+        }
+        tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
+        layer.assign(replace(stored.spec, nnz=pattern.nnz), tensors)
+        index: Index = pattern.index_on(layer.weight.device)
+        for name, array in zip(INDEX_NAMES, index[:3], strict=True):
+            layer._buffers[name] = array
+        layer.origin = PatternOrigin.loaded(layer.index())
 
     def tensors(self, layer: ExpertsLinear) -> dict[str, Tensor | None]:
         """Return this process's tensors, by the names that the layer has for them."""
@@ -181,10 +152,6 @@ class ExpertsShard(PatternShard):
         """Return the sum over all processes."""
         part = DTensor.from_local(y, self._mesh, [Partial()], run_check=False)
         return part.redistribute(placements=[Replicate()]).to_local()
-
-    def bias_placement(self) -> Placement:
-        """How the bias lies."""
-        return Replicate()
 
     def random(self, like: Index, generator: torch.Generator | None) -> BlockPattern:
         """Return a random pattern of the whole weight, with equally many blocks in each shard.
@@ -260,10 +227,6 @@ class ShardOfExperts(ExpertsShard):
         own = (index >= 0) & (index < experts - 1)
         return x, torch.where(own, index, experts - 1), torch.where(own, weights, 0), experts
 
-    def bias_placement(self) -> Placement:
-        """By experts."""
-        return Shard(0)
-
     def _cut(self, pattern: BlockPattern) -> BlockPattern:
         own = super()._cut(pattern)
         rows = own.shape[0] // (self.experts - 1) * self.experts
@@ -277,31 +240,22 @@ class ShardOfExperts(ExpertsShard):
         return F.pad(own.view(self.experts - 1, -1), (0, 0, 0, 1)).flatten()
 
 
-class _ShardOfFeatures(ExpertsShard):
-    def __init__(self, mesh: DeviceMesh, experts: int, dim: int) -> None:
-        super().__init__(mesh, dim)
-        self.experts = experts
-
-    def _check_multiple(self, name: str, features: int, block: int) -> None:
-        count = self._mesh.size()
-        if features % (count * block):
-            raise InvalidArgumentError(
-                f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
-                f"got {features}"
-            )
-
-
-class ShardOfRows(_ShardOfFeatures):
+class ShardOfRows(ExpertsShard):
     """Some rows of each expert: equal shares of its gate and its up, which are halves unless interleaved."""
 
     def __init__(self, mesh: DeviceMesh, experts: int, halves: int) -> None:
-        super().__init__(mesh, experts, 0)
-        self._halves = halves
+        super().__init__(mesh, 0)
+        self.experts, self._halves = experts, halves
+
+    @property
+    def placement(self) -> Placement:
+        """Whole: the rows of a process lie apart."""
+        return Replicate()
 
     def check_sizes(self, layer: ExpertsLinear) -> None:
         """Raise InvalidArgumentError unless the features divide into shards of blocks."""
         features = layer.out_features // layer.experts // self._halves
-        self._check_multiple("features between the projections", features, layer.block_shape[0])
+        check_multiple(_BETWEEN, features, self._mesh, layer.block_shape[0])
 
     def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
         count = self._mesh.size()
@@ -338,11 +292,12 @@ class ShardOfRows(_ShardOfFeatures):
         return parts[:, self._mesh.get_local_rank()].flatten()
 
 
-class ShardOfColumns(_ShardOfFeatures):
+class ShardOfColumns(ExpertsShard):
     """Some columns of every expert."""
 
     def __init__(self, mesh: DeviceMesh, experts: int) -> None:
-        super().__init__(mesh, experts, 1)
+        super().__init__(mesh, 1)
+        self.experts = experts
 
     def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
         count = self._mesh.size()
@@ -350,12 +305,9 @@ class ShardOfColumns(_ShardOfFeatures):
 
     def check_sizes(self, layer: ExpertsLinear) -> None:
         """Raise InvalidArgumentError unless the features divide into shards of blocks."""
-        self._check_multiple("features between the projections", layer.in_features, layer.block_shape[1])
+        check_multiple(_BETWEEN, layer.in_features, self._mesh, layer.block_shape[1])
 
     def _bias(self, bias: Any) -> Tensor | None:
         if bias is None or not isinstance(bias, DTensor):
             return bias
-        # The first process adds it to its share of the sum, and all have the whole gradient.
-        whole = bias.to_local(grad_placements=[Replicate()])
-        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
-        return straight_through(whole, first)
+        return added_once(bias, self._mesh)

@@ -45,6 +45,19 @@ class PatternShard:
         count = self._mesh.size()
         return (count, 1) if self._dim == 0 else (1, count)
 
+    @property
+    def placement(self) -> Placement:
+        """Placement of the bias, and of scales that output features have."""
+        return Shard(0) if self._dim == 0 else Replicate()
+
+    def arrange(self, layer: Any, pattern: BlockPattern) -> None:
+        """Give a layer this pattern, with slots in the order of the shards."""
+        arranged, order = self.arranged(pattern), self.order(pattern)
+        layer.pattern = arranged
+        layer.weight = nn.Parameter(layer.weight.detach()[order], layer.weight.requires_grad)
+        for name in stored_by_slots(layer):
+            layer._buffers[name] = layer.get_buffer(name)[order]
+
     def check(self, pattern: BlockPattern) -> None:
         """Raise InvalidPatternError unless the blocks of each shard have the slots of its process."""
         shards = self._shard_of(pattern)
@@ -121,18 +134,6 @@ class PatternShard:
         """Return, for every slot, the shard that its block lies in."""
         position, length = self._along(pattern)
         return position.cpu() // (length // self._mesh.size())
-
-
-def sharded_by_slots(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
-    """Shard blocks by slots; they are sent as bytes, since not every backend knows every dtype."""
-    as_bytes = distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
-    return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
-
-
-def distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
-    """Distribute a tensor of one process; None: every process has the whole."""
-    options = {} if source == 0 else {"src_data_rank": source}
-    return distribute_tensor(tensor, mesh, [placement], **options)
 
 
 def local_of(tensor: Any) -> Any:
@@ -251,69 +252,101 @@ class TensorShard(PatternShard):
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         if self._dim == 0 or not isinstance(bias, DTensor):
             return local_of(bias)  # type: ignore[no-any-return]
-        # The first process adds it to its share of the sum, and all have the whole gradient.
-        whole = bias.to_local(grad_placements=[Replicate()])
-        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
-        return straight_through(whole, first)
+        return added_once(bias, self._mesh)
+
+
+def added_once(bias: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return a replicated bias that the first process adds to its share of a sum; all have its gradient."""
+    whole = bias.to_local(grad_placements=[Replicate()])
+    first = whole.new_full((), mesh.get_local_rank() == 0, dtype=torch.bool)
+    return straight_through(whole, first)
 
 
 def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> BlockSparseLinear:
-    """Shard a layer in place, once it is known that it can be sharded."""
-    _check_can_be_cut(layer, mesh, style.dim)
-    if not layer.weight.is_meta:
-        layer.to(mesh.device_type)  # as PyTorch does with what it distributes
-    shard = TensorShard(mesh, style)
-    source, order = getattr(style, "src_data_rank", 0), None  # PyTorch 2.6 takes the first process always
-    if not layer.weight.is_meta:
-        pattern = layer.pattern
-        if source is not None:
-            group = mesh.get_group()
-            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
-        arranged, order = shard.arranged(pattern), shard.order(pattern)
-        layer.pattern = arranged
-        if source is not None and mesh.size() == dist.get_world_size():
-            layer.declare_shared()
-
-    def sharded(blocks: Tensor) -> Tensor:
-        return sharded_by_slots(blocks if order is None else blocks[order], mesh, source)
-
-    layer.weight = nn.Parameter(sharded(layer.weight.detach()), layer.weight.requires_grad)
-    placement: Placement = Shard(0) if style.dim == 0 else Replicate()  # of what output features have
-    for name in STORED_NAMES:
-        if name == "scales" and layer.activations is not None and not is_inside(layer.get_buffer(name)):
-            layer.scales = distributed(layer.get_buffer(name), mesh, placement, source)
-        elif layer._buffers[name] is not None:
-            layer._buffers[name] = sharded(layer.get_buffer(name))
-    if layer.bias is not None:
-        bias = distributed(layer.bias.detach(), mesh, placement, source)
-        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    layer.shard = shard
-    return layer
-
-
-def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
-    if mesh.ndim != 1:
-        raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
+    check_mesh(mesh)
     if layer.of_experts:
         raise UnsupportedError(
             "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
             "the experts themselves ExpertParallel or ExpertTensorParallel"
         )
-    weight = layer._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
+    name = ("out_features", "in_features")[style.dim]
+    check_multiple(name, layer.spec.shape[style.dim], mesh, layer.block_shape[style.dim])
+    check_plain(layer, mesh)
+    # PyTorch 2.6 takes the first process always.
+    share(layer, mesh, TensorShard(mesh, style), getattr(style, "src_data_rank", 0))
+    return layer
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise InvalidArgumentError for a mesh of several dimensions."""
+    if mesh.ndim != 1:
+        raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
+
+
+def check_multiple(name: str, features: int, mesh: DeviceMesh, block: int) -> None:
+    """Raise InvalidArgumentError unless features can be divided on boundaries of blocks."""
+    count = mesh.size()
+    if features % (count * block):
+        raise InvalidArgumentError(
+            f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
+            f"got {features}"
+        )
+
+
+def check_plain(layer: StoredWeight, mesh: DeviceMesh) -> None:
+    """Raise unless a layer has a plain weight, and blocks that can be divided."""
+    if type(layer._parameters.get("weight")) is not nn.Parameter:
         raise UnsupportedError(
             f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
             "call it before fully_shard, and without parametrizations"
         )
-    name, count, block = ("out_features", "in_features")[dim], mesh.size(), layer.block_shape[dim]
-    if layer.spec.shape[dim] % (count * block):
-        raise InvalidArgumentError(
-            f"{name} must be a multiple of {count} x {block}, for {count} processes on block boundaries, "
-            f"got {layer.spec.shape[dim]}"
-        )
     # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
-    if layer.weight.is_meta and len(layer.col_indices) % count:
+    if layer.weight.is_meta and len(layer.col_indices) % mesh.size():
         raise InvalidPatternError(
-            f"pattern must have a number of blocks that is a multiple of {count}, the number of processes, "
-            f"got {len(layer.col_indices)}"
+            f"pattern must have a number of blocks that is a multiple of {mesh.size()}, the number of "
+            f"processes, got {len(layer.col_indices)}"
         )
+
+
+def share(layer: Any, mesh: DeviceMesh, shard: PatternShard, source: int | None) -> None:
+    """Shard a layer in place, once it is known that it can be sharded."""
+    if not layer.weight.is_meta:
+        layer.to(mesh.device_type)  # as PyTorch does with what it distributes
+        pattern = layer.pattern
+        if source is not None:
+            group = mesh.get_group()
+            (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
+        shard.arrange(layer, pattern)
+        if source is not None and mesh.size() == dist.get_world_size():
+            layer.declare_shared()
+    weight = _sharded_by_slots(layer.weight.detach(), mesh, source)
+    layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    by_slots = stored_by_slots(layer)
+    for name in STORED_NAMES:
+        if name in by_slots:
+            layer._buffers[name] = _sharded_by_slots(layer.get_buffer(name), mesh, source)
+        elif layer._buffers[name] is not None:
+            layer.scales = _distributed(layer.get_buffer(name), mesh, shard.placement, source)
+    if layer.bias is not None:
+        bias = _distributed(layer.bias.detach(), mesh, shard.placement, source)
+        layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+    layer.shard = shard
+
+
+def stored_by_slots(layer: Any) -> list[str]:
+    """Return the names of what is stored for each block; with 8-bit activations scales are those of rows."""
+    names = [name for name in STORED_NAMES if layer._buffers[name] is not None]
+    rows = layer.activations is not None and "scales" in names and not is_inside(layer.get_buffer("scales"))
+    return [name for name in names if name != "scales" or not rows]
+
+
+def _sharded_by_slots(blocks: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """Shard blocks by slots; they are sent as bytes, since not every backend knows every dtype."""
+    as_bytes = _distributed(blocks.contiguous().view(torch.uint8), mesh, Shard(0), source).to_local()
+    return DTensor.from_local(as_bytes.view(blocks.dtype), mesh, [Shard(0)], run_check=False)
+
+
+def _distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+    """Distribute a tensor of one process; None: every process has the whole."""
+    options = {} if source == 0 else {"src_data_rank": source}
+    return distribute_tensor(tensor, mesh, [placement], **options)

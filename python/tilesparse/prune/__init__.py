@@ -1,35 +1,8 @@
 """Pruning of trained models: the blocks to keep, and their weights."""
 
-from .allocation import AllocatedLayer, Allocation, ErrorProfiles, allocate, erk, measure_errors, uniform
-from .driver import PrunedLayer, PruneReport, prune_
+from .allocation import allocate, erk, measure_errors
+from .driver import prune_
 from .obs import refit
-from .permutation import (
-    PermutationGroup,
-    PermutationReport,
-    PermutedGroup,
-    Rows,
-    find_permutation_groups,
-    permute_,
-    permute_model,
-)
+from .permutation import PermutationGroup, permute_
 
-__all__ = [
-    "AllocatedLayer",
-    "Allocation",
-    "ErrorProfiles",
-    "PermutationGroup",
-    "PermutationReport",
-    "PermutedGroup",
-    "PruneReport",
-    "PrunedLayer",
-    "Rows",
-    "allocate",
-    "erk",
-    "find_permutation_groups",
-    "measure_errors",
-    "permute_",
-    "permute_model",
-    "prune_",
-    "refit",
-    "uniform",
-]
+__all__ = ["PermutationGroup", "allocate", "erk", "measure_errors", "permute_", "prune_", "refit"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,21 +43,11 @@ from ..model.targets import (
 )
 from ..nn.linear import dense_weight
 from ..storage.formats import forms_of
+from ..tuning.latency import LatencyTable
 from .driver import Run, check_numbers
 from .scores import GRADIENT_METHODS
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
-
-
-@runtime_checkable
-class Times(Protocol):
-    """Measured times of layers, such as a `tilesparse.tuning.LatencyTable`."""
-
-    def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
-        """Return milliseconds of one call of a layer of this shape; None is the dense layer."""
-
-    def where(self) -> str:
-        """Say what was measured, and where."""
 
 
 @dataclass(frozen=True)
@@ -138,36 +128,14 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
         return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
 
 
-def uniform(
-    model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
-) -> dict[str, BlockSparseConfig]:
-    """Return the same config for all layers, as `prune_` has by default.
-
-    Args:
-        model: only shapes are read, so that it may be on the meta device.
-        layers: names of dense linear layers.
-        density: kept fraction, above 0.
-        block_shape: (bn, bk), or one number for both.
-
-    Raises:
-        InvalidArgumentError: a name is not that of such a layer, a layer cannot be cut into such blocks, or
-            keeps none of them.
-    """
-    config = BlockSparseConfig(density, check_block_shape(block_shape))
-    found = dense_layers("layers", model, layers)
-    return {
-        name: checked_configs("layers", name, [config], shape_of(layer))[0] for name, layer in found.items()
-    }
-
-
 def erk(
     model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
 ) -> dict[str, BlockSparseConfig]:
-    """Return densities in proportion to (in_features + out_features) / (in_features · out_features).
+    """Return configs with densities by the Erdős-Rényi-Kernel: large layers become sparser than small ones.
 
-    This is the Erdős-Rényi-Kernel of Evci et al., "Rigging the Lottery: Making All Tickets Winners" (ICML
-    2020): large layers become sparser than small ones. All layers together keep ``density`` of their blocks,
-    rounded to a block, and each of them at least one.
+    Densities are in proportion to (in_features + out_features) / (in_features · out_features), as in Evci et
+    al., "Rigging the Lottery: Making All Tickets Winners" (ICML 2020). All layers together keep ``density``
+    of their blocks, rounded to a block, and each of them at least one.
 
     Args:
         model: only shapes are read, so that it may be on the meta device.
@@ -193,15 +161,15 @@ def erk(
         )
     # A weight has (in · out) · (in + out) / (in · out) parts of what is kept: the blocks are of one size.
     parts = [sum(shape) for shape in shapes.values()]
-    kept = _whole(_in_proportion(parts, totals, budget), totals, budget)
+    kept = _in_proportion(parts, totals, budget)
     return {
         name: BlockSparseConfig(blocks / total, block_shape)
         for name, blocks, total in zip(shapes, kept, totals, strict=True)
     }
 
 
-def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> list[float]:
-    """Share the budget out in proportion to parts, but from 1 to the total of each."""
+def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> list[int]:
+    """Share the budget out in proportion to parts, but from 1 to the total of each, in whole numbers."""
 
     def shares(scale: float) -> list[float]:
         return [min(max(scale * part, 1), total) for part, total in zip(parts, totals, strict=True)]
@@ -214,13 +182,9 @@ def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> 
             low = middle
         else:
             high = middle
-    return shares(high)
-
-
-def _whole(shares: Sequence[float], totals: Sequence[int], budget: int) -> list[int]:
-    """Return whole numbers whose sum is the budget, the largest remainders rounded up."""
-    kept = [math.floor(share + 1e-9) for share in shares]
-    for position in sorted(range(len(kept)), key=lambda each: kept[each] - shares[each]):
+    exact = shares(high)
+    kept = [math.floor(share + 1e-9) for share in exact]
+    for position in sorted(range(len(kept)), key=lambda each: kept[each] - exact[each]):  # largest remainders
         if sum(kept) == budget:
             break
         kept[position] += kept[position] < totals[position]
@@ -234,14 +198,14 @@ def allocate(
     parameters: int | None = None,
     bytes: int | None = None,
     milliseconds: float | None = None,
-    table: Times | None = None,
+    table: LatencyTable | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
 
     It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
-    the linear relaxation keep small; `prune.knapsack` names the sources. Where that would take too many
-    states the gap is larger; `Allocation.gap` says so in any case. Equal arguments have equal results.
+    the linear relaxation keep small. Where that would take too many states the gap is larger;
+    ``gap`` of the result says so in any case. Equal arguments have equal results.
 
     Errors of different layers are added up although they are relative ones: that what a layer gets wrong
     matters alike in all layers is an assumption, which ``weights`` can replace.
@@ -262,21 +226,34 @@ def allocate(
             profiles is not a dense linear one of the model, or cannot become one of its configs; the table
             lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
-    unit, budget = _budget(parameters, bytes, milliseconds, table)
+    unit, budget = _budget(parameters, bytes, milliseconds)
+    if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
+        raise InvalidArgumentError(
+            f"table must be a LatencyTable with milliseconds, else None, got {type(table).__name__}"
+        )
     layers = dense_layers("profiles", model, profiles)
     if table is not None:
         refuse_experts(
             model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes"
         )
-    factors = _factors(weights, layers)
+    factors = dict.fromkeys(layers, 1.0)
+    for name, weight in (weights or {}).items():
+        if name not in layers:
+            raise InvalidArgumentError(f"weights must name layers of the profiles, got {name!r}")
+        factors[name] = _finite("weights", name, weight)
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
     errors: list[list[float]] = []
-    cost_of = _cost_of(unit, table)
     for name, layer in layers.items():
-        options[name] = [None, *checked_configs("profiles", name, profiles[name], shape_of(layer))]
-        costs.append([float(cost_of(layer, config)) for config in options[name]])
-        errors.append([0.0, *(factors[name] * _error(name, error) for error in profiles[name].values())])
+        shape = shape_of(layer)
+        options[name] = [None, *checked_configs("profiles", name, profiles[name], shape)]
+        if table is not None:
+            costs.append([table.milliseconds(shape, config) for config in options[name]])
+        else:
+            cost_of = _weights_of if unit == "weights" else _bytes_of
+            costs.append([float(cost_of(layer, config)) for config in options[name]])
+        measured = (_finite("profiles: errors", name, error) for error in profiles[name].values())
+        errors.append([0.0, *(factors[name] * error for error in measured)])
     least = sum(map(min, costs))
     if budget < least:
         rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
@@ -294,9 +271,7 @@ def allocate(
 _ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  # by units
 
 
-def _budget(
-    parameters: float | None, bytes: float | None, milliseconds: float | None, table: Times | None
-) -> tuple[str, float]:
+def _budget(parameters: float | None, bytes: float | None, milliseconds: float | None) -> tuple[str, float]:
     given = {
         unit: number
         for unit, number in (("weights", parameters), ("bytes", bytes), ("ms", milliseconds))
@@ -310,17 +285,15 @@ def _budget(
     ((unit, budget),) = given.items()
     if not 0 <= as_number(budget) < math.inf:
         raise InvalidArgumentError(f"{_ARGUMENTS[unit]} must be a number of at least 0, got {budget!r}")
-    if (table is not None) != (unit == "ms") or not isinstance(table, Times | None):
-        raise InvalidArgumentError(
-            f"table must be a LatencyTable with milliseconds, else None, got {type(table).__name__}"
-        )
     return unit, float(budget) if unit == "ms" else math.floor(budget)
 
 
-def _cost_of(unit: str, table: Times | None) -> Callable[[Any, BlockSparseConfig | None], float]:
-    if table is not None:
-        return lambda layer, config: table.milliseconds(shape_of(layer), config)
-    return _weights_of if unit == "weights" else _bytes_of
+def _finite(argument: str, name: str, number: object) -> float:
+    if not 0 <= as_number(number) < math.inf:
+        raise InvalidArgumentError(
+            f"{argument} must be finite numbers of at least 0, got {number!r} for layer {name!r}"
+        )
+    return as_number(number)
 
 
 def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
@@ -343,27 +316,6 @@ def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
     forms = forms_of(spec.with_storage(config.storage, config.scales, config.activations))
     stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
     return stored + INDEX_BYTES * (weight.shape[0] // block_shape[0] + 1 + 2 * kept)
-
-
-def _error(name: str, error: object) -> float:
-    number = as_number(error)
-    if not 0 <= number < math.inf:
-        raise InvalidArgumentError(
-            f"profiles must have finite errors of at least 0, got {error!r} for layer {name!r}"
-        )
-    return number
-
-
-def _factors(weights: Mapping[str, float] | None, layers: Mapping[str, Any]) -> dict[str, float]:
-    given = {} if weights is None else weights
-    for name, weight in given.items():
-        if name not in layers:
-            raise InvalidArgumentError(f"weights must name layers of the profiles, got {name!r}")
-        if not 0 <= as_number(weight) < math.inf:
-            raise InvalidArgumentError(
-                f"weights must be finite numbers of at least 0, got {weight!r} for layer {name!r}"
-            )
-    return {name: float(given.get(name, 1.0)) for name in layers}
 
 
 GAP = 1e-6  # of the error: states that could save less go
@@ -555,26 +507,23 @@ def measure_errors(
 
     Args:
         model: dense; only read.
-        batches: calibration data, as of `prune_`.
+        batches: calibration data. This and all that is not named here is as of `prune_`.
         configs: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
             rounds to no block, has no entries for these.
-        layers: names or regular expressions, or None, as of `prune_`.
+        layers: names or regular expressions, or None.
         exclude: likewise, of layers that are left out.
         filter_fn: takes a linear layer and its name, and returns True to measure it.
-        method: as of `prune_`, one that needs no gradient.
+        method: one that needs no gradient.
         refit: whether the kept weights make up for the others.
-        damping: as of `prune_`.
-        forward: as of `prune_`.
-        device: where blocks of the stack and all matrices are computed, as of `prune_`.
+        damping: of the second moment of the inputs.
+        forward: calls the model with a batch.
+        device: where blocks of the stack and all matrices are computed.
 
     Returns:
-        By layer and config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
-
-    Warns:
-        UserWarning: of too few tokens, as `prune_`.
+        The error profile of each layer: by config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
 
     Raises:
-        InvalidArgumentError: as of `prune_`.
+        InvalidArgumentError: as of `prune_`, whose warning of too few tokens comes here as well.
     """
     check_numbers(method, damping, refit)
     if method in GRADIENT_METHODS:
@@ -606,7 +555,7 @@ def measure_errors(
             for name, pruner in run.pruners():
                 tokens[name] = pruner.tokens
                 profiles[name] = {
-                    config: pruner.prune(config, method, refit=refit)[0].error for config in fitting[name]
+                    config: pruner.prune(config, method, refit=refit).error for config in fitting[name]
                 }
         if refit or method == "obs":
             warn_of_few_tokens(model, tokens_of_projections(experts, tokens))

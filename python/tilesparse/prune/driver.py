@@ -35,7 +35,7 @@ from ..calibrate.experts import check_configs_of, expanded, joined, place_in, to
 from ..calibrate.moments import DAMPING
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, check_flag
-from ..errors import CheckpointError, InvalidArgumentError
+from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..model.match import STAYS_DENSE
 from ..model.modules import Target, hidden_attribute, names_of_modules, weight_reads
 from ..model.replace import replace_modules
@@ -56,11 +56,12 @@ from ..model.targets import (
     chosen_layers,
     reasons,
     reasons_against_experts,
+    shape_of,
 )
-from ..nn.linear import INDEX_NAMES, dense_weight
+from ..nn.linear import INDEX_NAMES, is_conv1d
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of
-from .obs import METHODS, Pruner, Solution, built, dense_parameters
+from .obs import METHODS, Pruner, Solution, built
 from .scores import GRADIENT_METHODS, gradient_scores
 
 
@@ -77,12 +78,12 @@ class PrunedLayer:
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
-        damping: what the second moment of the inputs was damped by, over the mean of its diagonal: as given,
-            or more where that was too weak.
+        damping: of the second moment of the inputs, over the mean of its diagonal; more than was asked for
+            where that was too weak.
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
-        projection: of an expert, the name of the projection of all of them; the table has one row for these.
+        projection: of an expert, the name of the projection of all of them, which are one row of the table.
     """
 
     name: str
@@ -157,24 +158,20 @@ def prune_(
     blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each block come
     from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside the stack come
     last. Within a block, layers are pruned in the order in which they run, those with the same input
-    together. Each is fitted to its output in the dense model, from its inputs in the pruned one.
-
-    The model computes as in evaluation, without dropout, and is changed only at the very end: after an error
-    or an interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
+    together. The model computes as in evaluation, and is changed only at the very end: after an error or an
+    interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
 
     Args:
-        model: any module; Transformers' models are saved by ``save_pretrained`` afterwards.
+        model: any module.
         config: how layers are stored; or a config for each name or regular expression of layers, of which
             the first that matches a layer counts, and None leaves it dense, as `allocate` gives them. With
-            ``nm=(2, 4)`` the two of four are chosen after the blocks, by what each alone costs, and the refit
-            is exact for them as well.
+            ``nm=(2, 4)`` the two of four are chosen after the blocks, and the refit is exact for them, too.
         batches: calibration data: an iterable, read once and kept in memory. A mapping gives keyword
             arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
             a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
         layers: names or regular expressions, as of `sparsify_`. None is every linear layer that `sparsify_`
-            takes and that can be cut into such blocks, and each expert of a mixture: output embeddings and
-            tied layers stay dense, and the report says so. A layer that cannot be cut is an error where one
-            writes out the last part of its name.
+            takes and that can be cut into such blocks, and each expert of a mixture. A layer that cannot be
+            cut is an error where one writes out the last part of its name.
         exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer and its name, and returns True to prune it.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
@@ -188,17 +185,15 @@ def prune_(
         loss: ``loss(model, batch)`` gives a scalar to "taylor" and "movement". None is the ``loss`` of what
             the model gives, as of Transformers' models for batches with labels.
         device: where blocks of the stack and all matrices are computed; None is that of the model's first
-            parameter. What is outside the stack runs where it is.
+            parameter.
         folder: for progress: layers that are done are kept there, and a run with the same model, data and
-            arguments goes on behind them. On one CPU the result is the same bit for bit. Delete it yourself.
-        strict: raise where a name or expression prunes no layer, or all of them none. False leaves that to
-            the report.
+            arguments goes on behind them. On one CPU the result is the same bit for bit.
+        strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
-        UserWarning: layers have met fewer tokens than they have inputs (and one more with a bias), without
-            which XᵀX cannot have full rank, so that weights fit these tokens alone and errors are too small;
-            or chosen blocks leave block rows or columns of layers empty; or without ``layers`` most
-            parameters are in no linear layer and stay dense.
+        UserWarning: layers have met fewer tokens than they have inputs, so that weights fit these tokens
+            alone and errors are too small; or chosen blocks leave block rows or columns empty; or without
+            ``layers`` most parameters are in no linear layer and stay dense.
 
     Raises:
         InvalidArgumentError: an argument is not allowed or stands beside one that it cannot stand beside, no
@@ -218,11 +213,13 @@ def prune_(
         config = _configs_of(patterns, config, layers=layers, exclude=exclude, filter_fn=filter_fn)
     elif isinstance(config, BlockSparseConfig):
         config = checked_config("config", config)
-    else:
+    elif isinstance(config, Mapping):
         config = {
             name: None if own is None else checked_config(f"config[{name!r}]", own)
             for name, own in config.items()
         }
+    else:
+        raise InvalidTypeError(f"config must be a BlockSparseConfig or a mapping, got {shown(config)}")
     reads = weight_reads(model)
     refused = reasons_against_experts(model, reads)
     solutions: dict[str, Solution] = {}
@@ -244,46 +241,59 @@ def prune_(
             device = chosen_device(model, device)
             progress = None
             if folder is not None:
-                arguments: dict[str, Any] = {
-                    "method": method,
-                    "refit": refit,
-                    "damping": float(damping),
-                    "configs": targets,
-                    "patterns": {name: _indices(pattern) for name, pattern in (patterns or {}).items()},
+                indices = {
+                    name: [getattr(pattern, own).tolist() for own in INDEX_NAMES]
+                    for name, pattern in (patterns or {}).items()
                 }
-                progress = Progress(_checked_path(folder), model, data, arguments)
+                arguments = {"method": method, "refit": refit, "damping": float(damping)}
+                arguments |= {"configs": targets, "patterns": indices}
+                progress = Progress(Path(folder), model, data, arguments)
             with observing(model):
                 block_scores: Mapping[str, Tensor] = {}
                 if patterns is None and method in GRADIENT_METHODS:
                     block_scores = gradient_scores(model, data, targets, method, forward, loss)
-                calibration = Calibration(
-                    model, data, forward or call_model, list(targets), device, compare=refit
-                )
-                run = Run(model, calibration, targets, damping, progress)
-                solutions = run.solutions(
-                    lambda name, pruner: pruner.prune(
-                        targets[name],
-                        method,
-                        refit=refit,
-                        pattern=None if patterns is None else patterns[name],
-                        block_scores=block_scores.get(name),
-                    )[0]
-                )
+                calibration = Calibration(model, data, forward or call_model, list(targets), device, refit)
+
+                def solve(name: str, pruner: Pruner) -> Solution:
+                    pattern = None if patterns is None else patterns[name]
+                    scores = block_scores.get(name)
+                    return pruner.prune(
+                        targets[name], method, refit=refit, pattern=pattern, block_scores=scores
+                    )
+
+                solutions = Run(model, calibration, targets, damping, progress).solutions(solve)
             sparse = {
-                name: built(model.get_submodule(name), found, targets[name])
-                for name, found in solutions.items()
+                name: built(model.get_submodule(name), solution, targets[name])
+                for name, solution in solutions.items()
             }
             made, stack = joined(experts, sparse, targets), calibration.stack
     names = names_of_modules(model)
-    replaced = [Target(names[module], module, made[name]) for name, module in _modules(model, made)]
+    replaced = []
+    for name, layer in made.items():
+        module = model.get_submodule(name)
+        hidden = hidden_attribute(module, layer)
+        if hidden is not None:
+            raise InvalidArgumentError(f"layer {name!r}: {hidden}")
+        replaced.append(Target(names[module], module, layer))
     sizes = patch_report(names, replaced, [], [])
     if made:
         replace_modules(model, replaced)
         layers_changed(model)
         warn_of_reads(replaced, reads)
     pruned = [
-        _described(name, found, targets[name], place_in(experts, name) is not None)
-        for name, found in solutions.items()
+        PrunedLayer(
+            name,
+            solution.pattern.shape,
+            targets[name],
+            solution.pattern.density,
+            solution.error_before_refit,
+            solution.error,
+            solution.damping,
+            solution.tokens,
+            *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
+            None if place_in(experts, name) is None else name.rpartition(".")[0],
+        )
+        for name, solution in solutions.items()
     ]
     method = method if patterns is None or not made else "given patterns"
     report = PruneReport(pruned, skipped, stack, method, sizes.before, sizes.after, sizes.dense)
@@ -317,21 +327,20 @@ class Run:
         """Yield all layers with a pruner each, by their inputs in the dense model."""
         for unit in self._calibration.units():
             for group in self._calibration.groups(unit):
-                yield from self._of(unit, group, {})
+                yield from self._pruners_of(unit, group, {})
             self._calibration.advance(unit, {})
 
     def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
         """Return the solutions of all layers, by their inputs behind pruned blocks."""
         solutions: dict[str, Solution] = {}
         for unit in self._calibration.units():
-            solutions |= self._saved(unit)
+            saved = self._saved(unit)
             # Layers outside the stack come last, and run with everything before them pruned.
-            own = set(unit.layers)
-            before = [] if unit.number is not None else [name for name in solutions if name not in own]
-            parameters = self._parameters(before, solutions)
+            parameters = {} if unit.number is not None else self._parameters(solutions, solutions)
+            solutions |= saved
             for group in self._calibration.groups(unit):
                 missing = [name for name in group if name not in solutions]
-                for name, pruner in self._of(unit, missing, parameters):
+                for name, pruner in self._pruners_of(unit, missing, parameters):
                     with naming_layer(name):
                         solutions[name] = solve(name, pruner)
                     if self._progress is not None:
@@ -345,15 +354,15 @@ class Run:
             return {}
         found = {}
         for name in unit.layers:
-            shape = dense_weight(self._layer(name)).shape
-            solution = self._progress.load(name, self._targets[name].block_shape, (shape[0], shape[1]))
+            shape = shape_of(self._model.get_submodule(name))
+            solution = self._progress.load(name, self._targets[name].block_shape, shape)
             if solution is not None:
                 found[name] = solution
         self._done += len(found)
         self._said.skip(len(found))
         return found
 
-    def _of(
+    def _pruners_of(
         self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Pruner]]:
         """Yield layers that have the same input, with a pruner each."""
@@ -364,20 +373,22 @@ class Run:
         for name in names:
             own = checked_moments(name, of_experts.of(name) if of_experts else moments)
             with naming_layer(name):
-                pruner = Pruner(self._layer(name), own, self._damping)
+                pruner = Pruner(self._model.get_submodule(name), own, self._damping)
             yield name, pruner
             self._done += 1
             self._said.show(self._done, f"layers pruned, {name} the last")
 
     def _parameters(self, names: Iterable[str], solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
+        """Return the parameters with which the dense layers compute as the pruned ones, by their names."""
         found: dict[str, Tensor] = {}
         for name in names:
-            layer = built(self._layer(name), solutions[name], self._targets[name])
-            found |= dense_parameters(name, self._layer(name), layer)
+            linear = self._model.get_submodule(name)
+            layer = built(linear, solutions[name], self._targets[name])
+            weight = layer.to_linear().weight.detach()
+            found[f"{name}.weight"] = weight.T if is_conv1d(linear) else weight
+            if layer.bias is not None:
+                found[f"{name}.bias"] = layer.bias.detach()
         return found
-
-    def _layer(self, name: str) -> Any:
-        return self._model.get_submodule(name)
 
 
 def check_numbers(method: str, damping: float, refit: bool) -> None:
@@ -386,14 +397,6 @@ def check_numbers(method: str, damping: float, refit: bool) -> None:
         raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
     checked_number("damping", damping)
     check_flag("refit", refit)
-
-
-def _checked_path(folder: str | os.PathLike[str]) -> Path:
-    """Return a folder's path; it need not exist."""
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise InvalidArgumentError(f"folder must be a folder, got the file {str(path)!r}")
-    return path
 
 
 def _configs_of(
@@ -413,13 +416,11 @@ def _configs_of(
             )
     if not patterns:
         raise InvalidArgumentError("patterns must have a pattern for the name of a layer, got {}")
-    found: dict[str, BlockSparseConfig | None] = {}
+    configs: dict[str, BlockSparseConfig | None] = {}
     for name, pattern in patterns.items():
-        if pattern.nnz == 0:
-            raise InvalidArgumentError(f"patterns[{name!r}] must have at least one block, got {pattern!r}")
         own = replace(config, density=pattern.density, block_shape=pattern.block_shape)
-        found[name] = checked_config(f"patterns[{name!r}]", own)
-    return found
+        configs[name] = checked_config(f"patterns[{name!r}]", own)
+    return configs
 
 
 def _check_patterns(
@@ -429,40 +430,11 @@ def _check_patterns(
     for name in dict.fromkeys((*patterns, *targets)):
         if name not in targets or name not in patterns:
             raise InvalidArgumentError(f"patterns must have the full names of layers, not so of {name!r}")
-        shape = tuple(dense_weight(model.get_submodule(name)).shape)
+        shape = shape_of(model.get_submodule(name))
         if patterns[name].shape != shape:
             raise InvalidArgumentError(
                 f"patterns[{name!r}] must have shape {shape}, got {patterns[name].shape}"
             )
-
-
-def _modules(model: nn.Module, made: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the dense modules that others replace, which have all that those have."""
-    for name, layer in made.items():
-        module = model.get_submodule(name)
-        hidden = hidden_attribute(module, layer)
-        if hidden is not None:
-            raise InvalidArgumentError(f"layer {name!r}: {hidden}")
-        yield name, module
-
-
-def _indices(pattern: BlockPattern) -> list[list[int]]:
-    return [pattern.crow_indices.tolist(), pattern.col_indices.tolist(), pattern.slot.tolist()]
-
-
-def _described(name: str, found: Solution, config: BlockSparseConfig, of_experts: bool) -> PrunedLayer:
-    return PrunedLayer(
-        name,
-        found.pattern.shape,
-        config,
-        found.pattern.density,
-        found.error_before_refit,
-        found.error,
-        found.damping,
-        found.tokens,
-        *empty_of(found.pattern.block_indices(), found.pattern.shape, found.pattern.block_shape),
-        name.rpartition(".")[0] if of_experts else None,
-    )
 
 
 def _row(layers: Sequence[PrunedLayer]) -> tuple[str, ...]:
@@ -494,7 +466,6 @@ def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
         )
 
 
-VERSION = 1
 _FILE = "pruning.json"
 _NUMBERS = ("error_before_refit", "error", "damping", "tokens")
 
@@ -515,9 +486,11 @@ class Progress:
     def __init__(
         self, folder: Path, model: nn.Module, batches: Sequence[Any], arguments: Mapping[str, Any]
     ) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise InvalidArgumentError(f"folder must be a folder, got the file {str(folder)!r}")
         self._folder = folder
         marks = {
-            "version": VERSION,
+            "version": 1,
             "torch": torch.__version__,
             "model": _hash("model", dict(model.state_dict())),
             "batches": _hash("batches", list(batches)),
@@ -559,13 +532,11 @@ class Progress:
 
     def save(self, name: str, solution: Solution) -> None:
         """Write a layer's solution; if that is interrupted it counts as not written."""
-        tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         numbers = [float(getattr(solution, own)) for own in _NUMBERS]
-        tensors |= {
-            "values": solution.values,
-            "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu"),
-        }
+        tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
         tensors |= {own: tensor for own in ("mask", "bias") if (tensor := getattr(solution, own)) is not None}
+        tensors["values"] = solution.values
+        tensors["numbers"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with replacing(self._file(name)) as partial:
             write_tensors(partial, tensors)
 
@@ -575,22 +546,23 @@ class Progress:
 
 def _hash(argument: str, value: Any) -> str:
     digest = hashlib.sha256()
-    for text in _described_config(argument, value):
+    for text in _texts(argument, value):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _described_config(argument: str, value: Any) -> Iterator[str]:
+def _texts(argument: str, value: Any) -> Iterator[str]:
+    """Yield texts that only equal nested values have."""
     if isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key)
-            yield from _described_config(argument, item)
+            yield from _texts(argument, item)
     elif isinstance(value, tuple | list):
         yield f"{type(value).__name__} of {len(value)}"
         for item in value:
-            yield from _described_config(argument, item)
+            yield from _texts(argument, item)
     elif value is None or isinstance(value, str | int | float | bool):
         yield repr(value)
     else:

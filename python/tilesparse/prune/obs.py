@@ -29,7 +29,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..model.targets import block_shape_of
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear, dense_weight
 from ..pattern import BlockPattern
 from ..storage.quantize import two_of_four
 from . import scores
@@ -103,11 +103,11 @@ class Pruner:
         refit: bool = True,
         pattern: BlockPattern | None = None,
         block_scores: Tensor | None = None,
-    ) -> tuple[Solution, BlockSparseLinear]:
-        """Prune the layer; return the solution, and the layer itself on the device of the dense one.
+    ) -> Solution:
+        """Return the layer's solution.
 
         Args:
-            config: how it is to be stored.
+            config: how the layer is to be stored.
             method: one of `METHODS`, that chooses blocks.
             refit: whether what is kept makes up for what is not.
             pattern: the blocks, if they are known already.
@@ -120,8 +120,11 @@ class Pruner:
         if refit:
             weight = solve(self._weight, self._moment, pattern)
         if config.nm is not None:
-            kept = self._two_of_four(weight, pattern, refit)
-            weight = solve_masked(self._weight, self._moment, kept) if refit else weight
+            if refit:
+                kept = choose_two_of_four(weight, self._moment, pattern)
+                weight = solve_masked(self._weight, self._moment, kept)
+            else:
+                kept = two_of_four(weight.abs() * self._second.diagonal().sqrt()) & pattern.to_mask()
         weight = torch.where(kept, weight, 0)
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
@@ -144,7 +147,7 @@ class Pruner:
         layer = built(self._linear, solution, config)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
-        return solution._replace(error=self._error(stored, shift)), layer
+        return solution._replace(error=self._error(stored, shift))
 
     def _chosen(self, config: BlockSparseConfig, method: str, block_scores: Tensor | None) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
@@ -159,11 +162,6 @@ class Pruner:
             block_scores = scores.wanda(self._dense, self._second.diagonal().sqrt(), block_shape)
         assert block_scores is not None
         return BlockPattern.from_scores(block_scores, block_shape=block_shape, density=density)
-
-    def _two_of_four(self, weight: Tensor, pattern: BlockPattern, refit: bool) -> Tensor:
-        if refit:
-            return choose_two_of_four(weight, self._moment, pattern)
-        return two_of_four(weight.abs() * self._second.diagonal().sqrt()) & pattern.to_mask()
 
     def _error(self, weight: Tensor, bias: Tensor | None) -> float:
         """‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data; 0 where all of X Wᵀ is 0."""
@@ -190,15 +188,6 @@ def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> B
     return layer.to_storage(config.storage, per=config.scales, activations=config.activations)
 
 
-def dense_parameters(name: str, linear: nn.Module, layer: BlockSparseLinear) -> dict[str, Tensor]:
-    """Return the parameters with which a dense layer computes as the sparse one, by names in the model."""
-    weight = layer.to_linear().weight.detach()
-    own = {f"{name}.weight": weight.T if is_conv1d(linear) else weight}
-    if layer.bias is not None:
-        own[f"{name}.bias"] = layer.bias.detach()
-    return own
-
-
 class Elimination(NamedTuple):
     """Order in which each block row of a weight loses its blocks, and the cost of each after those before."""
 
@@ -206,7 +195,7 @@ class Elimination(NamedTuple):
     costs: Tensor  # [R, C] float64, as additions to tr((W - Ŵ) H (W - Ŵ)ᵀ)
 
     def pattern(self, kept: int, block_shape: tuple[int, int]) -> BlockPattern:
-        """The blocks that stay when all but so many are removed, where they cost least.
+        """Return the blocks that stay when all but so many are removed, where they cost least.
 
         Rows lose blocks in their order, each at the highest cost so far in its row: otherwise a cheap block
         would not be reached behind an expensive one.
@@ -283,7 +272,7 @@ def _eliminate(weight: Tensor, inverse: Tensor, bk: int) -> tuple[Tensor, Tensor
 
 
 def _whitened(matrix: Tensor, right: Tensor) -> Tensor:
-    """L⁻¹ B with L Lᵀ = A; NaN where A has no Cholesky factor. Nothing waits for a GPU."""
+    """Return L⁻¹ B with L Lᵀ = A; NaN where A has no Cholesky factor. Nothing waits for a GPU."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     factor = factor.masked_fill((info != 0)[..., None, None], torch.nan)
     solved: Tensor = torch.linalg.solve_triangular(factor, right, upper=False)
@@ -305,7 +294,7 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
 def refit(
     weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING
 ) -> BlockSparseMatrix:
-    """The weights in the blocks of any pattern that make the output differ least from that of a dense weight.
+    """Return weights in a pattern's blocks with which the output differs least from that of a dense weight.
 
     It is the least-squares solution described at the top of this module, in float64: one Cholesky factor per
     block row.
@@ -340,7 +329,7 @@ def refit(
 
 
 def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
-    """Ŵ [out_features, in_features] in float64, zero outside the pattern."""
+    """Return Ŵ [out_features, in_features] in float64, zero outside the pattern."""
     cross = weight.double() @ moment.matrix
     solution = torch.zeros_like(cross)
     for rows, columns, factor in _systems(moment, pattern):
@@ -349,7 +338,7 @@ def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
 
 
 def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:
-    """A mask [out_features, in_features] of 2:4 in the blocks of a pattern, for a weight solved for them.
+    """Return a mask [out_features, in_features] of 2:4 in the blocks that a weight was solved for.
 
     Weights are ranked by what the removal of each alone costs, w² / (H_SS⁻¹)_ii: Hassibi & Stork's saliency.
     """
@@ -361,7 +350,7 @@ def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) ->
 
 
 def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
-    """Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
+    """Return Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
 
     Every row has a support of its own, and needs a factor of its own. Rows with equally many weights are
     solved together, as those of one block row are with 2:4.

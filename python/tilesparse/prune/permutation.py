@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_text, checked_count
+from .._checks import checked_count, checked_number, shown
 from .._progress import Progress
 from .._reports import aligned
 from ..calibrate.calibration import Calibration, Forward, call_model, check_model, checked_moments, collected
@@ -20,7 +20,6 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..model.targets import block_shape_of, checked_config, checked_configs, shape_of
 from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
-from .driver import check_numbers
 from .obs import Pruner
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.
@@ -39,12 +38,7 @@ _ATTENTION = (
 _FUSED_ATTENTION = ("c_attn", "c_proj")  # GPT-2: q, k and v are thirds of one layer
 
 
-class Rows(NamedTuple):
-    """Some of a layer's out_features, from `start` to below `stop`."""
-
-    layer: str
-    start: int
-    stop: int
+Producer: TypeAlias = str | tuple[str, int, int]  # a layer, or its out_features from start to below stop
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class PermutationGroup:
     group ``repeats`` times in a row, as where several heads of queries share the values of one.
 
     Attributes:
-        producers: names of layers whose out_features these are, or `Rows` of them.
+        producers: names of layers whose out_features these are, or (name, start, stop) for some of them.
         consumer: the name of the layer that takes them as its in_features.
         units: how many may change places in each group.
         groups: how many groups there are.
@@ -66,78 +60,143 @@ class PermutationGroup:
         InvalidArgumentError: a name or a number is not one. That they fit the model is checked with it.
     """
 
-    producers: tuple[str | Rows, ...]
+    producers: tuple[Producer, ...]
     consumer: str
     units: int
     groups: int = 1
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        check_text("consumer", self.consumer)
-        if not self.producers:
-            raise InvalidArgumentError("producers must be names of layers or Rows of them, got none")
+        if not isinstance(self.producers, tuple) or not self.producers:
+            raise InvalidArgumentError(
+                f"producers must be a tuple of names, or of (name, start, stop), got {shown(self.producers)}"
+            )
         for producer in self.producers:
-            if isinstance(producer, Rows):
-                checked_count("start", producer.start, 0)
-                checked_count("stop", producer.stop)
+            if not isinstance(producer, str):
+                _, start, stop = producer
+                checked_count("start", start, 0)
+                checked_count("stop", stop)
         for name in ("units", "groups", "repeats"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
 
-    def layers(self) -> list[str]:
-        """The names of the producers, each once, and of the consumer."""
-        names = [producer.layer if isinstance(producer, Rows) else producer for producer in self.producers]
+    @classmethod
+    def find(cls, model: nn.Module) -> list[PermutationGroup]:
+        """Find permutation groups by the names of a model's layers.
+
+        These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
+        grouped those of keys and values, and the queries' within each group), and the features of values
+        within each head, in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa,
+        ViT, CLIP, OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong
+        to features or heads, such as a norm over all heads or a bias for each, and layers that share a
+        weight. What else the code of a model does with features is not seen; `tilesparse.prune.permute_`
+        compares outputs.
+        """
+        names = names_of_modules(model)
+        owners = owners_of_parameters(names)
+        found: list[PermutationGroup] = []
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            groups = (*_of_feed_forward(module, prefix), *_of_attention(module, prefix))
+            found += [group for group in groups if group._reason_against(model, names, owners) is None]
+        return found
+
+    @torch.no_grad()
+    def permute_(self, model: nn.Module, order: Tensor) -> None:
+        """Reorder the units of this group in a dense model, in place; its function stays the same.
+
+        Nothing between producers and consumer may depend on the order.
+
+        Args:
+            model: has these layers.
+            order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
+
+        Raises:
+            InvalidArgumentError: the group does not fit the model, or the order is none.
+            UnsupportedError: a weight is sharded. Nothing has changed after an error.
+        """
+        self._check_fits(model, "group")
+        order = self._checked_order(order)
+        parts = self._parts(model)
+        for part in parts:
+            kind = type(part.layer.weight.detach())
+            if kind is not Tensor:
+                raise UnsupportedError(f"model must have plain tensors as weights, got {kind.__name__}")
+        for part in parts:
+            part.permute(order)
+
+    def _layers(self) -> list[str]:
+        """Return the names of the producers, each once, and of the consumer."""
+        names = [producer if isinstance(producer, str) else producer[0] for producer in self.producers]
         return [*dict.fromkeys(names), self.consumer]
 
+    def _parts(self, model: nn.Module) -> list[_Part]:
+        """Return the rows and columns of a model's layers that change places together."""
+        parts = []
+        for producer in self.producers:
+            name = producer if isinstance(producer, str) else producer[0]
+            layer = model.get_submodule(name)
+            start, stop = (0, len(dense_weight(layer))) if isinstance(producer, str) else producer[1:]
+            parts.append(_Part(name, layer, start, stop, 1, True))
+        layer = model.get_submodule(self.consumer)
+        columns = dense_weight(layer).shape[1]
+        return [*parts, _Part(self.consumer, layer, 0, columns, self.repeats, False)]
 
-def find_permutation_groups(model: nn.Module) -> list[PermutationGroup]:
-    """Find permutation groups by the names of a model's layers.
+    def _check_fits(self, model: nn.Module, argument: str) -> None:
+        names = names_of_modules(model)
+        reason = self._reason_against(model, names, owners_of_parameters(names))
+        if reason is not None:
+            raise InvalidArgumentError(f"{argument} must fit the model: {reason}")
 
-    These are the hidden dimension of feed-forward networks, the heads of attentions (where queries are
-    grouped those of keys and values, and the queries' within each group), and the features of values within
-    each head, in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT, CLIP,
-    OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to features or
-    heads, such as a norm over all heads or a bias for each, and layers that share a weight. What else the
-    code of a model does with features is not seen; `permute_model` compares outputs.
-    """
-    groups, names = [], names_of_modules(model)
-    owners = owners_of_parameters(names)
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        for group in (*_of_feed_forward(module, prefix), *_of_attention(module, prefix)):
-            if _reason_against(model, group, names, owners) is None:
-                groups.append(group)
-    return groups
+    def _reason_against(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, Sequence[str]],
+        owners: Mapping[nn.Parameter, Sequence[nn.Module]],
+    ) -> str | None:
+        """Say why a model does not have this group, as far as shapes and owners of weights tell."""
+        *producers, consumer = self._layers()
+        for name in (*producers, consumer):
+            layer = _below(model, name)
+            if not _is_dense(layer):
+                kind = type(layer).__name__
+                return f"{name!r} must be a dense linear layer with its own weight, got {kind}"
+            if len(names[layer]) > 1:
+                return f"layer {name!r} has another name as well"
+            if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
+                return f"layer {name!r} shares a parameter with another layer"
+        if consumer in producers:
+            return f"layer {consumer!r} is producer and consumer"
+        covered: set[tuple[str, int]] = set()
+        for part in self._parts(model):
+            size, count = len(dense_weight(part.layer)) if part.rows else part.stop, part.stop - part.start
+            if not 0 <= part.start < part.stop <= size:
+                return f"rows of layer {part.name!r} must be within {size}, got {part.start} to {part.stop}"
+            if count % (self.groups * self.units * part.repeats):
+                return (
+                    f"{count} features of layer {part.name!r} cannot be cut into {self.groups} groups of "
+                    f"{self.units} units, {part.repeats} times"
+                )
+            features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
+            if covered & features:
+                return f"rows of layer {part.name!r} are given twice"
+            covered |= features
+        return None
+
+    def _checked_order(self, order: Tensor) -> Tensor:
+        """Return an order as [groups, units] on the host."""
+        expected = f"order must have each of {self.units} units once, for each of {self.groups} groups"
+        if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
+            raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
+        given = order[None] if order.dim() == 1 else order
+        if given.shape != (self.groups, self.units):
+            raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
+        given = given.cpu().long()
+        if not torch.equal(given.sort(1).values, torch.arange(self.units, device="cpu").expand_as(given)):
+            raise InvalidArgumentError(f"{expected}, got other or repeated numbers")
+        return given
 
 
-@torch.no_grad()
-def permute_(model: nn.Module, group: PermutationGroup, order: Tensor) -> None:
-    """Reorder the units of a permutation group in place; the model's function stays the same.
-
-    Args:
-        model: its layers are dense.
-        group: from `find_permutation_groups`, or one of your own, whose producers and consumer have nothing
-            between them that depends on the order.
-        order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
-
-    Raises:
-        InvalidArgumentError: the group does not fit the model, or the order is none. Nothing has changed.
-        UnsupportedError: a weight is sharded. Nothing has changed.
-    """
-    reason = reason_against(model, group)
-    if reason is not None:
-        raise InvalidArgumentError(f"group must fit the model: {reason}")
-    order = _checked_order(order, group)
-    parts = parts_of(model, group)
-    for part in parts:
-        if type(part.layer.weight.detach()) is not Tensor:
-            raise UnsupportedError(
-                f"model must have plain tensors as weights, got {type(part.layer.weight.detach()).__name__}"
-            )
-    for part in parts:
-        part.permute(order)
-
-
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """Share of one layer in a permutation group: rows of W, and of the bias, or columns of W."""
 
     name: str
@@ -163,74 +222,6 @@ class Part(NamedTuple):
         ours.copy_(ours.index_select(0 if self.rows else 1, index))
         if self.rows and bias is not None:
             bias[self.start : self.stop].copy_(bias[self.start : self.stop].index_select(0, index))
-
-
-def parts_of(model: nn.Module, group: PermutationGroup) -> list[Part]:
-    """Return the rows and columns of a model's layers that change places together."""
-    parts = []
-    for producer in group.producers:
-        name = producer.layer if isinstance(producer, Rows) else producer
-        layer = model.get_submodule(name)
-        start, stop = producer[1:] if isinstance(producer, Rows) else (0, len(dense_weight(layer)))
-        parts.append(Part(name, layer, start, stop, 1, True))
-    layer = model.get_submodule(group.consumer)
-    return [
-        *parts,
-        Part(group.consumer, layer, 0, dense_weight(layer).shape[1], group.repeats, False),
-    ]
-
-
-def reason_against(model: nn.Module, group: PermutationGroup) -> str | None:
-    """Say why a model does not have a permutation group, as far as shapes and owners of weights tell."""
-    names = names_of_modules(model)
-    return _reason_against(model, group, names, owners_of_parameters(names))
-
-
-def _reason_against(
-    model: nn.Module,
-    group: PermutationGroup,
-    names: Mapping[nn.Module, Sequence[str]],
-    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
-) -> str | None:
-    for name in group.layers():
-        layer = _below(model, name)
-        if not _is_dense(layer):
-            return f"{name!r} must be a dense linear layer with its own weight, got {type(layer).__name__}"
-        if len(names[layer]) > 1:
-            return f"layer {name!r} has another name as well"
-        if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
-            return f"layer {name!r} shares a parameter with another layer"
-    if group.consumer in group.layers()[:-1]:
-        return f"layer {group.consumer!r} is producer and consumer"
-    covered: set[tuple[str, int]] = set()
-    for part in parts_of(model, group):
-        size = len(dense_weight(part.layer)) if part.rows else part.stop
-        if not 0 <= part.start < part.stop <= size:
-            return f"rows of layer {part.name!r} must be within {size}, got {part.start} to {part.stop}"
-        if (part.stop - part.start) % (group.groups * group.units * part.repeats):
-            return (
-                f"{part.stop - part.start} features of layer {part.name!r} cannot be cut into {group.groups} "
-                f"groups of {group.units} units, {part.repeats} times"
-            )
-        features = {(part.name, feature) for feature in range(part.start, part.stop) if part.rows}
-        if covered & features:
-            return f"rows of layer {part.name!r} are given twice"
-        covered |= features
-    return None
-
-
-def _checked_order(order: Tensor, group: PermutationGroup) -> Tensor:
-    """Return an order as [groups, units] on the host."""
-    expected = f"order must have each of {group.units} units once, for each of {group.groups} groups"
-    if not isinstance(order, Tensor) or order.dtype.is_floating_point or order.dtype == torch.bool:
-        raise InvalidArgumentError(f"{expected}, got {type(order).__name__}")
-    given = order[None] if order.dim() == 1 else order
-    if given.shape != (group.groups, group.units):
-        raise InvalidArgumentError(f"{expected}, got shape {tuple(order.shape)}")
-    given = given.cpu().long()
-    if not torch.equal(given.sort(1).values, torch.arange(group.units, device="cpu").expand_as(given)):
-        raise InvalidArgumentError(f"{expected}, got other or repeated numbers")
-    return given
 
 
 def _is_dense(layer: Any) -> bool:
@@ -288,7 +279,7 @@ def _of_attention(module: nn.Module, prefix: str) -> Iterator[PermutationGroup]:
         head = _head_size(module, layers)
         if head and whole == 3 * size and size % head == 0:
             fused, consumer = (prefix + name for name in _FUSED_ATTENTION)
-            q_rows, k_rows, v_rows = (Rows(fused, size * third, size * (third + 1)) for third in range(3))
+            q_rows, k_rows, v_rows = ((fused, size * third, size * (third + 1)) for third in range(3))
             yield from _of_heads(q_rows, k_rows, v_rows, consumer, size // head, 1, head)
 
 
@@ -301,7 +292,7 @@ def _head_size(core: nn.Module, layers: Sequence[nn.Module]) -> int:
 
 
 def _of_heads(
-    q: str | Rows, k: str | Rows, v: str | Rows, consumer: str, heads: int, queries: int, size: int
+    q: Producer, k: Producer, v: Producer, consumer: str, heads: int, queries: int, size: int
 ) -> Iterator[PermutationGroup]:
     """Yield the groups of heads of keys and values, each of which has some heads of queries."""
     if heads > 1:
@@ -331,7 +322,7 @@ class PermutedGroup:
 
 @dataclass(frozen=True)
 class PermutationReport:
-    """Result of `permute_model`; ``str()`` makes a table of it."""
+    """Result of `permute_`, by group; ``str()`` makes a table of it."""
 
     groups: list[PermutedGroup]
 
@@ -345,10 +336,10 @@ class PermutationReport:
         return "\n".join([*aligned(rows), f"{taken} of {len(self.groups)} groups have another order"])
 
 
-def permute_model(
+def permute_(
     model: nn.Module,
-    batches: Iterable[Any],
     config: BlockSparseConfig,
+    batches: Iterable[Any],
     *,
     groups: Sequence[PermutationGroup] | None = None,
     damping: float = DAMPING,
@@ -366,10 +357,10 @@ def permute_model(
 
     Args:
         model: dense, on its device.
-        batches: calibration data, as of `prune_`.
         config: what the layers are to become.
-        groups: None is all that `find_permutation_groups` finds.
-        damping: as of `prune_`.
+        batches: calibration data, as of `prune_`; so are ``damping`` and ``forward``.
+        groups: None is all that `PermutationGroup.find` finds.
+        damping: of the second moment of the inputs.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
 
@@ -379,33 +370,41 @@ def permute_model(
             depends on the order. The model is as it was.
     """
     check_model(model)
-    check_numbers("obs", damping, True)
+    checked_number("damping", damping)
     config = checked_config("config", config)
-    found = find_permutation_groups(model) if groups is None else list(groups)
+    found = PermutationGroup.find(model) if groups is None else list(groups)
     if not found:
         raise InvalidArgumentError("groups must be given: none is known of this model")
     for group in found:
-        reason = reason_against(model, group)
-        if reason is not None:
-            raise InvalidArgumentError(f"groups must fit the model: {reason}")
-        for part in parts_of(model, group):
+        group._check_fits(model, "groups")
+        for part in group._parts(model):
             checked_configs("config", part.name, [config], shape_of(part.layer))
     data, call = collected(batches), forward or call_model
     done: list[PermutedGroup] = []
     with observing(model), torch.no_grad():
-        _check_comparable(call(model, data[0]))
-        layers = (part.layer for group in found for part in parts_of(model, group))
-        parameters = {parameter for layer in layers for parameter in layer.parameters()}
-        before = {parameter: parameter.detach().clone() for parameter in parameters}
+        first = call(model, data[0])
+        if not any(tensor.is_floating_point() for tensor in tensors_in(first)):
+            raise InvalidArgumentError(
+                f"model must give a floating-point tensor to compare, got {type(first).__name__}; forward "
+                "can give one"
+            )
+        layers = (part.layer for group in found for part in group._parts(model))
+        before = {
+            parameter: parameter.detach().clone() for layer in layers for parameter in layer.parameters()
+        }
         try:
             for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
                 done.append(_improve(model, group, moments, config, damping))
-            if any(one.taken for one in done):
-                for batch in data:
-                    output = call(model, batch)
-                    with swapped(model, before):
-                        expected = call(model, batch)
-                    _check_same(output, expected)
+            for batch in data if any(one.taken for one in done) else ():
+                output = call(model, batch)
+                with swapped(model, before):
+                    expected = call(model, batch)
+                for dtype, difference in differences(output, expected):
+                    if not difference <= DIFFERENCE[dtype.itemsize]:
+                        raise InvalidArgumentError(
+                            f"groups must leave the outputs equal, got a relative difference of "
+                            f"{difference:.2g}: something in the model depends on an order"
+                        )
         except BaseException:
             for parameter, values in before.items():
                 parameter.copy_(values)
@@ -422,7 +421,7 @@ def _with_moments(
 ) -> Iterator[tuple[PermutationGroup, dict[str, Moments]]]:
     """Yield groups as soon as the inputs of their layers are known; the caller keeps these in order."""
     waiting = list(groups)
-    names = list(dict.fromkeys(name for group in groups for name in group.layers()))
+    names = list(dict.fromkeys(name for group in groups for name in group._layers()))
     calibration = Calibration(model, data, call, names, device, compare=False)
     known: dict[str, Moments] = {}
     progress = Progress(len(groups))
@@ -431,11 +430,11 @@ def _with_moments(
             moments = checked_moments(alike[0], calibration.moments(unit, alike[0], {}))
             known |= dict.fromkeys(alike, moments)
         calibration.advance(unit, {})
-        for group in [group for group in waiting if known.keys() >= set(group.layers())]:
+        for group in [group for group in waiting if known.keys() >= set(group._layers())]:
             waiting.remove(group)
             yield group, known
             progress.show(len(groups) - len(waiting), f"groups searched, {group.consumer} the last")
-        needed = {name for group in waiting for name in group.layers()}
+        needed = {name for group in waiting for name in group._layers()}
         known = {name: moments for name, moments in known.items() if name in needed}
 
 
@@ -447,18 +446,19 @@ def _improve(
     damping: float,
 ) -> PermutedGroup:
     """Reorder a group, and the moments of its consumer, if that lowers the error."""
-    order = _clustered(parts_of(model, group), group, moments, config)
+    parts = group._parts(model)
+    order = _clustered(parts, group, moments, config)
     if order is None:
         return PermutedGroup(group, None, None, False)
     before = _error(model, group, moments, config, damping)
-    consumer = parts_of(model, group)[-1]
+    consumer = parts[-1]
     reordered = {**moments, consumer.name: moments[consumer.name].reordered(consumer.places(order))}
-    permute_(model, group, order)
+    group.permute_(model, order)
     after = _error(model, group, reordered, config, damping)
     if after < before:
         moments.update(reordered)
     else:
-        permute_(model, group, order.argsort(1))
+        group.permute_(model, order.argsort(1))
     return PermutedGroup(group, before, after, after < before)
 
 
@@ -470,36 +470,31 @@ def _error(
     damping: float,
 ) -> float:
     """Return the sum of the errors of the group's layers once they are pruned."""
-    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in group.layers())
-    return sum(pruner.prune(config, "obs")[0].error for pruner in pruners)
+    pruners = (Pruner(model.get_submodule(name), moments[name], damping) for name in group._layers())
+    return sum(pruner.prune(config, "obs").error for pruner in pruners)
 
 
 def _clustered(
-    parts: Sequence[Part], group: PermutationGroup, moments: Mapping[str, Moments], config: BlockSparseConfig
+    parts: Sequence[_Part], group: PermutationGroup, moments: Mapping[str, Moments], config: BlockSparseConfig
 ) -> Tensor | None:
     """Return an order [groups, units] by the blocks for which units matter; None if no order matters."""
+    block_shape, units = block_shape_of(config), group.groups * group.units
     sides = [
-        block_shape_of(config)[0 if part.rows else 1]
-        * group.groups
-        * part.repeats
-        * group.units
-        // (part.stop - part.start)
+        block_shape[0 if part.rows else 1] * part.repeats * units // (part.stop - part.start)
         for part in parts
     ]
     cluster = max(sides)  # units that share a block
     if cluster <= 1 or cluster >= group.units:
         return None
-    profiles = [_profile(part, group, moments[part.name], config) for part in parts]
+    profiles = [_profile(part, group, moments[part.name], block_shape) for part in parts]
     profile = torch.cat([each / each.sum().clamp_min(1e-30) for each in profiles], 2)
     return torch.stack([_order_of(units, cluster, config.density) for units in profile])
 
 
-def _profile(part: Part, group: PermutationGroup, moments: Moments, config: BlockSparseConfig) -> Tensor:
+def _profile(part: _Part, group: PermutationGroup, moments: Moments, block_shape: tuple[int, int]) -> Tensor:
     """Return [groups, units, blocks]: how much each unit matters to each block column, or block row."""
-    norms = moments.second().diagonal().sqrt()
-    weight = dense_weight(part.layer).to(norms.device)
-    scores = weight.double().abs() * norms
-    bn, bk = block_shape_of(config)
+    norms, (bn, bk) = moments.second().diagonal().sqrt(), block_shape
+    scores = dense_weight(part.layer).to(norms.device).double().abs() * norms
     if part.rows:
         ours = scores[part.start : part.stop].reshape(part.stop - part.start, -1, bk).sum(2)
     else:
@@ -537,20 +532,3 @@ def _assigned(gains: Tensor, cluster: int) -> Tensor:
         room[home] -= 1
         members[home].append(unit)
     return torch.tensor([unit for home in members for unit in home], device=gains.device)
-
-
-def _check_comparable(output: Any) -> None:
-    if not any(tensor.is_floating_point() for tensor in tensors_in(output)):
-        raise InvalidArgumentError(
-            f"model must give a floating-point tensor to compare, got {type(output).__name__}; forward can "
-            "give one"
-        )
-
-
-def _check_same(output: Any, expected: Any) -> None:
-    for dtype, difference in differences(output, expected):
-        if not difference <= DIFFERENCE[dtype.itemsize]:
-            raise InvalidArgumentError(
-                f"groups must leave the outputs equal, got a relative difference of {difference:.2g}: "
-                "something in the model depends on an order"
-            )

@@ -58,7 +58,7 @@ def movement(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> 
 
 
 def taylor(weight: Tensor, gradient: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The sum of |W · ∂L/∂W| over each block: by how much the loss changes without it, to first order.
+    """Return the sum of |W · ∂L/∂W| over each block: by how much the loss changes without it, to first order.
 
     Molchanov et al., "Importance Estimation for Neural Network Pruning" (CVPR 2019).
     """

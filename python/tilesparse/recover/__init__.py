@@ -3,16 +3,8 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .distillation import DistillationHistory, distill_
+from .distillation import distill_
 from .losses import DistillationLoss
-from .reconstruction import FittedSubmodule, ReconstructionReport, SkippedSubmodule, reconstruct_
+from .reconstruction import reconstruct_
 
-__all__ = [
-    "DistillationHistory",
-    "DistillationLoss",
-    "FittedSubmodule",
-    "ReconstructionReport",
-    "SkippedSubmodule",
-    "distill_",
-    "reconstruct_",
-]
+__all__ = ["DistillationLoss", "distill_", "reconstruct_"]

@@ -118,7 +118,11 @@ def distill_(
             f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
         )
     if optimizer is None:
-        optimizer = _adamw(model, checked_number("lr", lr, above_zero=True), capturable=graph)
+        rate = checked_number("lr", lr, above_zero=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise InvalidArgumentError("model must have parameters that require gradients")
+        optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.0, capturable=graph)
     loss = DistillationLoss(logits=1.0) if loss is None else loss
     _check_models(model, teacher, optimizer)
     accumulate = checked_count("accumulate", accumulate)
@@ -132,19 +136,40 @@ def distill_(
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
+    def terms_of(batch: Any) -> dict[str, Tensor]:
+        # Copies for both models: either may write to its input.
+        own, mask = moved(checked_batch(batch), device_of(model), copy=True), mask_of_outputs(model, batch)
+        if isinstance(teacher, nn.Module):
+            device = device_of(teacher)
+            with torch.no_grad(), autocasting(device, autocast):
+                targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
+        else:
+            with torch.no_grad():
+                targets = teacher(batch)
+        with autocasting(device_of(model), autocast):
+            outputs = outputs_of(model, own, loss, forward)
+        return loss.terms(outputs, targets, mask)
+
     def update(group: Sequence[Any]) -> dict[str, Tensor]:
-        terms = _backward(model, teacher, group, loss, forward, autocast)
+        sums: dict[str, Tensor] = {}
+        for batch in group:
+            with torch.enable_grad():
+                terms = {name: term / len(group) for name, term in terms_of(batch).items()}
+                total = loss.total(terms)
+                torch.autograd.backward(total)
+            for name, term in {"loss": total, **terms}.items():
+                sums[name] = sums[name] + term.detach() if name in sums else term.detach()
         if clip is not None:
-            terms["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
+            sums["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()
         optimizer.zero_grad()
-        return terms
+        return sums
 
     graphed = None
     if graph:
-        graphed = GraphedStep(update, check_graph(model, teacher, optimizer, schedulers, schedule))
+        graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, schedulers, schedule))
     seen: list[dict[str, Tensor]] = []
     with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
         optimizer.zero_grad()
@@ -155,56 +180,10 @@ def distill_(
             seen.append(terms)
             if callback is not None:
                 callback(step, terms)
-    return _history(seen, graphed.replayed if graphed else 0)
-
-
-def _adamw(model: nn.Module, lr: float, capturable: bool) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise InvalidArgumentError("model must have parameters that require gradients")
-    return torch.optim.AdamW(trained, lr, weight_decay=0.0, capturable=capturable)
-
-
-@torch.enable_grad()
-def _backward(
-    model: nn.Module,
-    teacher: nn.Module | Callable[[Any], Any],
-    group: Sequence[Any],
-    loss: DistillationLoss,
-    forward: Forward | None,
-    autocast: torch.dtype | None,
-) -> dict[str, Tensor]:
-    """Add the gradients of the mean loss of some batches, and return it with its terms."""
-    sums: dict[str, Tensor] = {}
-    for batch in group:
-        # Copies for both models: either may write to its input.
-        own = moved(checked_batch(batch), device_of(model), copy=True)
-        mask = mask_of_outputs(model, batch)
-        targets = _targets(teacher, batch, loss, forward, autocast)
-        with autocasting(device_of(model), autocast):
-            outputs = outputs_of(model, own, loss, forward)
-        terms = loss.terms(outputs, targets, mask)
-        terms = {name: term / len(group) for name, term in terms.items()}
-        total = loss.total(terms)
-        torch.autograd.backward(total)
-        for name, term in {"loss": total, **terms}.items():
-            sums[name] = sums[name] + term.detach() if name in sums else term.detach()
-    return sums
-
-
-@torch.no_grad()
-def _targets(
-    teacher: nn.Module | Callable[[Any], Any],
-    batch: Any,
-    loss: DistillationLoss,
-    forward: Forward | None,
-    autocast: torch.dtype | None,
-) -> Any:
-    if not isinstance(teacher, nn.Module):
-        return teacher(batch)
-    device = device_of(teacher)
-    with autocasting(device, autocast):
-        return outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
+    # One copy to the host for each name: it waits no more often.
+    values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in seen[0]}
+    total, norms = values.pop("loss"), values.pop("gradient_norm", [])
+    return DistillationHistory(total, values, norms, graphed.replayed if graphed else 0)
 
 
 def outputs_of(model: nn.Module, batch: Any, loss: DistillationLoss, forward: Forward | None = None) -> Any:
@@ -240,14 +219,6 @@ def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     return chain([first], iter(lambda: list(islice(remaining, size)), []))
 
 
-def _history(seen: Sequence[Mapping[str, Tensor]], replayed: int) -> DistillationHistory:
-    names = list(seen[0])
-    # One copy to the host for each name: it waits no more often.
-    values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in names}
-    loss, norms = values.pop("loss"), values.pop("gradient_norm", [])
-    return DistillationHistory(loss, values, norms, replayed)
-
-
 def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(teacher, nn.Module):
         check_distinct(model, teacher)
@@ -280,7 +251,7 @@ WARM_UP = 3  # steps before a capture: they make plans and the optimizer's state
 Step = Callable[[Sequence[Any]], dict[str, Tensor]]
 
 
-class GraphedStep:
+class _GraphedStep:
     """A step of training that runs as it is a few times, then is captured, and replayed from there on.
 
     Steps whose batches have another form than the first ones, such as a last, smaller batch, run as they are.
@@ -305,7 +276,13 @@ class GraphedStep:
             return self._step(group)
         if self._warm < WARM_UP:
             self._warm += 1
-            return self._aside(group)
+            # On a stream of its own, as PyTorch asks of what is captured later.
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                terms = self._step(group)
+            current.wait_stream(self._stream)
+            return terms
         if self._graph is None:
             self._batches = moved(group, self._device, copy=True)
             self._graph = torch.cuda.CUDAGraph()
@@ -318,22 +295,13 @@ class GraphedStep:
         self.replayed += 1
         return {name: term.clone() for name, term in self._terms.items()}
 
-    def _aside(self, group: Sequence[Any]) -> dict[str, Tensor]:
-        """Run the step on a stream of its own, as PyTorch asks of what is captured later."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            terms = self._step(group)
-        current.wait_stream(self._stream)
-        return terms
-
 
 def _form(value: Any) -> Any:
     """Return a nested value with (shape, dtype) in place of tensors."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else mapped(value, _form)
 
 
-def check_graph(
+def _checked_device(
     model: nn.Module,
     teacher: object,
     optimizer: torch.optim.Optimizer,

@@ -67,11 +67,11 @@ class DistillationLoss:
             )
 
     def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
-        """The loss, a scalar on the student's device; arguments as of `terms`."""
+        """Return the loss, a scalar on the student's device; arguments as of `terms`."""
         return self.total(self.terms(student, teacher, attention_mask))
 
     def terms(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """The differences that have a weight, by name and without their weights: scalars.
+        """Return the differences that have a weight, by name and without their weights: scalars.
 
         Args:
             student: outputs of the model that is trained.
@@ -87,13 +87,15 @@ class DistillationLoss:
             elif name == "hidden_states":
                 terms[name] = _hidden_states(student, teacher, attention_mask)
             elif name == "embeddings":
-                terms[name] = _embeddings(student, teacher, attention_mask)
+                both = _embeddings(student, teacher, attention_mask)
+                terms[name] = (1 - F.cosine_similarity(*both, dim=-1)).mean()
             else:
-                terms[name] = _similarities(student, teacher, attention_mask)
+                log_ours, log_theirs = map(_shares, _embeddings(student, teacher, attention_mask))
+                terms[name] = _divergence(log_ours, log_theirs) / len(log_ours)
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum of `terms`."""
+        """Return the weighted sum of `terms`."""
         first, *others = (weight * terms[name] for name, weight in self._weights().items())
         for term in others:
             first = first + term
@@ -175,30 +177,26 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
         both = _pair(name, *both)
         _check_mask(name, both[0], mask)
         one, other = (_without_padding(states, mask) for states in both)
-        errors.append((one - other).square().sum() / other.square().sum().clamp_min(_tiny(other)))
+        errors.append(
+            (one - other).square().sum() / other.square().sum().clamp_min(torch.finfo(other.dtype).tiny)
+        )
     return torch.stack(errors).mean()
 
 
-def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
-    ours, theirs = _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
-    return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
-
-
-def _similarities(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
-    ours, theirs = _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
-    log_ours, log_theirs = (_shares(embeddings) for embeddings in (ours, theirs))
-    return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True) / len(ours)
+def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return one vector for each text of both models, [batch, features]."""
+    return _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
 
 
 def _shares(embeddings: Tensor) -> Tensor:
-    """Logarithms of how much each text is like each of the others, [texts, texts - 1]."""
+    """Return logarithms of how much each text is like each of the others, [texts, texts - 1]."""
     unit, count = F.normalize(embeddings, dim=-1), len(embeddings)
     cosines = (unit @ unit.t()).flatten()[1:].view(count - 1, count + 1)  # the diagonal is the last column
     return F.log_softmax(cosines[:, :-1].reshape(count, count - 1) / SIMILARITY_TEMPERATURE, -1)
 
 
 def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
-    """One vector for each text, [batch, features]."""
+    """Return one vector for each text, [batch, features]."""
     given = _find(outputs, "embeddings")
     if isinstance(given, Tensor):
         return given
@@ -221,7 +219,7 @@ def _check_shapes(name: str, student: Any, teacher: Any) -> None:
 
 
 def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
-    """Both in one dtype on one device; the teacher's without gradient."""
+    """Return both in one dtype on one device, the teacher's without gradient; their shapes are equal."""
     _check_shapes(name, student, teacher)
     return _alike(student, teacher)
 
@@ -271,7 +269,10 @@ def _output(outputs: Any, name: str, whose: str = "student") -> Any:
     if found is None and name == "logits" and isinstance(outputs, Tensor):
         return outputs
     if found is None:
-        raise InvalidArgumentError(f"{whose} must give outputs with {name!r}, got {_described(outputs)}")
+        keys = f" with {sorted(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+        raise InvalidArgumentError(
+            f"{whose} must give outputs with {name!r}, got {type(outputs).__name__}{keys}"
+        )
     return found
 
 
@@ -279,15 +280,5 @@ def _find(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-def _described(outputs: Any) -> str:
-    if isinstance(outputs, Mapping):
-        return f"{type(outputs).__name__} with {sorted(map(str, outputs))}"
-    return type(outputs).__name__
-
-
 def _precision(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _tiny(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).tiny

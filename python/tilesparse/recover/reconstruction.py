@@ -97,129 +97,211 @@ def reconstruct_(
     check_autocast(autocast)
     generator = torch.Generator().manual_seed(checked_seed(seed))
     home = chosen_device(model, device)
-    batches = _checked_batches(batches)
-    count = _held_out(held_out, len(batches))
+    check_batches(batches)
+    batches = [checked_batch(batch) for batch in batches]
+    if len(batches) < 2:
+        raise InvalidArgumentError(
+            f"batches must be at least two, of which one is held out, got {len(batches)}"
+        )
+    fraction = checked_number("held_out", held_out)
+    if not 0 < fraction < 1:
+        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {held_out!r}")
+    count = len(batches) - min(math.ceil(fraction * len(batches)), len(batches) - 1)
     masks = [mask_of(batch) for batch in batches]
-    for kind, part in (("training", masks[:-count]), ("held-out", masks[-count:])):
+    for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
         if not any(mask is None or mask.any() for mask in part):
             raise InvalidArgumentError(
                 f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
             )
-    names = checked_names(model, teacher, submodules)
-    skipped = outside(model, names) if submodules is None else []
-    skipped += [
-        SkippedSubmodule(name, "no parameter of it is trained")
-        for name in names
-        if not trained_parameters(model.get_submodule(name))
-    ]
-    names = [name for name in names if not any(one.name == name for one in skipped)]
-    if not names:
-        raise InvalidArgumentError(f"submodules must have parameters to train, {skipped[-1].name!r} has none")
-    check_separate(model, names)
-    settings = Settings(
-        epochs,
-        lr,
-        range(len(batches) - count),
-        range(len(batches) - count, len(batches)),
-        masks,
-        home,
-        autocast,
-        generator,
-    )
+    names, skipped = _chosen(model, teacher, submodules)
+    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
     with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
-        run = _on_copies(forward or call)
-        pieces = in_order(model, pieces_of(model, names), batches[0], run, home)
+        pieces = run.pieces(names)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
-            check_running(idle, [])
-        blocks, fitted = _reconstruct(model, teacher, batches, pieces, run, settings)
+            raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
+        blocks, fitted = run.reconstruct(pieces)
     skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
-    warn_of_skipped(skipped)
+    reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
+    if reasons:
+        texts = (f"{listed(own)} ({reason})" for reason, own in reasons.items())
+        warn_user(f"reconstruct did not fit {'; '.join(texts)}")
     return ReconstructionReport(fitted, skipped, blocks)
 
 
-def _on_copies(forward: Forward) -> Forward:
-    """Call a model with copies on its device, which it may write to."""
-    return lambda model, batch: forward(model, moved(batch, device_of(model), copy=True))
+class _Piece(NamedTuple):
+    """Blocks that data go through one by one, and the submodules in them that are fitted."""
+
+    blocks: list[str]
+    names: list[str]
 
 
-@torch.no_grad()
-def _reconstruct(
-    model: nn.Module,
-    teacher: nn.Module,
-    batches: Sequence[Any],
-    pieces: Sequence[Piece],
-    run: Forward,
-    settings: Settings,
-) -> tuple[list[str], list[FittedSubmodule]]:
-    progress = Progress(sum(len(piece.names) for piece in pieces))
-    fitted: list[FittedSubmodule] = []
-    done: list[str] = []
-    for piece in pieces:
-        ours, theirs = _streams(model, teacher, batches, piece.blocks, run, settings)
-        check_running(piece.names, ours.order)
-        done += ours.order
-        for block in ours.order:
-            parts = {name: model.get_submodule(name) for name in piece.names if is_within(name, block)}
-            dense = {name: teacher.get_submodule(name) for name in parts}
-            with (
-                placed((model.get_submodule(block), teacher.get_submodule(block)), settings.device),
-                autocasting(settings.device, settings.autocast),
-            ):
-                targets = theirs.outputs(block, dense)
-                check_runs(parts, targets, len(batches))
-                for name in list(targets):  # in the order in which they run
-                    calls = ours.capture(block, {name: parts[name]})
-                    check_runs([name], calls, len(batches))
-                    fitted.append(fit(name, parts[name], calls[name], targets.pop(name), settings))
-                    progress.show(len(fitted), f"submodules reconstructed, {name} the last")
-                ours.outputs(block, {})
-    return list(dict.fromkeys(done)), fitted
+class _Run(NamedTuple):
+    """Both models, the batches, the first ``split`` of which are trained on, and the settings of all fits."""
+
+    model: nn.Module
+    teacher: nn.Module
+    batches: list[Any]
+    split: int
+    forward: Forward
+    device: torch.device
+    epochs: int
+    lr: float
+    autocast: torch.dtype | None
+    generator: torch.Generator
+
+    def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
+        """Record how batches run through blocks.
+
+        Raises:
+            InvalidArgumentError: a block is given keys and values of former calls, which each run would
+                change.
+            UnsupportedError: a block runs more than once in a forward pass.
+        """
+
+        def run(model: nn.Module, batch: Any) -> Any:
+            """Call a model with copies on its device, which it may write to."""
+            return self.forward(model, moved(batch, device_of(model), copy=True))
+
+        stream = Stream(model, blocks, batches, run, self.device)
+        if stream.repeated is not None:
+            raise UnsupportedError(f"model must run {stream.repeated!r} at most once in a forward pass")
+        if stream.cached is not None:
+            raise InvalidArgumentError(
+                f"batches must come without past_key_values and use_cache=True, which reach {stream.cached!r}"
+            )
+        return stream
+
+    def pieces(self, names: Sequence[str]) -> list[_Piece]:
+        """Return the stacks with their submodules in the order in which they run, without those that do not.
+
+        The whole model is one where a submodule lies in no stack.
+        """
+        pieces = [
+            _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
+            for blocks in _stacks(self.model)
+        ]
+        if sum(len(piece.names) for piece in pieces) < len(names):
+            return [_Piece([""], list(names))]
+        by_head = {piece.blocks[0]: piece for piece in pieces if piece.names}
+        if len(by_head) == 1:
+            return list(by_head.values())
+        return [by_head[name] for name in self.stream(self.model, list(by_head), self.batches[:1]).order]
+
+    def streams(self, blocks: Sequence[str]) -> list[Stream]:
+        """Return streams of both models through blocks, or the whole model where these are no chain."""
+        both = self.model, self.teacher
+        if {name for name, _ in self.teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
+            streams = [self.stream(one, blocks, self.batches) for one in both]
+            chains = all(stream.is_chain and not stream.shares for stream in streams)
+            if chains and streams[0].order == streams[1].order:
+                return streams
+        return [self.stream(one, [""], self.batches) for one in both]
+
+    @torch.no_grad()
+    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[FittedSubmodule]]:
+        """Fit all submodules; return the blocks that were on the device, and the fits."""
+        progress = Progress(sum(len(piece.names) for piece in pieces))
+        fitted: list[FittedSubmodule] = []
+        done: list[str] = []
+        for piece in pieces:
+            ours, theirs = self.streams(piece.blocks)
+            for name in piece.names:
+                if not any(_is_within(name, block) for block in ours.order):
+                    raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
+            done += ours.order
+            for block in ours.order:
+                parts = {n: self.model.get_submodule(n) for n in piece.names if _is_within(n, block)}
+                dense = {name: self.teacher.get_submodule(name) for name in parts}
+                blocks = self.model.get_submodule(block), self.teacher.get_submodule(block)
+                with placed(blocks, self.device), autocasting(self.device, self.autocast):
+                    targets = theirs.outputs(block, dense)
+                    _check_runs(parts, targets, len(self.batches))
+                    for name in list(targets):  # in the order in which they run
+                        calls = ours.capture(block, {name: parts[name]})
+                        _check_runs([name], calls, len(self.batches))
+                        fitted.append(self.fit(name, parts[name], calls[name], targets.pop(name)))
+                        progress.show(len(fitted), f"submodules reconstructed, {name} the last")
+                    ours.outputs(block, {})
+        return list(dict.fromkeys(done)), fitted
+
+    def fit(
+        self, name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor]
+    ) -> FittedSubmodule:
+        """Fit a submodule to its targets and keep the weights with the least held-out error."""
+        parameters = _trained(part)
+        # In float32 at least, so that small steps of weights in 16 bits are not lost.
+        masters = {
+            key: value.detach()
+            .to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            .requires_grad_()
+            for key, value in parameters.items()
+        }
+
+        def rounded() -> dict[str, Tensor]:
+            return {key: master.to(parameters[key].dtype) for key, master in masters.items()}
+
+        def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+            return swapped(part, {parameters[key]: value for key, value in values.items()})
+
+        def squares(i: int) -> tuple[Tensor, Tensor]:
+            call = calls[i].on(self.device)
+            output = tensor_of(name, part(*call.args, **call.kwargs))
+            return _squares(name, output, targets[i].to(self.device), mask_of(self.batches[i]))
+
+        def error(values: Mapping[str, Tensor]) -> float:
+            with holding(values):
+                sums = [torch.stack(squares(i)) for i in range(self.split, len(self.batches))]
+            wrong, whole = torch.stack(sums).double().sum(0).tolist()
+            return float(wrong / whole) if whole else float(wrong)
+
+        optimizer = torch.optim.AdamW(masters.values(), lr=self.lr, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * self.split)
+        before = error({})
+        if not math.isfinite(before):
+            raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
+        best, kept = math.inf, {}
+        for _ in range(self.epochs):
+            for i in torch.randperm(self.split, generator=self.generator, device="cpu").tolist():
+                with torch.enable_grad(), holding(rounded()):
+                    wrong, whole = squares(i)
+                    # No mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
+                    scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
+                    torch.autograd.backward(wrong / scale)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            values = {key: value.detach().clone() for key, value in rounded().items()}
+            after = error(values)
+            if after < best:  # never of NaN
+                best, kept = after, values
+        if best < before:
+            layers = [layer for layer in part.modules() if isinstance(layer, BlockSparseLinear)]
+            masks = {id(layer.weight): layer.mask for layer in layers}
+            for key, parameter in parameters.items():
+                mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
+                parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
+        return FittedSubmodule(name, before, best, best < before)
 
 
-def _streams(
-    model: nn.Module,
-    teacher: nn.Module,
-    batches: Sequence[Any],
-    blocks: Sequence[str],
-    run: Forward,
-    settings: Settings,
-) -> tuple[Stream, Stream]:
-    """Return streams of both models through blocks, or through the whole model where these are no chain."""
-
-    def through(blocks: Sequence[str]) -> tuple[Stream, Stream]:
-        ours, theirs = (stream_of(one, blocks, batches, run, settings.device) for one in (model, teacher))
-        return ours, theirs
-
-    if {name for name, _ in teacher.named_modules(remove_duplicate=False)}.issuperset(blocks):
-        ours, theirs = through(blocks)
-        chains = all(stream.is_chain and not stream.shares for stream in (ours, theirs))
-        if chains and ours.order == theirs.order:
-            return ours, theirs
-    return through([""])
-
-
-def _checked_batches(batches: Iterable[Any]) -> list[Any]:
-    check_batches(batches)
-    listed = [checked_batch(batch) for batch in batches]
-    if len(listed) < 2:
+def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ‖y - t‖² and ‖t‖² of an output and its target, of the tokens that count."""
+    if output.shape != target.shape:
         raise InvalidArgumentError(
-            f"batches must be at least two, of which one is held out, got {len(listed)}"
+            f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
         )
-    return listed
-
-
-def _held_out(fraction: object, batches: int) -> int:
-    number = checked_number("held_out", fraction)
-    if not 0 < number < 1:
-        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {fraction!r}")
-    return min(math.ceil(number * batches), batches - 1)
+    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+    output, target = output.to(dtype), target.to(dtype)
+    if mask is not None and output.dim() > 2 and output.shape[:2] == mask.shape:
+        left_out = mask.to(output.device).eq(0).view(*mask.shape, *(1,) * (output.dim() - 2))
+        output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
+    return (output - target).square().sum(), target.square().sum()
 
 
 @contextlib.contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Write the parameters back if anything goes wrong; copies are kept where the model is."""
-    parameters = [one for name in names for one in trained_parameters(model.get_submodule(name)).values()]
+    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     copies = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
@@ -233,7 +315,9 @@ def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]
 @contextlib.contextmanager
 def _without_cache(*models: nn.Module) -> Iterator[None]:
     """Have Transformers' models keep no keys and values, which a block that runs again would append to."""
-    configs = {id(config): config for model in models for config in _configs(model)}
+    modules = (module for model in models for module in model.modules())
+    held: Iterator[Any] = (getattr(module, "config", None) for module in modules)
+    configs = {id(config): config for config in held if hasattr(config, "use_cache")}
     before = [(config, config.use_cache) for config in configs.values()]
     try:
         for config, _ in before:
@@ -244,121 +328,9 @@ def _without_cache(*models: nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            yield config
-
-
-class Settings(NamedTuple):
-    """Settings of all fits."""
-
-    epochs: int
-    lr: float
-    training: Sequence[int]  # indices of batches
-    held_out: Sequence[int]
-    masks: Sequence[Tensor | None]
-    device: torch.device
-    autocast: torch.dtype | None
-    generator: torch.Generator
-
-
-def fit(
-    name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor], settings: Settings
-) -> FittedSubmodule:
-    """Fit a submodule to its targets and keep the weights with the least held-out error."""
-    parameters = trained_parameters(part)
-    pairs = [_Pair(*one) for one in zip(calls, targets, settings.masks, strict=True)]
-
-    def holding(values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        return swapped(part, {parameters[key]: value for key, value in values.items()})
-
-    def error(values: Mapping[str, Tensor]) -> float:
-        with holding(values):
-            sums = [torch.stack(pairs[i].squares(name, part, settings.device)) for i in settings.held_out]
-        wrong, whole = torch.stack(sums).double().sum(0).tolist()
-        return float(wrong / whole) if whole else float(wrong)
-
-    masters = {key: _master(value) for key, value in parameters.items()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=settings.lr, weight_decay=0.0)
-    steps = settings.epochs * len(settings.training)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    before = error({})
-    if not math.isfinite(before):
-        raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
-    best, kept = math.inf, {}
-    for _ in range(settings.epochs):
-        for i in torch.randperm(len(settings.training), generator=settings.generator, device="cpu").tolist():
-            with torch.enable_grad(), holding(_rounded(masters, parameters)):
-                wrong, whole = pairs[i].squares(name, part, settings.device)
-                # A sum, and no mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
-                scale = whole.div(targets[i].numel()).sqrt().clamp_min(1e-6)
-                torch.autograd.backward(wrong / scale)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        values = {key: value.detach().clone() for key, value in _rounded(masters, parameters).items()}
-        after = error(values)
-        if after < best:  # never of NaN
-            best, kept = after, values
-    if best < before:
-        _keep(part, parameters, kept)
-    return FittedSubmodule(name, before, best, best < before)
-
-
-class _Pair(NamedTuple):
-    """Call of a submodule in the sparse model, and its target."""
-
-    call: Call
-    target: Tensor
-    mask: Tensor | None
-
-    def squares(self, name: str, part: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ‖y - t‖² and ‖t‖²."""
-        moved = self.call.on(device)
-        output = tensor_of(name, part(*moved.args, **moved.kwargs))
-        target = self.target.to(device)
-        if output.shape != target.shape:
-            raise InvalidArgumentError(
-                f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, "
-                f"got {tuple(target.shape)}"
-            )
-        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        output, target = output.to(dtype), target.to(dtype)
-        if self.mask is not None and output.dim() > 2 and output.shape[:2] == self.mask.shape:
-            left_out = self.mask.to(device).eq(0).view(*self.mask.shape, *(1,) * (output.dim() - 2))
-            output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
-        return (output - target).square().sum(), target.square().sum()
-
-
-def trained_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
+def _trained(part: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients, by name."""
     return {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """Copy a parameter in float32 at least, so that small steps of weights in 16 bits are not lost."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(dtype, copy=True).requires_grad_()
-
-
-def _rounded(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: master.to(parameters[name].dtype) for name, master in masters.items()}
-
-
-def _keep(part: nn.Module, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    masks = {id(layer.weight): layer.mask for layer in part.modules() if isinstance(layer, BlockSparseLinear)}
-    for name, parameter in parameters.items():
-        mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
-        parameter.copy_(values[name] if mask is None else torch.where(mask, values[name], parameter))
-
-
-class Piece(NamedTuple):
-    """Blocks that data go through one by one, and the submodules in them that are fitted."""
-
-    blocks: list[str]
-    names: list[str]
 
 
 def _stacks(model: nn.Module) -> list[list[str]]:
@@ -376,57 +348,19 @@ def _stacks(model: nn.Module) -> list[list[str]]:
         container: Any = modules[stack]
         blocks = [_join(stack, key) for key, _ in container.named_children()]
         others = [block for other in found for block in other]
-        if any(is_within(a, b) or is_within(b, a) for a in blocks for b in others):
+        if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
             continue
-        inside = sum(any(is_within(layer, block) for block in blocks) for layer in sparse)
+        inside = sum(any(_is_within(layer, block) for block in blocks) for layer in sparse)
         if inside and len(blocks) == len(container):  # none is there twice
             found.append(blocks)
             held += inside
     return found if 2 * held > len(sparse) else []
 
 
-def pieces_of(model: nn.Module, names: Sequence[str]) -> list[Piece]:
-    """Return the stacks with their submodules, or the whole model where a submodule lies in no stack."""
-    pieces = [
-        Piece(blocks, [name for name in names if any(is_within(name, block) for block in blocks)])
-        for blocks in _stacks(model)
-    ]
-    if sum(len(piece.names) for piece in pieces) < len(names):
-        return [Piece([""], list(names))]
-    return [piece for piece in pieces if piece.names]
-
-
-def in_order(
-    model: nn.Module, pieces: list[Piece], batch: Any, run: Forward, device: torch.device
-) -> list[Piece]:
-    """Return pieces in the order in which they run, without those that do not."""
-    if len(pieces) == 1:
-        return pieces
-    by_head = {piece.blocks[0]: piece for piece in pieces}
-    return [by_head[name] for name in stream_of(model, list(by_head), [batch], run, device).order]
-
-
-def stream_of(
-    model: nn.Module, blocks: Sequence[str], batches: Sequence[Any], run: Forward, device: torch.device
-) -> Stream:
-    """Record how batches run through blocks.
-
-    Raises:
-        InvalidArgumentError: a block is given keys and values of former calls, which each run would change.
-        UnsupportedError: a block runs more than once in a forward pass.
-    """
-    stream = Stream(model, blocks, batches, run, device)
-    if stream.repeated is not None:
-        raise UnsupportedError(f"model must run {stream.repeated!r} at most once in a forward pass")
-    if stream.cached is not None:
-        raise InvalidArgumentError(
-            f"batches must come without past_key_values and use_cache=True, which reach {stream.cached!r}"
-        )
-    return stream
-
-
-def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None) -> list[str]:
-    """Return the names to fit, once both models are known to have them."""
+def _chosen(
+    model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None
+) -> tuple[list[str], list[SkippedSubmodule]]:
+    """Return the names to fit, once both models are known to have them, and what is left out."""
     if submodules is None:
         names = _default_names(model)
         if not names:
@@ -441,14 +375,28 @@ def checked_names(model: nn.Module, teacher: nn.Module, submodules: Sequence[str
             if name not in known:
                 raise InvalidArgumentError(f"submodules must name modules of the {whose}, {name!r} is none")
     for name in names:
-        if sum(is_within(name, other) for other in names) > 1:
+        if sum(_is_within(name, other) for other in names) > 1:
             raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
-    for tensor in (*model.parameters(), *teacher.parameters()):
-        if tensor.is_meta:
-            raise InvalidArgumentError(
-                "model and teacher must have parameters with data, got the meta device"
-            )
-    return names
+    if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
+        raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
+    outside = [
+        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
+    ]
+    skipped = outside if submodules is None else []
+    frozen = [name for name in names if not _trained(model.get_submodule(name))]
+    skipped += [SkippedSubmodule(name, "no parameter of it is trained") for name in frozen]
+    names = [name for name in names if name not in frozen]
+    if not names:
+        raise InvalidArgumentError(f"submodules must have parameters to train, {frozen[-1]!r} has none")
+    owners: dict[int, str] = {}
+    for name in names:
+        for parameter in _trained(model.get_submodule(name)).values():
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
+    return names, skipped
 
 
 def _default_names(model: nn.Module) -> list[str]:
@@ -470,33 +418,7 @@ def _parts(name: str, module: nn.Module) -> list[str]:
     return parts
 
 
-def outside(model: nn.Module, names: Sequence[str]) -> list[SkippedSubmodule]:
-    """Return the block-sparse layers that are in no submodule."""
-    return [
-        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
-        for name, module in model.named_modules()
-        if isinstance(module, BlockSparseLinear) and not any(is_within(name, one) for one in names)
-    ]
-
-
-def check_separate(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise UnsupportedError where two submodules share a trained parameter."""
-    owners: dict[int, str] = {}
-    for name in names:
-        for parameter in trained_parameters(model.get_submodule(name)).values():
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
-
-
-def check_running(names: Sequence[str], blocks: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless each name lies in one of the blocks that run."""
-    for name in names:
-        if not any(is_within(name, block) for block in blocks):
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
-
-
-def check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
+def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batches: int) -> None:
     """Raise unless each submodule runs once in every batch."""
     for name in names:
         runs = len(found.get(name, ()))
@@ -510,7 +432,7 @@ def _has_sparse(module: nn.Module) -> bool:
     return any(isinstance(one, BlockSparseLinear) for one in module.modules())
 
 
-def is_within(name: str, block: str) -> bool:
+def _is_within(name: str, block: str) -> bool:
     """Return True for the block and what lies in it; the name of the model itself is empty."""
     return not block or name == block or name.startswith(f"{block}.")
 
@@ -558,13 +480,3 @@ class ReconstructionReport:
             rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
         lines = [line.rstrip() for line in aligned(rows)]
         return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
-
-
-def warn_of_skipped(skipped: Sequence[SkippedSubmodule]) -> None:
-    """Warn of submodules that were not fitted, by reason."""
-    reasons = dict.fromkeys(one.reason for one in skipped)
-    texts = [
-        f"{listed(one.name for one in skipped if one.reason == reason)} ({reason})" for reason in reasons
-    ]
-    if texts:
-        warn_user(f"reconstruct did not fit {'; '.join(texts)}")

@@ -2,9 +2,9 @@
 
 from .averaging import AveragedModel
 from .gates import BlockGates, GroupLasso, learning_rate_factor, parameter_groups
-from .gradual import Gradual, compact
-from .masks import MaskSchedule, set_nm
-from .patterns import PatternSchedule, block_gradient_norms, snapshot
+from .gradual import Gradual, compact_
+from .masks import MaskSchedule, set_nm_
+from .patterns import PatternSchedule, snapshot
 
 __all__ = [
     "AveragedModel",
@@ -13,10 +13,9 @@ __all__ = [
     "GroupLasso",
     "MaskSchedule",
     "PatternSchedule",
-    "block_gradient_norms",
-    "compact",
+    "compact_",
     "learning_rate_factor",
     "parameter_groups",
-    "set_nm",
+    "set_nm_",
     "snapshot",
 ]

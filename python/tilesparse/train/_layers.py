@@ -16,6 +16,7 @@ from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 
 Layers: TypeAlias = Mapping[str, BlockSparseLinear]
+_SHARED = "model: layers {!r} and {!r} share one weight, but not their patterns"
 
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
@@ -75,14 +76,8 @@ def matched_layers(
     for name, layer in left.items():  # a weight of theirs would change, but not their patterns
         weight = layer._parameters.get("weight")
         if weight is not None and id(weight) in owners:
-            raise _shared(owners[id(weight)], name)
+            raise InvalidArgumentError(_SHARED.format(owners[id(weight)], name))
     return {value: group for value, group in matched.items() if group}
-
-
-def _shared(name: str, other: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"model: layers {name!r} and {other!r} share one weight, but not their patterns"
-    )
 
 
 def check_not_removed(removed: bool) -> None:
@@ -114,7 +109,7 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
         if not frozen and not weight.requires_grad:
             raise InvalidArgumentError(f"model: layer {name!r}: its weight is frozen; leave the layer out")
         if id(weight) in owners:
-            raise _shared(owners[id(weight)], name)
+            raise InvalidArgumentError(_SHARED.format(owners[id(weight)], name))
         owners[id(weight)] = name
 
 
@@ -198,7 +193,3 @@ def checked_choice(name: str, choice: object, choices: Collection[object]) -> No
 def precision_of(weight: Tensor) -> torch.dtype:
     """Return the dtype in which scores and norms are summed: float32, or float64 for float64."""
     return torch.promote_types(weight.dtype, torch.float32)
-
-
-def weights_of(layers: Layers) -> dict[str, Tensor]:
-    return {name: layer.weight for name, layer in layers.items()}

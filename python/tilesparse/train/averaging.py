@@ -94,7 +94,7 @@ def _take_pattern(name: str, average: BlockSparseLinear, layer: BlockSparseLinea
 
 
 def _places(layer: BlockSparseLinear) -> Tensor:
-    """For every slot block row times block columns plus block column, [nnz]."""
+    """Return block row times block columns plus block column of every slot, [nnz]."""
     rows, columns = layer.pattern.block_indices()
     return rows * layer.pattern.grid[1] + columns
 

@@ -23,7 +23,7 @@ from ._layers import (
     some_sparse_layers,
     sparse_layers,
 )
-from .gradual import check_unwrapped, compact
+from .gradual import check_unwrapped, compact_
 from .patterns import check_states
 
 # Of the hard concrete distribution, as Louizos et al. chose them.
@@ -68,10 +68,9 @@ class BlockGates:
     Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
     2/3, stretched to -0.1 … 1.1).
 
-    Gates are parametrizations of the weights (``torch.nn.utils.parametrize``): their parameters
-    ``log_alpha`` are parameters of the model, in its ``state_dict()`` as well, and the weights stay the same
-    Parameters. Build the optimizer afterwards. Gates need a larger learning rate than weights, 0.1 with Adam
-    is a start, and no weight decay.
+    Gates are parametrizations of the weights: their parameters ``log_alpha`` are parameters of the model, and
+    the weights stay the same Parameters. Build the optimizer afterwards. Gates need a larger learning rate
+    than weights, 0.1 with Adam is a start, and no weight decay.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which get gates.
@@ -101,7 +100,7 @@ class BlockGates:
             self._gates[name] = gate
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the gates, for a group of their own."""
+        """Return the parameters of the gates, for a group of their own."""
         return [gate.log_alpha for gate in self._gates.values()]
 
     def density(self) -> Tensor:
@@ -111,12 +110,6 @@ class BlockGates:
         expected = [gate.open().sum() * (sizes[name] / total) for name, gate in self._gates.items()]
         return torch.stack([one.to(expected[0].device) for one in expected]).sum()
 
-    def _original(self, name: str) -> Tensor:
-        """The Parameter that gates multiply."""
-        parametrizations: Any = self._layers[name].parametrizations
-        original: Tensor = parametrizations.weight.original
-        return original
-
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """End the gates: multiply weights by them, and remove blocks whose gate is closed.
@@ -125,7 +118,7 @@ class BlockGates:
         left stay as they were; the parameters of gates have no further use in the optimizer.
 
         Returns:
-            How many blocks each layer has lost, by its name, see `tilesparse.train.compact`.
+            How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
 
         Raises:
             InvalidArgumentError: the gates were ended before, or ``optimizer`` is none.
@@ -137,13 +130,15 @@ class BlockGates:
             raise InvalidArgumentError("model must have layers with gates, which were ended before")
         if optimizer is not None:
             optimizer = checked_optimizer(optimizer)
-            check_states(optimizer, {name: self._original(name) for name in self._layers})
+            layers: dict[str, Any] = self._layers
+            originals = {name: one.parametrizations.weight.original for name, one in layers.items()}
+            check_states(optimizer, originals)
         for name, layer in self._layers.items():
             training = self._gates[name].training
             self._gates[name].eval()
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
             self._gates[name].train(training)
-        return compact(self._model, optimizer)
+        return compact_(self._model, optimizer)
 
 
 class GroupLasso(Uncopied):
@@ -154,13 +149,10 @@ class GroupLasso(Uncopied):
 
         W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
 
-    with the learning rate of the weight's group in that step. So blocks reach zero exactly, and `compact`
-    then removes them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW
-    is. In 16 bits weights that are to change by less than their precision do not change: train in float32,
-    with autocast.
-
-    It works by a hook of the optimizer; nothing waits for a GPU. Steps that ``torch.amp.GradScaler`` leaves
-    out leave weights as they are.
+    with the learning rate of the weight's group. So blocks reach zero exactly, and `compact_` then removes
+    them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW is. Train in
+    float32, with autocast: in 16 bits changes below the precision are lost. It works by a hook of the
+    optimizer; nothing waits for a GPU.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which are pulled at.
@@ -200,23 +192,16 @@ class GroupLasso(Uncopied):
                 threshold = group["lr"] * self._strength * weight[0].numel() ** 0.5 if len(weight) else 0.0
                 if overflow is not None:
                     threshold = threshold * (overflow.to(weight.device, non_blocking=True) == 0)
-                weight.mul_(_factors(weight, threshold))
+                precision = precision_of(weight)
+                norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
+                left = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
+                weight.mul_(left.clamp_min(0))
 
 
-def _factors(weight: Tensor, threshold: float | Tensor) -> Tensor:
-    """[nnz, 1, 1]: what is left of each block, from 0 to 1."""
-    precision = precision_of(weight)
-    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
-    left: Tensor = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
-    return left.clamp_min(0)
-
-
-def _fitted(density: float) -> float:
-    s = 1 - density
-    return math.exp(1.969 * s**2 + 0.2905 * s)
-
-
-RULES: Mapping[str, Callable[[float], float]] = {"fitted": _fitted, "mup": lambda density: 1 / density}
+RULES: Mapping[str, Callable[[float], float]] = {
+    "fitted": lambda density: math.exp(1.969 * (1 - density) ** 2 + 0.2905 * (1 - density)),
+    "mup": lambda density: 1 / density,
+}
 
 
 def learning_rate_factor(density: float, rule: str = "fitted") -> float:
@@ -240,7 +225,7 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
 
 
 def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
-    """A model's parameters for an optimizer: weights of sparse layers learn faster, the sparser they are.
+    """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
 
     Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
     them, set the rate of their group anew after each of its events, by `learning_rate_factor`.

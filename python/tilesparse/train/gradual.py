@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,9 +24,8 @@ from ._layers import (
     checked_optimizer,
     matched_layers,
     sparse_layers,
-    weights_of,
 )
-from .patterns import NORMS, SCORES, Movement, check_movement, check_states, magnitudes, narrow_states
+from .patterns import NORMS, SCORES, Movement, check_states, magnitudes, states_by_slot
 
 
 class Gradual:
@@ -39,16 +39,12 @@ class Gradual:
 
     in a few events. Each removes the blocks of lowest score from every layer; of equal scores the later slot
     goes. The defaults follow "The Journey Matters" (2025), in which pruning from 25 % to 75 % of the compute
-    did best and the loss followed the average number of parameters.
+    did best and the loss followed the average number of parameters. Start with density 1 and the policy
+    "auto", which multiplies dense as long as that is faster.
 
-    Start with density 1, of ``BlockSparseLinear(..., density=1)`` or of the patcher, and with the policy
-    "auto": it multiplies dense as long as that is faster. Removed blocks free their memory. Each weight stays
-    the same Parameter, and its gradient and the optimizer's states are narrowed with it, so that training
-    goes on; a captured CUDA graph has to be captured again, and compiled code is compiled anew after each
-    event, of which torch.compile by default tolerates eight (``torch._dynamo.config.recompile_limit``).
-
-    One process trains the model: the buckets of DistributedDataParallel and the shards of ``fully_shard``
-    keep the sizes they were made with.
+    Removed blocks free their memory. Each weight stays the same Parameter, and its gradient and the
+    optimizer's states are narrowed with it; a captured CUDA graph has to be captured again, and compiled code
+    is compiled anew after each event. One process trains the model.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
@@ -95,17 +91,20 @@ class Gradual:
             raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
         checked_choice("score", score, SCORES)
         checked_choice("norm", norm, NORMS)
-        check_whole(model)
+        _check_whole(model)
         groups = matched_layers(model, "density", density)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
-        check_trainable(self._layers)
         _check_shrinkable(self._layers)
         check_optimized(self._layers, optimizer)
         self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
         self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
         self._model, self._optimizer, self._norm = model, optimizer, float(norm)
         self._movement = Movement(self._layers, optimizer) if score == "movement" else None
-        self._events = _times(total, begin, end, events)
+        # The steps after which blocks go, and when that is on the way from begin to end, from 0 to 1.
+        self._events: dict[int, float] = {}
+        for event in range(1, events + 1):
+            time = event / events
+            self._events[max(1, round(total * (begin + (end - begin) * time)))] = time
         self._removed = False
         self.steps = 0
 
@@ -121,11 +120,10 @@ class Gradual:
         check_not_removed(self._removed)
         time = self._events.get(self.steps + 1)
         if time is not None:
-            check_trainable(self._layers)
             _check_shrinkable(self._layers)
             check_optimized(self._layers, self._optimizer)
-            check_states(self._optimizer, weights_of(self._layers))
-            check_whole(self._model)
+            check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
+            _check_whole(self._model)
         self.steps += 1
         if time is None:
             return False
@@ -157,7 +155,7 @@ class Gradual:
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         check_keys("state_dict: first", state_dict["first"], self._layers)
         first = {name: checked_count("state_dict: first", state_dict["first"][name]) for name in self._layers}
-        check_movement(self._movement, state_dict["movement"])
+        Movement.check_state(self._movement, state_dict["movement"])
         if self._movement is not None:
             self._movement.load_state_dict(state_dict["movement"])
         self.steps, self._first = steps, first
@@ -168,10 +166,10 @@ class Gradual:
         slots = worth.sort(descending=True, stable=True).indices[:left].sort().values
         if movement is not None:
             movement.keep(name, slots)
-        keep_slots(layer, self._optimizer, slots)
+        _keep_slots(layer, self._optimizer, slots)
 
 
-def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+def compact_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Remove the blocks whose weights are all zero, as `GroupLasso` and `BlockGates` leave them.
 
     The model computes the same. Weights stay the same Parameters, and are narrowed with their gradients and
@@ -196,24 +194,24 @@ def compact(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     }
     if not layers:
         raise InvalidArgumentError("model: no BlockSparseLinear in the storage 'plain' in it")
-    check_trainable(layers, frozen=True)
-    _check_shrinkable(layers)
+    _check_shrinkable(layers, frozen=True)
     if optimizer is not None:
         optimizer = checked_optimizer(optimizer)
-        check_states(optimizer, weights_of(layers))
+        check_states(optimizer, {name: layer.weight for name, layer in layers.items()})
     removed = {}
     for name, layer in layers.items():
         slots = layer.weight.detach().flatten(1).any(1).nonzero().flatten()
         removed[name] = layer.weight.shape[0] - len(slots)
         if removed[name]:
-            keep_slots(layer, optimizer, slots)
+            _keep_slots(layer, optimizer, slots)
     return removed
 
 
-def keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None, slots: Tensor) -> None:
+def _keep_slots(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer | None, slots: Tensor) -> None:
     """Keep only the blocks at ``slots``, ascending, and their states of the optimizer."""
     if optimizer is not None:
-        narrow_states(optimizer, layer.weight, slots)
+        for name, state in states_by_slot(optimizer, layer.weight):
+            optimizer.state[layer.weight][name] = state[slots]
     keep_blocks(layer, slots)
 
 
@@ -225,7 +223,7 @@ def check_unwrapped(model: nn.Module) -> None:
         )
 
 
-def check_whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module) -> None:
     """Raise unless this process alone trains the model."""
     if isinstance(model, DistributedDataParallel) or has_peers():
         raise UnsupportedError(
@@ -234,8 +232,9 @@ def check_whole(model: nn.Module) -> None:
         )
 
 
-def _check_shrinkable(layers: Layers) -> None:
-    """Raise where anything beside the weights has their size."""
+def _check_shrinkable(layers: Layers, *, frozen: bool = False) -> None:
+    """Raise where blocks cannot go, or anything beside a weight has its size."""
+    check_trainable(layers, frozen=frozen)
     for name, layer in layers.items():
         if getattr(layer.weight, "main_grad", None) is not None:
             raise UnsupportedError(
@@ -245,8 +244,7 @@ def _check_shrinkable(layers: Layers) -> None:
 
 def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
     """Return the number of blocks at the end."""
-    (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
-    total = out_features // bn * (in_features // bk)
+    total = math.prod(layer.spec.grid)
     last = round(density * total)
     if not 0 < last <= layer.weight.shape[0]:
         raise InvalidArgumentError(
@@ -254,12 +252,3 @@ def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
             f"{density}"
         )
     return last
-
-
-def _times(total: int, begin: float, end: float, events: int) -> dict[int, float]:
-    """The steps after which blocks go, and when that is on the way from begin to end, from 0 to 1."""
-    times = {}
-    for event in range(1, events + 1):
-        time = event / events
-        times[max(1, round(total * (begin + (end - begin) * time)))] = time
-    return times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ._layers import (
 DECAYS = ("gradient", "weight")
 
 
-def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
+def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
     """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
 
     Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
@@ -49,7 +49,7 @@ def set_nm(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = F
     check_nm(nm, transposable)
     layers = some_sparse_layers(model)
     for name, layer in layers.items():
-        check_whole(layer, "set_nm")
+        check_whole(layer, "set_nm_")
         check_plain_storage(name, layer)
         if nm is not None:
             check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
@@ -74,15 +74,11 @@ class MaskSchedule(Uncopied):
       2024, who choose transposable masks every 40 steps, and the decay by how many bits of the masks flip).
 
     It works by hooks of the optimizer, whose steps are called as before, with a closure or without; nothing
-    waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out calls no optimizer and does not count. A
-    fused optimizer is called all the same, and leaves the step out on the GPU: then there is no decay either,
-    but the call counts towards ``every``, since the host cannot know without waiting.
+    waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
+    fused, where the host cannot know without waiting. Layers without masks are passed over.
 
-    Layers that have plain blocks again, see `set_nm`, are passed over until they get masks.
-
-    In several processes masks are equal where weights are equal, for on one kind of device they follow from
-    these alone. With ``DistributedDataParallel(broadcast_buffers=False)`` the masks that layers began with
-    differ even so: call `refresh` once, after the weights have been broadcast.
+    In several processes masks are equal where weights are. With ``broadcast_buffers=False`` the masks that
+    layers began with differ even so: call `refresh` once, after the weights have been broadcast.
 
     Args:
         model: has `BlockSparseLinear` layers with ``nm=(2, 4)`` in the storage "plain".
@@ -152,7 +148,7 @@ class MaskSchedule(Uncopied):
         return sum(int(flips) for flips in self.flips.values()) / bits if bits else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps. Masks are buffers of the model, and in its state_dict."""
+        """Return the number of steps. Masks are buffers of the model, and in its state_dict."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -165,7 +161,7 @@ class MaskSchedule(Uncopied):
         self.steps = checked_count("state_dict: steps", state_dict["steps"], 0)
 
     def _masked(self) -> Iterator[tuple[str, BlockSparseLinear, Tensor]]:
-        """The layers that have masks now."""
+        """Yield the layers that have masks now."""
         for name, layer in self._layers.items():
             if layer.mask is not None:
                 yield name, layer, layer.mask
@@ -197,19 +193,15 @@ class MaskSchedule(Uncopied):
         if closure is None:
             self._add_to_gradients(optimizer)
             return None
-        # There are no gradients before the optimizer has called its closure.
-        decaying = self._with_decay(closure, optimizer)
-        if len(args) > 1:
-            return (args[0], decaying, *args[2:]), kwargs
-        return args, kwargs | {"closure": decaying}
 
-    def _with_decay(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         def decaying() -> Any:
-            loss = closure()
+            loss = closure()  # before which there are no gradients
             self._add_to_gradients(optimizer)
             return loss
 
-        return decaying
+        if len(args) > 1:
+            return (args[0], decaying, *args[2:]), kwargs
+        return args, kwargs | {"closure": decaying}
 
     @torch.no_grad()
     def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:

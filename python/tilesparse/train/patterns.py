@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import check_shapes, checked_count, checked_fraction, checked_number, checked_seed, shown
+from .._checks import checked_count, checked_fraction, checked_number, checked_seed, shown
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..nn.linear import BlockSparseLinear, Source, has_peers, has_slots
 from ._layers import (
@@ -28,11 +29,12 @@ from ._layers import (
     matched_layers,
     precision_of,
     sparse_layers,
-    weights_of,
 )
 
+SCORES = ("magnitude", "movement")
 GROWTHS = ("random", "gradient", "momentum")
 MOMENTS = ("zero", "keep")
+NORMS = (1, 2, math.inf)
 
 
 class PatternSchedule(Uncopied, torch.optim.Optimizer):
@@ -42,38 +44,27 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     recycled**, so that PyTorch's learning rate schedulers drive it. `fractions` is its plain name.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
-    slots places that were free before; fewer if there are fewer such places, none at density 1. All of this
-    happens in place, and no weight moves: captured graphs and compiled code go on, the host does not wait for
-    a GPU, and optimizers need not be built again. Of equal scores the first slot is dropped, and the first
-    place in row order is taken.
+    slots places that were free before; fewer if there are fewer such places. All of this happens in place,
+    and no weight moves: captured graphs and compiled code go on, and the host does not wait for a GPU. Of
+    equal scores the first slot is dropped, and the first place in row order is taken.
 
-    What is dropped (``drop``):
+    ``drop`` is "magnitude": blocks of smallest norm, as in SET and RigL; or "movement": blocks whose sum of
+    -weight · gradient since the last rewiring is smallest (Sanh et al., "Movement Pruning", NeurIPS 2020).
 
-    - "magnitude": blocks of smallest norm, as in SET and RigL. Of the L1, L2 and maximum norm Dietrich et al.
-      ("Towards Structured Dynamic Sparse Pre-Training of BERT", 2021) found L1 to be best.
-    - "movement": blocks whose sum of -weight · gradient since the last rewiring is smallest (Sanh et al.,
-      "Movement Pruning", NeurIPS 2020). It takes a pass over weights and gradients in every step.
-
-    What grows (``grow``):
+    ``grow`` is
 
     - "random": SET (Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse
-      connectivity inspired by network science", Nature Communications 2018).
+      connectivity inspired by network science", Nature Communications 2018);
     - "gradient": places with the largest norm of the dense gradient's block, in the step of the rewiring:
-      RigL (Evci et al., "Rigging the Lottery", ICML 2020).
+      RigL (Evci et al., "Rigging the Lottery", ICML 2020);
     - "momentum": places with the largest exponential average of that norm: SNFS (Dettmers and Zettlemoyer,
-      "Sparse Networks from Scratch", 2019), of which the redistribution of blocks among layers is left out.
+      "Sparse Networks from Scratch", 2019), without the redistribution of blocks among layers.
 
-    The dense gradient's norms are computed in backward passes whose step needs them, by
-    `block_gradient_norms`: it takes as long as the weight gradient of a dense layer. They are exact where a
-    layer is called once in one backward pass; over several calls, and several backward passes with gradient
-    accumulation, the norms are added up, which is at least the norm of the sum. Between processes they are
-    averaged. A layer without norms, since it was not called, or whose norms are all zero or not finite, as
-    where a scaled loss overflowed, keeps its pattern in that rewiring; averages leave out samples that are
-    not finite. Compiled models are compiled a second time for these steps, and not again.
-
-    Between rewirings ``torch.amp.GradScaler`` needs no care: a step that it leaves out counts, as its
-    `step` is called. Norms have the factor of the loss; averages of "momentum" lean towards the steps in
-    which it was large.
+    The dense gradient's norms are computed in backward passes whose step needs them: that takes as long as
+    the weight gradient of a dense layer, but no more than 64 MiB, or one block row, of it lie in memory. They
+    are exact where a layer is called once in one backward pass; over several, the norms are added up. A layer
+    without norms, since it was not called, or whose norms are all zero or not finite, keeps its pattern in
+    that rewiring; averages leave out samples that are not finite.
 
     In several processes all that decides is equal: scores follow from equal weights and gradients, random
     numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Arguments and
@@ -160,14 +151,15 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             "sample_every": self._sample_every,
             "drop": drop,
             "grow": grow,
+            "norm": self._norm,
+            "momentum": self._momentum,
+            "new_scale": self._new_scale,
+            "moments": moments,
         }
-        self._settings |= {"norm": self._norm, "momentum": self._momentum}
-        self._settings |= {"new_scale": self._new_scale, "moments": moments}
-        self._norms = GradientNorms({} if grow == "random" else self._layers, self._norm, group)
+        self._norms = _GradientNorms({} if grow == "random" else self._layers, self._norm, group)
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
         self._averages: dict[str, Tensor] = {}
-        self._removed = False
-        self._agreed = False
+        self._removed = self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
         self._observe_next()
@@ -260,11 +252,11 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups, averages = state_dict["param_groups"], state_dict["averages"]
         self._check_groups(groups)
-        check_movement(self._movement, state_dict["movement"])
+        Movement.check_state(self._movement, state_dict["movement"])
         if averages != {}:  # there are none before the first sample
             check_keys("state_dict: averages", averages, self._layers if self._grow == "momentum" else ())
             for name, average in averages.items():
-                grid = grid_of(self._layers[name])
+                grid = self._layers[name].spec.grid
                 if not isinstance(average, Tensor) or average.shape != grid:
                     raise InvalidArgumentError(
                         f"state_dict: averages[{name!r}] must be a tensor {grid}, got {shown(average)}"
@@ -293,12 +285,12 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         for group in self.param_groups:
             fraction = checked_fraction("lr", group["lr"])
             for name in group["layers"]:
-                nnz, (rows, cols) = self._layers[name].weight.shape[0], grid_of(self._layers[name])
+                nnz, (rows, cols) = self._layers[name].weight.shape[0], self._layers[name].spec.grid
                 counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
         check_optimized(self._layers, self._optimizer)
         if self._forgets:
-            check_states(self._optimizer, weights_of(self._layers))
+            check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
         return counts
 
     def _check_agreement(self) -> None:
@@ -323,96 +315,63 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     def _average(self, name: str) -> Tensor:
         average, weight = self._averages.get(name), self._layers[name].weight
         if average is None:
-            average = torch.zeros(
-                grid_of(self._layers[name]), dtype=precision_of(weight), device=weight.device
-            )
+            grid = self._layers[name].spec.grid
+            average = torch.zeros(grid, dtype=precision_of(weight), device=weight.device)
         self._averages[name] = average = average.to(weight.device, precision_of(weight))
         return average
 
     def _rewire(
         self, name: str, count: int, norms: Tensor | None, generators: dict[torch.device, torch.Generator]
     ) -> Tensor:
-        """Move so many blocks, or none if norms decide and are of no use, and return how many were moved."""
-        layer = self._layers[name]
-        device = layer.weight.device
-        if device not in generators:
+        """Move so many blocks, or none if norms decide and are of no use, and return how many were moved.
+
+        The blocks of least worth go to the free places of most growth, and their slots are given new weights,
+        and zeros in their gradients and states.
+        """
+        layer, weight, movement = self._layers[name], self._layers[name].weight, self._movement
+        if weight.device not in generators:
             number = random.Random(f"{self._seed} {self.steps}").getrandbits(32)
-            generators[device] = torch.Generator(device).manual_seed(number)
-        generator = generators[device]
-        useful = torch.ones((), dtype=torch.bool, device=device)
+            generators[weight.device] = torch.Generator(weight.device).manual_seed(number)
+        generator = generators[weight.device]
+        rows, cols = layer.spec.grid
+        useful = torch.ones((), dtype=torch.bool, device=weight.device)
         if self._grow == "random":
-            growth = torch.rand(grid_of(layer), generator=generator, device=device)
+            growth = torch.rand(rows, cols, generator=generator, device=weight.device)
         else:
             assert norms is not None
             growth, useful = norms, norms.isfinite().all() & norms.any()
-        worth = magnitudes(layer, self._norm) if self._movement is None else self._movement.of(name)
-        slots = move_blocks(layer, worth, growth, useful, count)
-        if count:
-            states = states_by_slot(self._optimizer, layer.weight) if self._forgets else ()
-            renew(layer, slots, useful, self._new_scale, [state for _, state in states], generator)
-        if self._movement is not None:
-            self._movement.of(name).zero_()
+        worth = magnitudes(layer, self._norm) if movement is None else movement.of(name)
+        if movement is not None:
+            worth = worth.clone()
+            movement.of(name).zero_()
+        if not count:
+            return useful * count
+        at, columns = layer.pattern.block_indices()
+        kept = at * cols + columns
+        slots = worth.sort(stable=True).indices[:count]
+        growth = growth.flatten().index_fill(0, kept, -torch.inf)
+        free = growth.sort(descending=True, stable=True).indices[:count]
+        places = torch.where(useful, free, kept.index_select(0, slots))
+        shared = layer.origin.source is Source.SHARED
+        layer.pattern.move_blocks_(slots, torch.stack((places // cols, places % cols), 1), check=False)
+        if shared:  # and so it is now: schedules of all processes decide alike
+            layer.declare_shared()
+
+        old = weight.index_select(0, slots)
+        new = torch.zeros_like(old)
+        if self._new_scale:
+            fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
+            bound = self._new_scale * fan_in**-0.5
+            new.uniform_(-bound, bound, generator=generator)
+        weight.index_copy_(0, slots, torch.where(useful, new, old))
+        gradients = weight.grad, getattr(weight, "main_grad", None)
+        states = [state for _, state in states_by_slot(self._optimizer, weight)] if self._forgets else []
+        for state in (*(gradient for gradient in gradients if gradient is not None), *states):
+            state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
         return useful * count
 
 
-def grid_of(layer: BlockSparseLinear) -> tuple[int, int]:
-    """Return (R, C): numbers of block rows and block columns."""
-    return layer.spec.grid
-
-
-def move_blocks(
-    layer: BlockSparseLinear, worth: Tensor, growth: Tensor, useful: Tensor, count: int
-) -> Tensor:
-    """Move the blocks of least worth to the free places of most growth, and return their slots.
-
-    Args:
-        layer: whose pattern changes in place.
-        worth: [nnz].
-        growth: [R, C].
-        useful: bool []; False leaves every block where it is.
-        count: number of blocks that move.
-    """
-    cols = grid_of(layer)[1]
-    rows, columns = layer.pattern.block_indices()
-    kept = rows * cols + columns
-    growth = growth.flatten().index_fill(0, kept, -torch.inf)
-    dropped = worth.sort(stable=True).indices[:count]
-    free = growth.sort(descending=True, stable=True).indices[:count]
-    places = torch.where(useful, free, kept.index_select(0, dropped))
-    if count:
-        shared = layer.origin.source is Source.SHARED
-        layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
-        if shared:  # and so it is now: schedules of all processes decide alike
-            layer.declare_shared()
-    return dropped
-
-
-def renew(
-    layer: BlockSparseLinear,
-    slots: Tensor,
-    useful: Tensor,
-    scale: float,
-    states: Iterable[Tensor],
-    generator: torch.Generator,
-) -> None:
-    """Give slots new weights, and zeros in their gradients and states, if `useful`.
-
-    Weights are uniform with `scale` times the standard deviation of the layer's initialization.
-    """
-    weight = layer.weight
-    old = weight.index_select(0, slots)
-    new = torch.zeros_like(old)
-    if scale:
-        fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
-        bound = scale * fan_in**-0.5
-        new.uniform_(-bound, bound, generator=generator)
-    weight.index_copy_(0, slots, torch.where(useful, new, old))
-    gradients = weight.grad, getattr(weight, "main_grad", None)
-    for state in (*(gradient for gradient in gradients if gradient is not None), *states):
-        state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
-
-
-class GradientNorms:
+class _GradientNorms:
     """Observers of layers, for a step at a time.
 
     Args:
@@ -434,20 +393,24 @@ class GradientNorms:
                     "choose blocks by other scores"
                 )
         self._layers, self._norm, self._group = layers, norm, group
-        self._observers: dict[str, Observer] = {}
+        self._observers: dict[str, partial[Tensor]] = {}
+        self._probes: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Take norms in the backward passes from now on."""
         self.stop()
         for name, layer in self._layers.items():
-            self._observers[name] = layer.observe = Observer(layer, self._norm)
+            dtype, device = precision_of(layer.weight), layer.weight.device
+            probe = torch.zeros(layer.spec.grid, dtype=dtype, device=device, requires_grad=True)
+            self._probes[name] = probe
+            self._observers[name] = layer.observe = partial(_observe, probe, layer.block_shape, self._norm)
 
     def stop(self) -> None:
         """Take no norms any more."""
         for name, observer in self._observers.items():
             if self._layers[name].observe is observer:  # and not that of a schedule made later
                 del self._layers[name].observe  # compiled code tells None from nothing
-        self._observers = {}
+        self._observers, self._probes = {}, {}
 
     def taken(self) -> dict[str, Tensor]:
         """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
@@ -457,15 +420,14 @@ class GradientNorms:
         """
         if not self._observers:
             return {}
-        given = {name: observer.take() for name, observer in self._observers.items()}
-        if all(one is None for one in given.values()):
+        if all(probe.grad is None for probe in self._probes.values()):
             raise InvalidArgumentError(
                 "grow by gradients needs a backward pass through the layers since the last step; step the "
                 "schedule after the backward pass and the optimizer"
             )
         norms = {}
-        for name, one in given.items():
-            seen = torch.zeros_like(self._observers[name].probe) if one is None else one
+        for name, probe in self._probes.items():
+            seen = torch.zeros_like(probe) if probe.grad is None else probe.grad
             weight = self._layers[name].weight  # which may have been moved or converted since
             norms[name] = seen.to(weight.device, precision_of(weight))
         return self._averaged(norms) if has_peers() else norms
@@ -483,9 +445,6 @@ class GradientNorms:
             chunks = torch.split(flat, [one.numel() for one in ones.values()])
             averaged.update((name, own.view_as(ones[name])) for name, own in zip(ones, chunks, strict=True))
         return averaged
-
-
-SCORES = ("magnitude", "movement")
 
 
 @torch.no_grad()
@@ -531,11 +490,13 @@ class Movement(Uncopied):
         """Return copies of the scores, by names of layers."""
         return {name: self.of(name).clone() for name in self._layers}
 
-    def check_state(self, state: Any) -> None:
-        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take."""
-        check_keys("state_dict: movement", state, self._layers)
+    @staticmethod
+    def check_state(movement: Movement | None, state: Any) -> None:
+        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take; {} is that of None."""
+        check_keys("state_dict: movement", state, {} if movement is None else movement._layers)
         for name, scores in state.items():
-            nnz = self._layers[name].weight.shape[0]
+            assert movement is not None
+            nnz = movement._layers[name].weight.shape[0]
             if not isinstance(scores, Tensor) or scores.shape != (nnz,):
                 raise InvalidArgumentError(
                     f"state_dict: movement of layer {name!r} must be a tensor [{nnz}]; load the model first"
@@ -567,14 +528,6 @@ class Movement(Uncopied):
             self.of(name).sub_(moved)
 
 
-def check_movement(movement: Movement | None, state: Any) -> None:
-    """Raise unless the state is that of these scores, or {} where there are none."""
-    if movement is None:
-        check_keys("state_dict: movement", state, ())
-    else:
-        movement.check_state(state)
-
-
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
     """Raise unless every state of these weights is known to have a block for each slot.
 
@@ -604,12 +557,6 @@ def states_by_slot(optimizer: torch.optim.Optimizer, weight: Tensor) -> Iterator
             yield name, state
 
 
-def narrow_states(optimizer: torch.optim.Optimizer, weight: Tensor, slots: Tensor) -> None:
-    """Keep only the states of these slots. Call it before the weight is narrowed."""
-    for name, state in states_by_slot(optimizer, weight):
-        optimizer.state[weight][name] = state[slots]
-
-
 def _is_known(state: object, weight: Tensor) -> bool:
     if isinstance(state, Tensor):
         return type(state) is Tensor and (state.dim() == 0 or has_slots(state, weight) or state.numel() == 1)
@@ -629,61 +576,25 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 
 
-NORMS = (1, 2, math.inf)
-STRIP_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
+CHUNK_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one block row takes more
 
 
-def block_gradient_norms(
-    dy: Tensor, x: Tensor, block_shape: int | Sequence[int], *, norm: float = 1
-) -> Tensor:
-    """Return norms of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
+@torch.no_grad()
+def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
+    """Return norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
-    The gradient is computed as autograd would, in the dtype of dy, but a strip of block rows at a time: all
-    of it never lies in memory, at most 64 MiB of it do, or one block row. Nothing waits for a GPU.
-
-    Args:
-        dy: [..., out_features], the gradient of y.
-        x: [..., in_features], with the same leading dimensions.
-        block_shape: (bn, bk), rows (out) and columns (in) of a block, or one number for both.
-        norm: of a block: 1, the sum of magnitudes; 2, the Frobenius norm; or ``math.inf``, the largest
-            magnitude.
-
-    Returns:
-        [out_features / bn, in_features / bk] float32, or float64 for float64.
-
-    Raises:
-        InvalidArgumentError: the shapes or devices do not fit each other or the block shape, or there is no
-            such norm.
+    The gradient is computed as autograd would, in the dtype of dy, but a chunk of block rows at a time. Norms
+    are in float32, or float64 for float64. Nothing waits for a GPU.
     """
-    checked_choice("norm", norm, NORMS)
-    for name, operand in (("dy", dy), ("x", x)):
-        if operand.dim() == 0 or not operand.is_floating_point():
-            raise InvalidArgumentError(
-                f"{name} must be floating-point [..., features], got shape {tuple(operand.shape)} "
-                f"of {operand.dtype}"
-            )
-    if dy.shape[:-1] != x.shape[:-1] or dy.device != x.device:
-        raise InvalidArgumentError(
-            f"dy must have the leading dimensions {tuple(x.shape[:-1])} of x, on {x.device}, got "
-            f"{tuple(dy.shape[:-1])} on {dy.device}"
-        )
-    block_shape = check_shapes((dy.shape[-1], x.shape[-1]), block_shape)[1]
-    with torch.no_grad():
-        return _norms(dy, x, block_shape, norm)
-
-
-def _norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
-    """The seam for a kernel that needs no strips."""
     bn, bk = block_shape
-    precision = precision_of(dy)
     with torch.autocast(dy.device.type, enabled=False):
         x = x.reshape(-1, x.shape[-1]).to(dy.dtype)
         columns = dy.reshape(-1, dy.shape[-1]).t()
-        rows = max(1, STRIP_BYTES // (bn * x.shape[1] * dy.itemsize)) * bn
+        rows = max(1, CHUNK_BYTES // (bn * x.shape[1] * dy.itemsize)) * bn
         norms = []
-        for strip in torch.split(columns, rows):
-            blocks = (strip @ x).view(-1, bn, x.shape[1] // bk, bk)
-            norms.append(torch.linalg.vector_norm(blocks, norm, dim=(1, 3), dtype=precision))
+        for chunk in torch.split(columns, rows):
+            blocks = (chunk @ x).view(-1, bn, x.shape[1] // bk, bk)
+            norms.append(torch.linalg.vector_norm(blocks, norm, dim=(1, 3), dtype=precision_of(dy)))
     return torch.cat(norms)
 
 
@@ -708,34 +619,13 @@ class _Observed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        with torch.no_grad():  # also where gradients are differentiated once more
-            norms = _norms(grads[0], x, *ctx.how)
+        norms = gradient_norms(grads[0], x, *ctx.how)
         return grads[0], None, norms.to(ctx.device), None, None  # a model may be moved in between
 
 
 _observed: Callable[..., Tensor] = _Observed.apply
 
 
-class Observer:
-    """Observer of the norms of a layer's dense gradient in the backward passes until `take`."""
-
-    def __init__(self, layer: BlockSparseLinear, norm: float) -> None:
-        (out_features, in_features), (bn, bk) = layer.spec.shape, layer.block_shape
-        self._block_shape, self._norm = (bn, bk), norm
-        self.probe = torch.zeros(
-            out_features // bn,
-            in_features // bk,
-            dtype=precision_of(layer.weight),
-            device=layer.weight.device,
-            requires_grad=True,
-        )
-
-    def __call__(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y as it is; its gradient is observed where one is recorded."""
-        if not torch.is_grad_enabled():
-            return y
-        return _observed(y, x, self.probe, self._block_shape, self._norm)
-
-    def take(self) -> Tensor | None:
-        """Return norms [R, C], added up over the backward passes; None if there was none."""
-        return self.probe.grad
+def _observe(probe: Tensor, block_shape: tuple[int, int], norm: float, y: Tensor, x: Tensor) -> Tensor:
+    """Return y as it is; where its gradient is recorded, ``probe.grad`` adds up the norms of the weight's."""
+    return _observed(y, x, probe, block_shape, norm) if torch.is_grad_enabled() else y
