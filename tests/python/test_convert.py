@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import tilesparse as ts
 from tilesparse.cli import main
 from tilesparse.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
-from tilesparse.io.convert import ConvertReport, convert
+from tilesparse.io.conversion import ConvertReport, convert
 
 DATA = Path(__file__).parents[1] / "data/compressed-tensors"
 KINDS = sorted(folder.name for folder in DATA.iterdir())

@@ -11,7 +11,7 @@ import torch
 
 from .._reports import aligned
 from ..errors import InvalidArgumentError
-from ..io.convert import ConvertReport, convert
+from ..io.conversion import ConvertReport, convert
 from ..tuning.product import Product
 from ..tuning.selection import choose
 from . import prune

@@ -1,7 +1,7 @@
 """Files of models with block-sparse layers."""
 
 from ..config import METHOD
-from .convert import convert
+from .conversion import convert
 from .manifest import VERSION, check_section, forms, section
 from .reader import load, prepare, prepare_for
 from .writer import save

@@ -99,7 +99,7 @@ def _placed(values: Tensor, mask: Tensor) -> Tensor:
         )
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    placed.view(integers)[mask] = values.flatten().view(integers)
+    placed.view(integers).masked_scatter_(mask, values.flatten().view(integers))
     return placed
 
 
@@ -114,11 +114,20 @@ def _bitmask(parts: Parts, settings: Settings) -> Weight:
 
 def _bitmask_2_4(parts: Parts, settings: Settings) -> Weight:
     mask = _mask(parts)
-    if mask.numel() % 4 or not bool((mask.view(-1, 4).sum(1) == 2).all()):
+    if mask.numel() % 4 or not _has_two_of_four(mask):
         raise CheckpointError("bitmask must have two bits in every four, as 2:4 has, got another number")
     # Groups run over the whole matrix: they are 2:4 of rows where no group crosses the end of one.
     slots = mask if mask.shape[1] % 4 == 0 else None
     return _scaled(_placed(parts["compressed"], mask), parts, settings)._replace(slots=slots)
+
+
+def _has_two_of_four(mask: Tensor) -> bool:
+    """Return True for two bools in every four, of all rows one after another."""
+    for words in mask.view(-1).view(torch.int32).split(1 << 17):
+        words = words + (words >> 16)
+        if not bool((((words + (words >> 8)) & 7) == 2).all()):
+            return False
+    return True
 
 
 def _scaled(values: Tensor, parts: Parts, settings: Settings) -> Weight:
@@ -191,6 +200,12 @@ def _points(points: Tensor, rows: int, groups: int, bits: int) -> Tensor:
 
 def _unpacked(words: Tensor, columns: int, bits: int) -> Tensor:
     """Return int8 codes [rows, columns] of int32 words [rows, n], lowest bits first, without their offset."""
+    if bits == 8:
+        return (words.view(torch.uint8)[:, :columns] ^ 128).view(torch.int8)
+    if bits == 4:  # whole bytes at a time
+        pairs = words.view(torch.uint8)
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, :columns]
+        return codes.view(torch.int8) - 8
     shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32)
     codes = (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(1)[:, :columns]
     return (codes - (1 << (bits - 1))).to(torch.int8)
