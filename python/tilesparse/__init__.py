@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from . import distributed, errors, functional, nn, storage, train, tuning
     from .config import BlockSparseConfig
     from .errors import TileSparseError
-    from .io import load, save
+    from .io import convert, load, save
     from .matrix import BlockSparseMatrix
     from .model import sparsify_
     from .model.inference import prepare_for_inference_
@@ -33,6 +33,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "BlockSparseMatrix": "matrix",
     "TileSparseError": "errors",
     "advise": "tuning.advise",
+    "convert": "io",
     "distill_": "recover",
     "load": "io",
     "prepare_for_inference_": "model.inference",
@@ -53,6 +54,7 @@ __all__ = [
     "TileSparseError",
     "__version__",
     "advise",
+    "convert",
     "distill_",
     "distributed",
     "errors",

@@ -30,6 +30,7 @@ COMMANDS = {  # each is a module beside this one, which has `add_arguments` and 
     "tune": "measure kernels for a layer or a checkpoint here, and keep which is the fastest",
     "demo": "train a small GPT on Python's own sources, dense and block-sparse side by side",
     "advise": "measure whether block sparsity pays for a model of Transformers on this device",
+    "convert": "read a sparse or quantized checkpoint of another library, and write one of this",
     "prune": "make a model of Transformers block-sparse, calibrated on a text, and save it",
 }
 

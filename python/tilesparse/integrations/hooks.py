@@ -13,7 +13,7 @@ import torch
 
 from .._checks import SCALED
 from .._hooks import TRANSFORMERS, adapt, when_imported
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 
 _PASSES = "torch._inductor.fx_passes.post_grad"
 
@@ -100,10 +100,39 @@ def register_configurations() -> None:
         "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
     )
     when_imported(
+        _METHODS,
+        _refuse_sparse_formats,
+        "from_pretrained may give random weights for sparse checkpoints of compressed-tensors",
+    )
+    when_imported(
         "transformers.modeling_utils",
         _describe_before_saving,
         "call follow(model) before save_pretrained if layers were not put in by the patcher",
     )
+
+
+_DROPPED = ("sparse-bitmask", "sparse-24-bitmask", "marlin-24")  # formats of compressed-tensors
+
+
+def _refuse_sparse_formats(module: Any) -> None:
+    """Have `from_pretrained` refuse checkpoints whose sparse weights nothing there reads any more."""
+
+    def refusing(parse: Any) -> Any:
+        @wraps(parse)
+        def from_dict(quantization_config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            sparsity = quantization_config_dict.get("sparsity_config")
+            formats = {quantization_config_dict.get("format")}
+            formats |= {sparsity.get("format")} if isinstance(sparsity, Mapping) else set()
+            if found := sorted(formats & {*_DROPPED}):
+                raise UnsupportedError(
+                    f"the checkpoint stores weights as {found[0]}, which Transformers no longer reads: run "
+                    "tilesparse convert SOURCE FOLDER, and load that folder"
+                )
+            return parse(quantization_config_dict, *args, **kwargs)
+
+        return staticmethod(from_dict)
+
+    adapt(TRANSFORMERS, module.AutoQuantizationConfig, "from_dict", refusing)
 
 
 def configurations(model: Any) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Files of models with block-sparse layers."""
 
 from ..config import METHOD
+from .conversion import convert
 from .manifest import VERSION, check_section, forms, section
 from .reader import load, prepare, prepare_for
 from .writer import save
@@ -9,6 +10,7 @@ __all__ = [
     "METHOD",
     "VERSION",
     "check_section",
+    "convert",
     "forms",
     "load",
     "prepare",

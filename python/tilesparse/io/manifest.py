@@ -49,7 +49,7 @@ def section(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear)
     }
-    return {"version": max(map(_version_of, layers.values()), default=1), "layers": layers}
+    return {"version": max(map(version_of, layers.values()), default=1), "layers": layers}
 
 
 def forms(folder: Path) -> Mapping[str, LayerSpec]:
@@ -84,7 +84,7 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
     if not isinstance(layers, Mapping) or not all(isinstance(name, str) for name in layers):
         raise InvalidArgumentError(f"layers must have an entry for each layer's name, got {shown(layers)}")
     for name, entry in layers.items():
-        if version < _version_of(entry):
+        if version < version_of(entry):
             newest = max((field for field in NEWER if field in entry), key=NEWER.__getitem__)
             raise InvalidArgumentError(
                 f"version must be {NEWER[newest]}, as layer {shown(name)} has {newest}, got {shown(version)}"
@@ -92,7 +92,7 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
     return {name: _spec(name, entry) for name, entry in layers.items()}
 
 
-def _version_of(entry: object) -> int:
+def version_of(entry: object) -> int:
     """Return the first version that has all fields of an entry."""
     fields = entry if isinstance(entry, Mapping) else {}
     return max((version for field, version in NEWER.items() if field in fields), default=1)
@@ -219,6 +219,11 @@ def byte_limit(size: object) -> int:
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
+def shard_name(number: int, count: int) -> str:
+    """Return the name of one of several files, counted from 1."""
+    return _SHARD.format(number, count)
+
+
 def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
     """Writes one file or several with an index, and returns the checksum of each file's header."""
     shards: list[dict[str, Tensor]] = [{}]
@@ -231,7 +236,7 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict
         size, total = size + tensor.nbytes, total + tensor.nbytes
     if len(shards) == 1:
         return {WEIGHTS: write_tensors(folder / WEIGHTS, tensors)}
-    names = [_SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
+    names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     files = {name: write_tensors(folder / name, shard) for name, shard in zip(names, shards, strict=True)}
     places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -1,0 +1,441 @@
+"""Conversion of other libraries' sparse and quantized checkpoints; nothing is rounded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, shown
+from .._files import STORABLE, write_json, write_tensors
+from .._reports import aligned
+from ..config import METHOD, LayerSpec
+from ..errors import InvalidArgumentError
+from ..nn.linear import INDEX_NAMES
+from ..pattern import BlockPattern
+from ..storage.formats import storage_of
+from ..storage.quantize import compress
+from .foreign import PICKLES, Found, Source, Weight
+from .manifest import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    byte_limit,
+    checked_folder,
+    joined,
+    put_in_place,
+    shard_name,
+    staging,
+    version_of,
+)
+
+# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
+_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
+_OF_2_4 = 0.75  # of the time of dense blocks
+_WORTH = 0.9  # of a dense product: above, weights that are not quantized stay dense
+_EXPERTS = re.compile(r"\.experts\.\d+\.")
+
+
+class Structure(NamedTuple):
+    """Where a weight has zeros; -0.0 counts as one.
+
+    Attributes:
+        zeros: fraction of zeros.
+        most_of_four, most_of_eight: largest number of nonzeros in four and eight neighbours of a row.
+        rows, columns: numbers of rows and columns without a nonzero.
+        kept: fraction of blocks with a nonzero, for each block size that divides the weight.
+    """
+
+    zeros: float
+    most_of_four: int
+    most_of_eight: int
+    rows: int
+    columns: int
+    kept: Mapping[int, float]
+
+    @property
+    def nm(self) -> str:
+        """The N:M structure along rows: "2:4", "5:8", …; empty without any."""
+        if self.most_of_four < 4:
+            return f"{self.most_of_four}:4"
+        return f"{self.most_of_eight}:8" if self.most_of_eight < 8 else ""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One weight of a checkpoint: what it is, and how it is stored afterwards.
+
+    `spec` is None for a weight that stays dense, and `reason` says why. `nbytes` are those before and after.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    structure: Structure
+    spec: LayerSpec | None
+    nbytes: tuple[int, int]
+    reason: str
+
+    @property
+    def storage(self) -> str:
+        """Name the storage as reports do: "dense", "plain", "2:4 compressed", "int8 W8A8" and others."""
+        spec = self.spec
+        return "dense" if spec is None else storage_of(spec.storage).describe(spec.nm, spec.activations)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """Weights of a checkpoint; ``str()`` makes a table of it. Other tensors are copied, `copied` of them."""
+
+    layers: tuple[ConvertedLayer, ...]
+    copied: int
+
+    def __str__(self) -> str:
+        head = ("weight", "format", "shape", "zeros", "N:M", "blocks 16/32/64/128", "stored", "MB")
+        rows = [head]
+        for layer in self.layers:
+            found = layer.structure
+            kept = "/".join(f"{found.kept[size]:.2f}" if size in found.kept else "-" for size in BLOCK_SIZES)
+            stored = layer.storage
+            if layer.spec is not None:
+                stored += (
+                    f" {layer.spec.block_shape[0]}x{layer.spec.block_shape[1]} at {layer.spec.density:.2f}"
+                )
+            size = " -> ".join(f"{nbytes / 1e6:.1f}" for nbytes in layer.nbytes)
+            shape = f"{layer.shape[0]}x{layer.shape[1]}"
+            rows.append(
+                (layer.name, layer.format, shape, f"{found.zeros:.2f}", found.nm or "-", kept, stored, size)
+            )
+        reasons: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.reason:
+                reasons.setdefault(layer.reason, []).append(layer.name)
+        notes = [f"dense, {reason}: {', '.join(names)}" for reason, names in reasons.items()]
+        return "\n".join([*aligned(rows), *notes, f"other tensors, copied: {self.copied}"])
+
+
+def convert(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "2GB",
+) -> ConvertReport:
+    """Convert a checkpoint of another library to one that `load`, Transformers and vLLM read.
+
+    Weights are read one at a time and stored as their zeros and codes allow without rounding: blocks, 2:4, 8
+    or 4 bits with the scales of the file. What fits no structure stays dense and is reported; nothing is
+    pruned.
+
+    Args:
+        source: a folder of safetensors files or of files of `torch.save`, or one file: .safetensors, .pt,
+            .pth, .bin, a BSR or other matrix of scipy (.npz), or Matrix Market (.mtx). Formats:
+            compressed-tensors sparse-bitmask, sparse-24-bitmask, int-quantized, float-quantized and
+            pack-quantized, float8 with scales for blocks of 128 x 128, torch.nn.utils.prune, modelopt,
+            pytorch_block_sparse, and dense weights with zeros.
+        folder: the new checkpoint, empty or not there yet; None writes nothing and only reports.
+        dtype: of activations, biases and dequantized weights where weights are quantized; None is that of the
+            configuration, or bfloat16.
+        max_shard_size: as of `save`; memory holds one such file and one weight.
+
+    Raises:
+        CheckpointError: a file is damaged or contradicts another; nothing was written.
+        UnsupportedError: a weight has a format that cannot be read elsewhere; the text names it.
+        InvalidArgumentError: an argument is wrong, or the folder holds something.
+        OSError: reading or writing fails.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise InvalidArgumentError(f"source must be a path, got {shown(source)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {shown(dtype)}")
+    limit = byte_limit(max_shard_size)
+    if folder is None:
+        return _converted(Source(Path(source)), dtype, None)
+    target = checked_folder(folder)
+    if target.exists() and any(target.iterdir()):
+        raise InvalidArgumentError(f"folder must be empty or not exist, got {str(target)!r}")
+    opened = Source(Path(source))
+    existed = target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with staging(target) as temporary:
+            shards = _Shards(temporary, limit)
+            report = _converted(opened, dtype, shards)
+            files = shards.finish()
+            others = _copied_files(opened.path, temporary)
+            own = {**shards.section(), "files": files}
+            config = {key: value for key, value in opened.config.items() if key not in _OF_OTHERS}
+            if "model_type" in config:
+                config["quantization_config"] = {"quant_method": METHOD, **own}
+            else:
+                config[METHOD] = own
+            write_json(temporary / CONFIG, config)
+            put_in_place(temporary, target, [*files, *others])
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                target.rmdir()
+        raise
+    return report
+
+
+_OF_OTHERS = {"quantization_config", "compression_config", "sparsity_config", METHOD}
+
+
+class _Shards:
+    """Files of a checkpoint that are written as they fill."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._tensors: dict[str, Tensor] = {}
+        self._size = self._total = 0
+        self._written: list[tuple[Path, str, list[str]]] = []
+        self.layers: dict[str, Any] = {}
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors to the file under way."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._tensors and self._size + size > self._limit:
+            self._write()
+        self._tensors |= tensors
+        self._size += size
+        self._total += size
+
+    def _write(self) -> None:
+        file = self._folder / f"shard-{len(self._written)}"
+        self._written.append((file, write_tensors(file, self._tensors), list(self._tensors)))
+        self._tensors, self._size = {}, 0
+
+    def finish(self) -> dict[str, str]:
+        """Write what is left, and return the checksum of each file."""
+        if self._tensors or not self._written:
+            self._write()
+        if len(self._written) == 1:
+            file, checksum, _ = self._written[0]
+            file.rename(self._folder / WEIGHTS)
+            return {WEIGHTS: checksum}
+        files: dict[str, str] = {}
+        places: dict[str, str] = {}
+        for number, (file, checksum, names) in enumerate(self._written, 1):
+            name = shard_name(number, len(self._written))
+            file.rename(self._folder / name)
+            files[name] = checksum
+            places |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self._total}, "weight_map": places}
+        return {INDEX: write_json(self._folder / INDEX, index), **files}
+
+    def section(self) -> dict[str, Any]:
+        """Return the version and the layers of the manifest."""
+        return {"version": max(map(version_of, self.layers.values()), default=1), "layers": self.layers}
+
+
+def _copied_files(source: Path, folder: Path) -> list[str]:
+    """Copy the files beside the weights, such as those of a tokenizer, and return their names."""
+    names: list[str] = []
+    for file in sorted(source.iterdir()) if source.is_dir() else ():
+        is_weights = file.suffix in (".safetensors", *PICKLES) or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name != CONFIG and not file.name.startswith("."):
+            shutil.copyfile(file, folder / file.name)
+            names.append(file.name)
+    return names
+
+
+@torch.no_grad()
+def _converted(source: Source, dtype: torch.dtype | None, shards: _Shards | None) -> ConvertReport:
+    """Convert weight after weight; without shards nothing is kept."""
+    text = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16")
+    named = getattr(torch, text.removeprefix("torch."), None)
+    dtype = dtype or (named if named in DTYPES else torch.bfloat16)
+    weights = list(source.weights())
+    taken = {name for found in weights for name in found.tensors.values()}
+    copied = 0
+    for name in source.names():
+        if name in taken or name.endswith("bias_mask"):
+            continue
+        tensor, copied = source.tensor(name), copied + 1
+        if name.endswith("bias_orig"):
+            tensor = tensor * source.tensor(f"{name.removesuffix('orig')}mask")
+            name = name.removesuffix("_orig")
+        if shards is not None:
+            shards.add({name: tensor})
+    layers = []
+    for found in weights:
+        layer, tensors, spec = _converted_weight(source, found, dtype)
+        if layer is None:
+            copied += 1
+        else:
+            layers.append(layer)
+        if shards is not None:
+            shards.add({joined(found.name, own): tensor for own, tensor in tensors.items()})
+            if spec is not None:
+                shards.layers[found.name] = spec.to_json()
+    return ConvertReport(tuple(layers), copied)
+
+
+def _converted_weight(
+    source: Source, found: Found, dtype: torch.dtype
+) -> tuple[ConvertedLayer | None, dict[str, Tensor], LayerSpec | None]:
+    """Return the report on a weight, its tensors, and its spec unless it stays dense."""
+    if found.format.name == "dense":
+        (name,) = found.tensors.values()
+        tensor = source.tensor(name)
+        if tensor.dim() != 2 or tensor.dtype not in (*DTYPES, *QUANTIZED) or not tensor.numel():
+            return None, {"weight": tensor}, None
+    weight = found.read(source)
+    if weight.values.dim() != 2:
+        return None, {"weight": weight.dense(dtype)}, None
+    is_float8 = weight.values.dtype == torch.float8_e4m3fn
+    nonzero = (weight.values.view(torch.uint8) & 127 if is_float8 else weight.values) != 0
+    structure = _structure(nonzero)
+    before = sum(map(source.nbytes, found.tensors.values()))
+    choice = _choice(weight, structure, source.settings.activations and found.format.name != "pack-quantized")
+    reason = weight.reason or choice if isinstance(choice, str) else ""
+    if _EXPERTS.search(found.name):
+        reason = "of experts, which Transformers joins as it loads them"
+    if reason or isinstance(choice, str):
+        exact = weight.scales is None and not weight.reason and weight.values.dtype in STORABLE.values()
+        tensors, spec = {"weight": weight.dense(weight.values.dtype if exact else dtype)}, None
+    else:
+        tensors, spec = _stored(weight, nonzero, choice, dtype)
+    after = sum(tensor.nbytes for tensor in tensors.values())
+    layer = ConvertedLayer(
+        name=found.name,
+        format=found.format.name,
+        shape=(weight.values.shape[0], weight.values.shape[1]),
+        structure=structure,
+        spec=spec,
+        nbytes=(before, after),
+        reason=reason,
+    )
+    return layer, tensors, spec
+
+
+def _structure(nonzero: Tensor) -> Structure:
+    rows, columns = nonzero.shape
+    least = min(BLOCK_SIZES)
+    # The fewest passes over the matrix: rows in groups first, then columns of those.
+    bands = nonzero.view(torch.uint8)
+    if rows % least == 0:
+        bands = bands.view(-1, least, columns).amax(1)
+    kept = {}
+    if rows % least == 0 and columns % least == 0:
+        tiles = bands.view(len(bands), -1, least).amax(2)
+        for size in BLOCK_SIZES:
+            if rows % size == 0 and columns % size == 0:
+                grid = tiles.view(rows // size, size // least, columns // size, size // least)
+                kept[size] = float(grid.amax((1, 3)).float().mean())
+    of_rows = nonzero.view(torch.uint8).amax(1) if columns else nonzero.new_zeros(rows)
+    count, most_of_four = int(nonzero.count_nonzero()), _most(nonzero, 4, torch.int32)
+    return Structure(
+        zeros=1 - count / max(1, nonzero.numel()),
+        most_of_four=most_of_four,
+        most_of_eight=_most(nonzero, 8, torch.int64) if most_of_four == 4 else 2 * most_of_four,
+        rows=rows - int(of_rows.count_nonzero()),
+        columns=columns - int(bands.amax(0).count_nonzero()),
+        kept=kept,
+    )
+
+
+def _most(nonzero: Tensor, size: int, dtype: torch.dtype) -> int:
+    """Return the largest number of nonzeros in neighbours of a row that an integer of this dtype holds."""
+    if nonzero.shape[1] % size or not nonzero.numel():
+        return size
+    most = 0
+    for words in nonzero.view(dtype).flatten().split(1 << 17):  # which a cache holds
+        for shift in (32, 16, 8) if size == 8 else (16, 8):
+            words = words + (words >> shift)  # the lowest byte counts the bools of all
+        most = max(most, int((words & 15).max()))
+    return most
+
+
+def _blocks(matrix: Tensor, size: int) -> Tensor:
+    """Return the blocks [R, C, size, size] of a matrix, a view."""
+    rows, columns = matrix.shape
+    return matrix.view(rows // size, size, columns // size, size).transpose(1, 2)
+
+
+class _Choice(NamedTuple):
+    storage: str
+    size: int  # of blocks
+    nm: tuple[int, int] | None
+    activations: str | None
+
+
+def _choice(weight: Weight, structure: Structure, activations: bool) -> _Choice | str:
+    """Return how to store a weight, or why it stays dense."""
+    if not structure.kept:
+        return f"no block size divides {' x '.join(map(str, weight.values.shape))}"
+    if weight.blocks:
+        if SCALE_GROUP not in structure.kept:
+            return "blocks of 128 x 128 with a scale do not divide it"
+        return _Choice("float8_e4m3fn", SCALE_GROUP, None, "float8_e4m3fn")
+    costs = {(size, False): kept * _COSTS[size] for size, kept in structure.kept.items()}
+    if structure.most_of_four <= 2:
+        of_2_4 = {(size, True): _OF_2_4 * cost for (size, _), cost in costs.items() if size >= COMPRESSIBLE}
+        costs |= of_2_4
+    if weight.scales is None:
+        if weight.values.dtype not in DTYPES:
+            return f"no storage has values of {weight.values.dtype}"
+        (size, compressed), cost = min(costs.items(), key=lambda item: item[1])
+        if cost > _WORTH and not compressed:
+            return "too few blocks are empty, and it is not 2:4"
+        return _Choice("compressed" if compressed else "plain", size, (2, 4) if compressed else None, None)
+    width = weight.values.shape[1] // weight.scales.shape[1]
+    costs = {key: cost for key, cost in costs.items() if weight.scales.shape[1] == 1 or width % key[0] == 0}
+    if not costs:
+        return f"groups of {width} columns have a scale, which no block size divides"
+    size, compressed = min(costs, key=costs.__getitem__)
+    eight = "float8_e4m3fn" if weight.values.dtype == torch.float8_e4m3fn else "int8"
+    storage = "int4" if weight.bits == 4 and not compressed else eight
+    together = activations and weight.bits == 8 and weight.scales.shape[1] == 1
+    return _Choice(storage, size, (2, 4) if compressed else None, storage if together else None)
+
+
+def _stored(
+    weight: Weight, nonzero: Tensor, choice: _Choice, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], LayerSpec]:
+    """Return the tensors of a layer with this weight, and its spec."""
+    size, (storage, _, nm, activations) = choice.size, choice
+    pattern = BlockPattern.from_block_mask(_blocks(nonzero, size).any(-1).any(-1), block_shape=size)
+    rows, columns = pattern.block_indices()
+    integers = weight.values.view(torch.uint8) if weight.values.itemsize == 1 else weight.values
+    blocks = _blocks(integers, size)[rows, columns].view(weight.values.dtype)
+    tensors = {name: getattr(pattern, name) for name in INDEX_NAMES}
+    granularity = None
+    if weight.scales is not None:
+        scales, group = weight.scales, weight.values.shape[1] // weight.scales.shape[1]
+        if weight.blocks:
+            granularity, tensors["scales"] = "block", scales[rows, columns][:, None]
+        elif activations is not None:
+            granularity, tensors["scales"] = "feature", scales[:, 0]
+        else:
+            of_rows = scales.view(-1, size, scales.shape[1])
+            granularity, tensors["scales"] = "row", of_rows[rows, :, columns * size // group]
+        tensors["scales"] = tensors["scales"].contiguous()
+    if nm is not None:
+        mask = _blocks(nonzero if weight.slots is None else weight.slots, size)[rows, columns]
+        tensors["weight"], tensors["metadata"] = compress(blocks, mask)
+    elif storage == "int4":
+        low, high = blocks.view(torch.uint8).view(-1, size, size // 2, 2).unbind(-1)
+        tensors["weight"] = ((low & 15) | (high << 4)).view(PACKED)
+    else:
+        tensors["weight"] = blocks
+    spec = LayerSpec(
+        shape=pattern.shape,
+        block_shape=pattern.block_shape,
+        nnz=pattern.nnz,
+        dtype=dtype if weight.scales is not None else weight.values.dtype,
+        storage=storage,
+        nm=nm,
+        scales=granularity,
+        activations=activations,
+    )
+    return tensors, spec

@@ -1,0 +1,390 @@
+"""Checkpoints of other libraries: converted without rounding, reported, or refused by name.
+
+tests/data/compressed-tensors was written by compressed-tensors 0.10.2, see write_compressed_tensors.py there;
+what its tensors mean is read here with NumPy, value by value.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse
+import torch
+from helpers import seeded
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+import tilesparse as ts
+from tilesparse.cli import main
+from tilesparse.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from tilesparse.io.conversion import ConvertReport, convert
+
+DATA = Path(__file__).parents[1] / "data/compressed-tensors"
+KINDS = sorted(folder.name for folder in DATA.iterdir())
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def bits_of(packed: np.ndarray[Any, Any], columns: int) -> np.ndarray[Any, Any]:
+    return np.unpackbits(packed, axis=1, bitorder="little")[:, :columns].astype(bool)
+
+
+def codes_of(words: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Codes of 4 bits, eight to a word along rows."""
+    shifted = words.astype(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32)
+    return (shifted & 15).reshape(len(words), -1)[:, :count].astype(np.int64) - 8
+
+
+def dense_of(tensors: dict[str, Tensor], layer: str) -> Tensor:
+    """A weight [out_features, in_features] in bfloat16."""
+    own = {name.removeprefix(f"{layer}."): value for name, value in tensors.items() if name.startswith(layer)}
+    scale = own.get("weight_scale")
+    if "weight_packed" in own:
+        rows, columns = own["weight_shape"].tolist()
+        codes = codes_of(own["weight_packed"].numpy(), columns)
+        if "weight_zero_point" in own:
+            points = codes_of(own["weight_zero_point"].numpy().T, rows).T
+            codes = codes - points.repeat(32, 1)
+        values = torch.from_numpy(codes)
+    elif "bitmask" in own:
+        rows, columns = own["shape"].flatten().tolist()
+        kept = bits_of(own["bitmask"].numpy(), columns)
+        values = torch.zeros(rows, columns, dtype=torch.float64)
+        values[torch.from_numpy(kept)] = own["compressed"].flatten().double()
+    else:
+        values = own["weight"]
+    if scale is None:
+        return values.bfloat16()
+    return (values.double() * scale.double().repeat_interleave(columns_of(values, scale), 1)).bfloat16()
+
+
+def columns_of(values: Tensor, scale: Tensor) -> int:
+    return values.shape[1] // scale.shape[1]
+
+
+def reference(folder: Path) -> nn.Module:
+    """The dense model that a checkpoint of tests/data describes."""
+    tensors = load_file(folder / "model.safetensors")
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    state = {
+        name: tensors[name] if name in tensors and tensors[name].dtype == torch.bfloat16 else None
+        for name in model.state_dict()
+    }
+    for name, value in state.items():
+        if value is None:
+            state[name] = dense_of(tensors, name.removesuffix(".weight"))
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    report = convert(DATA / kind, tmp_path / "new")
+    wanted = reference(DATA / kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    sparse = {name: layer for name, layer in model.named_modules() if isinstance(layer, ts.BlockSparseLinear)}
+    assert (not sparse) == (kind == "int4-asymmetric")
+    for layer in report.layers:
+        assert (layer.storage == "dense") == (layer.name not in sparse) == bool(layer.reason)
+    for name, layer in model.named_modules():
+        weight = wanted.get_submodule(name).weight if hasattr(layer, "weight") else None
+        if isinstance(layer, ts.BlockSparseLinear):
+            blocks = layer.plain_values()
+            assert torch.equal(ts.BlockSparseMatrix(blocks, layer.pattern).to_dense(), weight), name
+            assert layer.activations == (layer.storage if kind[-4:] in ("int8", "oat8") else None)
+            assert layer.nm == ((2, 4) if "24" in kind else None)
+        elif weight is not None:
+            assert torch.equal(layer.weight, weight), name
+    ids = torch.arange(16).view(2, 8)
+    difference = (model(ids).logits - wanted(ids).logits).abs().max()
+    assert difference <= (0.03 if "8" in kind else 0.004)  # x has 8 bits, too; or another order of sums
+    assert LAYER in str(report) and report.layers[0].structure.nm == ("2:4" if "24" in kind else "")
+
+
+def linear_state(weight: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    return {"layer.weight": weight, "layer.bias": torch.ones(len(weight)), **others}
+
+
+def blocks(size: int = 64, density: float = 0.25, seed: int = 0) -> Tensor:
+    """A weight [256, 384] with empty blocks, in which pruned values are -0.0."""
+    weight = torch.randn(256, 384, generator=seeded(seed))
+    kept = torch.rand(256 // size, 384 // size, generator=seeded(seed)) < density
+    return weight * kept.repeat_interleave(size, 0).repeat_interleave(size, 1)
+
+
+def of_2_4(seed: int = 0) -> Tensor:
+    weight = torch.randn(256, 384, generator=seeded(seed)).view(-1, 4)
+    kept = torch.zeros_like(weight).scatter_(1, weight.abs().topk(2, 1).indices, 1)
+    return (weight * kept).view(256, 384)
+
+
+def stored(path: Path, tensors: dict[str, Any]) -> Path:
+    """A file of tensors, as its suffix says."""
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def hugging_face(weight: Tensor) -> dict[str, Tensor]:
+    """The state of a layer of pytorch_block_sparse, whose blocks lie in another order than their columns."""
+    tiles = weight.view(8, 32, 12, 32).transpose(1, 2)
+    mask = tiles.flatten(2).any(-1)
+    nnz = int(mask.sum())
+    order = torch.randperm(nnz, generator=seeded(3))
+    data = torch.empty(nnz, 32, 32)
+    data[order] = tiles[mask].mT
+    starts = torch.cat([torch.zeros(1), mask.sum(1).cumsum(0)]).int()
+    return {
+        "layer.weight.data": data.view(-1, 32),
+        "layer.weight.block_mask": mask,
+        "layer.weight.cols_a": torch.stack([mask.nonzero()[:, 1], order], 1).int(),
+        "layer.weight.row_start_ends_a": starts,
+    }
+
+
+def semi_structured(weight: Tensor) -> Tensor:
+    """What `to_sparse_semi_structured` makes on a GPU, made on the CPU."""
+    packed, meta = sparse_semi_structured_from_dense_cutlass(weight.half())
+    return SparseSemiStructuredTensorCUTLASS(weight.shape, packed, meta, None, None, None)
+
+
+W, W24 = blocks(), of_2_4()
+HALF = (torch.rand(256, 384, generator=seeded(9)) < 0.5).float()
+FILES: dict[str, tuple[str, Callable[[], dict[str, Any]], Tensor, str]] = {
+    "blocks": (".safetensors", lambda: linear_state(W), W, "plain"),
+    "blocks of 16": (".pt", lambda: linear_state(blocks(16, 0.1)), blocks(16, 0.1), "plain"),
+    "2:4": (".pth", lambda: linear_state(W24), W24, "2:4 compressed"),
+    "both": (".bin", lambda: linear_state(W24 * (W != 0)), W24 * (W != 0), "2:4 compressed"),
+    "unstructured": (".pt", lambda: linear_state(HALF), HALF, "dense"),
+    "prune": (
+        ".pt",
+        lambda: {
+            "layer.weight_orig": W24 + 1,
+            "layer.weight_mask": (W24 != 0).float(),
+            "layer.bias_orig": torch.full((256,), 2.0),
+            "layer.bias_mask": torch.arange(256) % 2.0,
+        },
+        (W24 + 1) * (W24 != 0),
+        "2:4 compressed",
+    ),
+    "modelopt": (
+        ".pt",
+        lambda: {"model_state_dict": linear_state(W24 + 1, **{"layer._weight_mask": W24 != 0})},
+        (W24 + 1) * (W24 != 0),
+        "2:4 compressed",
+    ),
+    "BSR": (".pt", lambda: linear_state(W.to_sparse_bsr((64, 64))), W, "plain"),
+    "2:4 of torch": (".pt", lambda: linear_state(semi_structured(W24)), W24.half(), "2:4 compressed"),
+    "pytorch_block_sparse": (".pt", lambda: hugging_face(W) | {"layer.bias": torch.ones(256)}, W, "plain"),
+    "float8 blocks": (
+        ".safetensors",
+        lambda: linear_state(
+            blocks(128).to(torch.float8_e4m3fn), **{"layer.weight_scale_inv": torch.full((2, 3), 0.5)}
+        ),
+        (blocks(128).to(torch.float8_e4m3fn).float() * 0.5).bfloat16(),
+        "float8_e4m3fn W8A8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_state_dicts(name: str, tmp_path: Path) -> None:
+    suffix, tensors, wanted, storage = FILES[name]
+    report = convert(stored(tmp_path / f"model{suffix}", tensors()), tmp_path / "new")
+    (layer,) = report.layers
+    assert layer.storage == storage and layer.structure.zeros == pytest.approx(
+        float((wanted == 0).float().mean())
+    )
+    model = nn.ModuleDict({"layer": nn.Linear(384, 256, dtype=wanted.dtype)})
+    ts.load(model, tmp_path / "new")
+    own = model["layer"]
+    if storage == "dense":
+        dense = own.weight
+    else:
+        dense = ts.BlockSparseMatrix(own.plain_values(), own.pattern).to_dense()
+    assert torch.equal(dense, wanted) and dense.dtype == wanted.dtype
+    bias = torch.arange(256) % 2.0 * 2 if name == "prune" else torch.ones(256)
+    assert torch.equal(own.bias.float(), bias)
+
+
+@pytest.mark.parametrize("kind", ["bsr", "mtx", "symmetric"])
+def test_single_matrices(kind: str, tmp_path: Path) -> None:
+    weight = W.double()
+    if kind == "symmetric":
+        weight = weight[:, :256] + weight[:, :256].T
+    path = tmp_path / ("matrix.npz" if kind == "bsr" else "matrix.mtx")
+    if kind == "bsr":
+        scipy.sparse.save_npz(path, scipy.sparse.bsr_array(weight.numpy(), blocksize=(64, 64)))
+    else:
+        scipy.io.mmwrite(path, scipy.sparse.coo_array(weight.numpy()))
+    (found,) = convert(path, tmp_path / "new").layers
+    sizes = weight.shape[::-1]
+    made = ts.load(lambda: ts.BlockSparseLinear(*sizes, bias=False, block_shape=64), tmp_path / "new")
+    assert found.storage == "plain" and found.spec is not None and found.spec.block_shape == (64, 64)
+    dense = ts.BlockSparseMatrix(made.plain_values(), made.pattern).to_dense()
+    assert torch.equal(dense, weight)
+
+
+def damaged(change: Callable[[dict[str, Tensor]], object], kind: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    shutil.copytree(DATA / kind, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"{LAYER}.{name}": value(tensors[f"{LAYER}.{name}"]).contiguous()})
+
+
+def with_bit(tensor: Tensor) -> Tensor:
+    return tensor | 1 << int(torch.randint(8, ()))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
+    "three of four": ("sparse-24-bitmask", put("bitmask", lambda t: t.clone().fill_(0x77)), "two bits"),
+    "too few values": ("sparse-bitmask", put("compressed", lambda t: t[:-1]), "a value for each"),
+    "mask of another size": ("sparse-bitmask", put("bitmask", lambda t: t[:, :-1]), "bitmask"),
+    "rows elsewhere": ("sparse-bitmask", put("row_offsets", lambda t: t + 1), "row_offsets"),
+    "another shape": ("sparse-24-bitmask", put("shape", lambda t: t * 2), "bitmask"),
+    "negative shape": ("sparse-24-bitmask", put("shape", lambda t: -t), "bitmask"),
+    "no shape": ("sparse-24-bitmask", lambda t: t.pop(f"{LAYER}.shape"), "missing"),
+    "no scale": ("int8", lambda t: t.pop(f"{LAYER}.weight_scale"), "weight_scale"),
+    "scales of other rows": ("int8", put("weight_scale", lambda t: t[:-1]), "weight_scale"),
+    "infinite scales": ("float8", put("weight_scale", lambda t: t * torch.inf), "finite"),
+    "packed elsewhere": ("int4", put("weight_packed", lambda t: t[:, :-1]), "weight_packed"),
+    "zero points elsewhere": ("int4-asymmetric", put("weight_zero_point", lambda t: t[:-1]), "zero_point"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_tensors_that_contradict_each_other_are_refused(name: str, tmp_path: Path) -> None:
+    kind, change, text = DAMAGES[name]
+    source = damaged(change, kind, tmp_path)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        convert(source, tmp_path / "new")
+    assert LAYER in str(caught.value) and not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=text):
+        convert(source, tmp_path / "empty")
+    assert not [*(tmp_path / "empty").iterdir()]
+
+
+UNREADABLE = {
+    "marlin-24": {
+        "l.weight_packed": torch.zeros(2),
+        "l.meta": torch.zeros(2),
+        "l.scale_packed": torch.zeros(2),
+    },
+    "nn_pruning": {"l.weight": W, "l.mask_module.context_modules.0.mask_scores": torch.zeros(8, 12)},
+    "torch.ao.pruning": {"l.parametrizations.weight.original": W},
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_formats_that_no_other_program_reads_are_named(name: str, tmp_path: Path) -> None:
+    source = stored(tmp_path / "model.pt", {key: value.clone() for key, value in UNREADABLE[name].items()})
+    with pytest.raises(UnsupportedError, match=rf"l: {name}"):
+        convert(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_masks_have_only_zeros_and_ones(tmp_path: Path) -> None:
+    source = stored(tmp_path / "m.pt", {"l.weight_orig": W, "l.weight_mask": torch.full_like(W, 0.5)})
+    with pytest.raises(CheckpointError, match="weight_mask must have a 0 or 1"):
+        convert(source, tmp_path / "new")
+
+
+def test_files_are_not_executed(tmp_path: Path) -> None:
+    torch.save({"l.weight": nn.Linear(2, 2)}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"m\.pt: cannot be read as tensors alone"):
+        convert(tmp_path / "m.pt", tmp_path / "new")
+
+
+def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    for error, text, arguments in (
+        (CheckpointNotFoundError, "source must", {"source": tmp_path / "none"}),
+        (InvalidArgumentError, "source must", {"source": tmp_path / "full/file"}),
+        (CheckpointNotFoundError, "source must", {"source": tmp_path / "full"}),
+        (InvalidArgumentError, "source must", {"source": 3}),
+        (InvalidArgumentError, "folder must be empty", {"folder": tmp_path / "full"}),
+        (InvalidArgumentError, "dtype must", {"dtype": torch.int8}),
+        (InvalidArgumentError, "max_shard_size must", {"max_shard_size": 0}),
+    ):
+        with pytest.raises(error, match=text):
+            convert(**{"source": DATA / "int8", "folder": tmp_path / "new", **arguments})  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+def test_damaged_files_give_no_checkpoint(tmp_path: Path) -> None:
+    """Bytes of headers and masks at random: a refusal, or the values that are there; never another error."""
+    generator = np.random.default_rng(0)
+    source = tmp_path / "source"
+    shutil.copytree(DATA / "sparse-24-bitmask+int8", source)
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for place in generator.integers(0, header, generator.integers(1, 4)):
+            data[place] = generator.integers(256)
+        file.write_bytes(bytes(data[: generator.integers(len(data)) if generator.random() < 0.2 else None]))
+        try:
+            report = convert(source, None)
+        except (CheckpointError, UnsupportedError):
+            refused += 1
+        else:
+            assert isinstance(report, ConvertReport)
+    assert refused > 200
+
+
+def test_large_checkpoints_have_several_files(tmp_path: Path) -> None:
+    tensors = {f"{number}.weight": blocks(seed=number) for number in range(6)}
+    source = stored(tmp_path / "model.safetensors", tensors)
+    report = convert(source, tmp_path / "new", max_shard_size=200_000)
+    index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
+    assert len({*index["weight_map"].values()}) > 2 and len(report.layers) == 6
+    model = nn.ModuleDict({str(number): nn.Linear(384, 256, bias=False) for number in range(6)})
+    ts.load(model, tmp_path / "new")
+    for number in range(6):
+        layer = model[str(number)]
+        dense = ts.BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense()
+        assert torch.equal(dense, blocks(seed=number))
+
+
+@pytest.mark.parametrize("kind", ["sparse-24-bitmask", "sparse-bitmask+int8"])
+def test_transformers_names_the_way(kind: str) -> None:
+    code = "import tilesparse, transformers; transformers.AutoModelForCausalLM.from_pretrained({!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(str(DATA / kind))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode and "tilesparse convert" in done.stderr and kind.split("+")[0] in done.stderr
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(DATA / "sparse-24-bitmask"), str(tmp_path / "new"), "--tokens", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "2:4 compressed" in text and LAYER in text
+    assert (tmp_path / "new/model.safetensors").exists()
+    assert main(["convert", str(DATA / "int8")]) == 0
+    assert "int8 W8A8" in capsys.readouterr().out
