@@ -62,9 +62,9 @@ class EncoderLayer(NamedTuple):
     """One layer.
 
     Computes ``h = attention_norm(x + output(attention(qkv(x))))`` and
-    ``mlp_norm(h + down(activation(up(h))))``, or with ``norm_first`` ``h = x + output(attention(qkv(attention_norm(x))))`` and
-    ``h + down(activation(up(mlp_norm(h))))``. With ``gated`` the result of ``up`` has two halves, and
-    ``down`` gets ``activation(first) * second``.
+    ``mlp_norm(h + down(activation(up(h))))``. With ``norm_first`` these are
+    ``h = x + output(attention(qkv(attention_norm(x))))`` and ``h + down(activation(up(mlp_norm(h))))``. With
+    ``gated`` the result of ``up`` has two halves, and ``down`` gets ``activation(first) * second``.
 
     Attributes:
         heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
