@@ -114,7 +114,7 @@ static void test_bad_encoders(void) {
                     "layers[0].up.values.scales must not be null");
     REFUSES_ENCODER(e.layer.output.bias = (const float*)((const char*)e.ones + 1), TS_INVALID_ARGUMENT,
                     "layers[0].output.bias.data must be aligned");
-    REFUSES_ENCODER(e.row_ptr[1] = 1, TS_INVALID_ARGUMENT, "layers[0].qkv.");
+    REFUSES_ENCODER(e.row_ptr[1] = 1, TS_INVALID_PATTERN, "layers[0].qkv.row_ptr must ascend");
     REFUSES_ENCODER(e.layer.attention_norm.weight = NULL, TS_INVALID_ARGUMENT,
                     "layers[0].attention_norm.weight must not be null");
     REFUSES_ENCODER(e.layer.mlp_norm.epsilon = 0, TS_INVALID_ARGUMENT, "layers[0].mlp_norm.epsilon");
