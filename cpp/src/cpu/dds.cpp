@@ -42,7 +42,7 @@ class Dds {
                                                         : round_up(p_.tokens, steps_.lanes);
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
-        zeros_ = workspace_.take(steps_.x_offset ? input_features_ : 0);
+        zeros_ = workspace_.take(steps_.x_offset ? device.multiprocessors * input_features_ : 0);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -51,11 +51,12 @@ class Dds {
         // With gaps between its lines the memory is not the result's alone.
         if (output_.ld == (output_.layout == Layout::row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
-        if (steps_.x_offset) std::fill_n(zeros_, input_features_, static_cast<std::byte>(steps_.x_offset));
         in_parallel(threads_, [this](Member& member) { run(member); });
     }
 
     void run(Member& member) const {
+        if (steps_.x_offset)
+            std::fill_n(zeros(member.thread()), input_features_, static_cast<std::byte>(steps_.x_offset));
         if (own_chunks_ > 0) return run_own_chunks(member);
         for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
             run_wave(member, wave, std::min(wave + wave_, p_.tokens));
@@ -175,15 +176,17 @@ class Dds {
                     steps_.multiply(tile);
                 }
                 // The cache holds the values by now.
-                if (steps_.x_offset && token == first) sum_offsets(tile, offsets + i * rows_);
+                if (steps_.x_offset && token == first) sum_offsets(tile, zeros(thread), offsets + i * rows_);
             }
             finish_(output);
         }
     }
 
+    std::byte* zeros(int thread) const { return zeros_ + thread * input_features_; }
+
     // The offset of x adds the sums of a token of zeros to the sums of a row tile.
-    void sum_offsets(const RowTile& t, int32_t* sums) const {
-        steps_.multiply_decode({zeros_, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
+    void sum_offsets(const RowTile& t, const void* zeros, int32_t* sums) const {
+        steps_.multiply_decode({zeros, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
                                 t.depth * steps_.pair, rows_, 1, sums, 0, rows_, 0, t.entries});
     }
 
@@ -281,7 +284,7 @@ class Dds {
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
-    std::byte* zeros_;   // a packed token
+    std::byte* zeros_;   // a packed token of each thread
 };
 
 }  // namespace

@@ -75,12 +75,13 @@ constexpr Steps widened_steps() {
 }
 
 template <class Set>
-constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
+constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder) {
     return {
         available,
         missing,
         {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(), steps_of<Set, DType::float16>(),
-         steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()}};
+         steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()},
+        &encoder};
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
@@ -122,8 +123,9 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
 
 // int8 in groups of four, whose results Set finishes.
 template <class Set>
-constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps) {
-    InstructionSet set{available, missing, {}};
+constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps,
+                                   const EncoderSteps& encoder) {
+    InstructionSet set{available, missing, {}, &encoder};
     set.steps[static_cast<int>(DType::float32)].finish = Set::template finish_with<DType::float32>;
     set.steps[static_cast<int>(DType::float16)].finish = Set::template finish_with<DType::float16>;
     set.steps[static_cast<int>(DType::bfloat16)].finish = Set::template finish_with<DType::bfloat16>;

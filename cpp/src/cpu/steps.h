@@ -165,11 +165,19 @@ struct Steps {
     void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
 };
 
+// See encoder.h.
+struct EncoderSteps;
+extern const EncoderSteps encoder_portable;
+#ifdef __x86_64__
+extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni;
+#endif
+
 struct InstructionSet {
     bool (*available)();  // on this machine
     const char* missing;  // the reason to give where it is not
     // By DType: those of what is multiplied, and of float results `finish`.
     Steps steps[6];
+    const EncoderSteps* encoder = nullptr;  // those with steps of int8 have it
 };
 
 extern const InstructionSet portable;
