@@ -24,7 +24,7 @@ import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, prepare_for_inference_
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.nn.merged import MergedProduct
+from tilesparse.nn.merged import MergedProduct, product_of
 from tilesparse.tuning import store
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_file"), pytest.mark.filterwarnings("ignore")]
@@ -103,7 +103,7 @@ def layers(model: nn.Module) -> list[BlockSparseLinear]:
 
 def merged(model: nn.Module) -> list[MergedProduct]:
     """The products that layers share."""
-    shared = [layer.merged[0] for layer in layers(model) if layer.merged is not None]
+    shared = [product for layer in layers(model) if (product := product_of(layer)) is not None]
     return list(dict.fromkeys(shared))
 
 
@@ -622,9 +622,10 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     )
     for product in report.products:
         own = [modules[name] for name in product.names]
-        assert ("merged" in product.done) == all(layer.merged is not None for layer in own)
+        assert ("merged" in product.done) == all(product_of(layer) is not None for layer in own)
         assert {layer.policy for layer in own} == {product.policy}
-        layer = own[0] if own[0].merged is None else own[0].merged[0].whole
+        product_of_all = product_of(own[0])
+        layer = own[0] if product_of_all is None else product_of_all.whole
         assert product.shape == (layer.out_features, layer.in_features)
         assert product.tokens == 64
         what = tilesparse.tuning.Product.of(layer, tokens=64)

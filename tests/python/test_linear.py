@@ -27,6 +27,7 @@ from tilesparse.errors import (
     UnsupportedError,
 )
 from tilesparse.nn import ReferenceBlockSparseLinear
+from tilesparse.nn.weight import dense_blocks, layer_index
 
 IN, OUT = 128, 96
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -361,10 +362,10 @@ def test_buffers_changed_in_place_replace_the_pattern() -> None:
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
     assert layer.pattern == other.pattern
-    entry = prepared(layer.index())
+    entry = prepared(layer_index(layer))
     layer.col_indices.copy_(layer.col_indices.clone())  # no change of content
     layer(x)
-    assert prepared(layer.index()) is entry and entry.generation == 0
+    assert prepared(layer_index(layer)) is entry and entry.generation == 0
     layer.col_indices.fill_(99)
     with pytest.raises(InvalidPatternError, match="col_indices"):
         layer(x)
@@ -576,7 +577,12 @@ def test_norms_of_matrices_are_refused(name: str) -> None:
     """Silently, they would be norms of blocks, or of [nnz, bn * bk]."""
     layer, x = BlockSparseLinear(128, 96, block_shape=32), torch.randn(3, 128)
     OF_MATRICES[name](layer)
-    for use in (lambda: layer(x), layer.plain_values, layer.to_linear, lambda: layer.to_storage("int8")):
+    for use in (
+        lambda: layer(x),
+        lambda: dense_blocks(layer),
+        layer.to_linear,
+        lambda: layer.to_storage("int8"),
+    ):
         with pytest.raises(UnsupportedError, match=rf"weight must not be under torch.nn.utils.*\.{name}, "):
             use()
 

@@ -44,6 +44,7 @@ from tilesparse.errors import (
     UnsynchronizedPatternError,
 )
 from tilesparse.io import prepare, section
+from tilesparse.nn.weight import layer_index
 from tilesparse.pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256
@@ -162,7 +163,7 @@ def alike(actual: Tensor, expected: Tensor) -> None:
 
 def forms(model: nn.Module) -> list[Any]:
     """What else than its values makes a layer: the steps have to leave it alone."""
-    return [[buffer.tolist() for buffer in layer.index()[:3]] for layer in layers_of(model)]
+    return [[buffer.tolist() for buffer in layer_index(layer)[:3]] for layer in layers_of(model)]
 
 
 # ---- what each of the processes does ----

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from tilesparse.nn.linear import keep_blocks
+from tilesparse.nn.weight import keep_blocks
 from tilesparse.train import (
     BlockGates,
     Gradual,

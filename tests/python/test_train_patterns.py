@@ -594,12 +594,12 @@ def test_copies_of_a_model_are_not_observed() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     twin = copy.deepcopy(model)
-    assert model[0].observe is not None and twin[0].observe is None
+    assert model[0]._observe is not None and twin[0]._observe is None
     later = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     schedule.remove()
-    assert model[0].observe is later._norms._observers["0"]
+    assert model[0]._observe is later._norms._observers["0"]
     later.remove()
-    assert model[0].observe is None
+    assert model[0]._observe is None
 
 
 def test_schedules_are_not_copied() -> None:
@@ -695,7 +695,7 @@ def test_arguments_that_do_not_fit(changed: dict[str, Any], error: Any, text: st
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(error, match=text):
         PatternSchedule(**({"model": model, "optimizer": optimizer, "every": 1} | changed))
-    assert model[0].observe is None
+    assert model[0]._observe is None
 
 
 def test_layers_whose_blocks_cannot_move_are_named() -> None:

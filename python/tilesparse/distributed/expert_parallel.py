@@ -17,7 +17,7 @@ from .._checks import Index
 from .._ops.epilogue import straight_through
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
-from ..nn.linear import INDEX_NAMES, PatternOrigin, stored_of
+from ..nn.weight import Stored, become, declare_shared, hold_shard, stored_of
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
 from .sync import broadcast_patterns
@@ -120,7 +120,7 @@ def _share(layer: ExpertsLinear, mesh: DeviceMesh, shard: ExpertsShard, source: 
             (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
         _arrange(layer, *shard.padded(pattern.to("cpu")))
         if source is not None and mesh.size() == dist.get_world_size():
-            layer.declare_shared()
+            declare_shared(layer)
     weight = sharded_by_slots(layer.weight.detach(), mesh, source)
     layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
     for name in STORED_NAMES:
@@ -129,8 +129,7 @@ def _share(layer: ExpertsLinear, mesh: DeviceMesh, shard: ExpertsShard, source: 
     if layer.bias is not None:
         bias = distributed(layer.bias.detach(), mesh, shard.bias_placement(), source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    kept: Any = shard
-    layer.shard = kept
+    hold_shard(layer, shard)
 
 
 @torch.no_grad()
@@ -140,11 +139,7 @@ def _arrange(layer: ExpertsLinear, pattern: BlockPattern, slots: Tensor) -> None
     slots = slots.to(layer.weight.device)
     tensors = {name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"}
     tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
-    layer.assign(replace(stored.spec, nnz=pattern.nnz), tensors)
-    index: Index = pattern.index_on(layer.weight.device)
-    for name, array in zip(INDEX_NAMES, index[:3], strict=True):
-        layer._buffers[name] = array
-    layer.origin = PatternOrigin.loaded(layer.index())
+    become(layer, Stored(replace(stored.spec, nnz=pattern.nnz), pattern, tensors))
 
 
 class ExpertsShard(PatternShard):

@@ -19,7 +19,9 @@ from .._ops.linear import linear_on, quantized_linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, StoredWeight, masked_linear
+from ..nn.experts import ExpertsLinear
+from ..nn.linear import BlockSparseLinear, masked_linear
+from ..nn.weight import StoredWeight, declare_shared, hold_shard, layer_index
 from ..pattern import BlockPattern, moved_index, overwrite_index
 from ..storage.formats import STORED_NAMES
 from .sync import broadcast_patterns
@@ -87,7 +89,7 @@ class PatternShard:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
     def index(self, layer: StoredWeight) -> Index:
         """Return the pattern of this process's blocks, kept in sync with the layer's."""
-        whole = layer.index()
+        whole = layer_index(layer)
         with exclusive():
             seen = content_of(whole)
             if self._index is None or self._seen != seen:
@@ -274,7 +276,7 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
         arranged, order = shard.arranged(pattern), shard.order(pattern)
         layer.pattern = arranged
         if source is not None and mesh.size() == dist.get_world_size():
-            layer.declare_shared()
+            declare_shared(layer)
 
     def sharded(blocks: Tensor) -> Tensor:
         return sharded_by_slots(blocks if order is None else blocks[order], mesh, source)
@@ -289,14 +291,14 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
     if layer.bias is not None:
         bias = distributed(layer.bias.detach(), mesh, placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    layer.shard = shard
+    hold_shard(layer, shard)
     return layer
 
 
 def _check_can_be_cut(layer: BlockSparseLinear, mesh: DeviceMesh, dim: int) -> None:
     if mesh.ndim != 1:
         raise InvalidArgumentError(f"device_mesh must have one dimension, got {mesh.ndim}; give mesh['name']")
-    if layer.of_experts:
+    if isinstance(layer, ExpertsLinear):
         raise UnsupportedError(
             "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
             "the experts themselves ExpertParallel or ExpertTensorParallel"

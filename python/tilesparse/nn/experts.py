@@ -19,9 +19,12 @@ from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
 from ..storage.formats import STORED_NAMES
-from .linear import BlockSparseLinear, StoredWeight, best_blocks, is_sharded
+from .dense import best_blocks
+from .linear import BlockSparseLinear
 from .merged import concatenate
 from .mlp import name_of_activation
+from .parameters import is_sharded
+from .weight import StoredWeight, dense_blocks, layer_index, update_spec
 
 
 class BlockSparseExperts(nn.Module):
@@ -173,7 +176,7 @@ class BlockSparseExperts(nn.Module):
             [tokens, hidden], in the dtype of ``hidden_states``.
         """
         _check_routing(hidden_states, top_k_index, top_k_weights)
-        shard: Any = getattr(self.down, "shard", None)
+        shard: Any = getattr(self.down, "_shard", None)
         x, weights, experts = hidden_states, top_k_weights, self.num_experts
         chosen = top_k_index.clamp(0, experts - 1)
         given = chosen == top_k_index
@@ -217,7 +220,7 @@ class BlockSparseExperts(nn.Module):
         found = {}
         for own, layer in self.projections().items():
             name = f"{own}_proj"
-            dense = BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense()
+            dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
             weight = dense.view(self.num_experts, -1, layer.in_features)
             found[name] = weight.mT.contiguous() if self._transposed else weight
             if layer.bias is not None:
@@ -312,7 +315,7 @@ class ExpertsLinear(BlockSparseLinear):
         options: as of `BlockSparseLinear`.
     """
 
-    of_experts = True
+    _of_experts = True
 
     def __init__(
         self,
@@ -335,7 +338,7 @@ class ExpertsLinear(BlockSparseLinear):
             drawn: Any = {"block_shape": block_shape, "density": density, "generator": generator}
             pattern = BlockPattern.random(shape, parts=(experts, 1), **drawn)
         super().__init__(in_features, out_features, bias, pattern=pattern, generator=generator, **options)
-        self.update_spec(experts=experts)
+        update_spec(self, experts=experts)
 
     @classmethod
     @torch.no_grad()
@@ -392,13 +395,13 @@ class ExpertsLinear(BlockSparseLinear):
         """
         if offsets is None:
             raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
-        shard: Any = self.shard
+        shard: Any = self._shard
         experts = self.experts if shard is None else shard.experts
         if offsets.numel() != experts + 1:
             raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
-        if self.origin.pending:
-            self.validate_pattern()
-        if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
+        if self._origin.pending:
+            self._validate_pattern()
+        if getattr(self.weight, "main_grad", None) is not None or self._observe is not None:
             raise UnsupportedError(
                 "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
                 "have neither"
@@ -409,7 +412,7 @@ class ExpertsLinear(BlockSparseLinear):
             **{name: self._buffers[name] for name in STORED_NAMES},
         }
         tensors: Any = whole if shard is None else shard.tensors(self)
-        index = self.index() if shard is None else shard.index(self)
+        index = layer_index(self) if shard is None else shard.index(self)
         weight: Tensor = tensors["weight"]
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
@@ -432,9 +435,7 @@ class ExpertsLinear(BlockSparseLinear):
         """Raise UnsupportedError."""
         raise UnsupportedError("to_semi_structured needs one weight for all tokens, got those of experts")
 
-    def cut(
-        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
-    ) -> BlockSparseLinear:
+    def cut(self, *_: Any) -> NoReturn:
         """Raise UnsupportedError."""
         raise UnsupportedError("cut needs one weight for all tokens, got those of experts")
 

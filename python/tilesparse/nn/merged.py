@@ -16,7 +16,8 @@ from .._runtime.torch_private import current_stream, is_exporting, transforms_ac
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
-from .linear import BlockSparseLinear, Stored, layer_like, stored_of
+from .linear import BlockSparseLinear, layer_like
+from .weight import Stored, layer_index, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
 
@@ -67,7 +68,7 @@ class MergedProduct:
             parent.register_forward_hook(self.finish, always_call=True),
         ]
         for number, layer in enumerate(layers):
-            layer.merged = self, number
+            layer._merged = self, number
 
     def begin(self, *_: object) -> None:
         """Begin a call of the parent."""
@@ -91,12 +92,20 @@ class MergedProduct:
             return None
         return left.results.pop(number, None)
 
+    def own_result(self, layer: BlockSparseLinear, *args: Any) -> Tensor:
+        """Return what a layer of these computes by itself."""
+        number, layer._merged = self.layers.index(layer), None
+        try:
+            return layer.forward(*args)
+        finally:
+            layer._merged = self, number
+
     def end(self) -> None:
         """Have every layer compute its own product from now on."""
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
-            layer.merged = None
+            layer._merged = None
         self.finish()
 
     @torch.no_grad()
@@ -130,7 +139,7 @@ class MergedProduct:
     def _can_share(self, number: int, x: Tensor) -> bool:
         """Return True if a layer is as it was merged, and nobody looks at its own product."""
         layer = self.layers[number]
-        if is_exporting() or records_gradient((layer.weight, layer.bias)) or layer.observe is not None:
+        if is_exporting() or records_gradient((layer.weight, layer.bias)) or layer._observe is not None:
             return False
         if is_compiling() or x.is_inference():
             if not all(map(_is_only_called, self.layers)):
@@ -145,10 +154,15 @@ class MergedProduct:
         """Return what differs once a tensor or setting of a layer is another, or its pattern is."""
         tensors = (layer._parameters.get(name, layer._buffers.get(name)) for name in _ROWS)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return *addresses, layer.policy == self.whole.policy, *content_of(layer.index())
+        return *addresses, layer.policy == self.whole.policy, *content_of(layer_index(layer))
 
     def __reduce__(self) -> Any:
         return MergedProduct, ()
+
+
+def product_of(layer: BlockSparseLinear) -> MergedProduct | None:
+    """Return the product that a layer shares with others, None for one of its own."""
+    return None if layer._merged is None else layer._merged[0]
 
 
 def _is_only_called(layer: BlockSparseLinear) -> bool:

@@ -418,7 +418,7 @@ def check_same(
     layers = [layer for layer in module.children() if isinstance(layer, BlockSparseLinear)]
     tolerance = _COARSE if any(layer.activations is not None for layer in layers) else _TOLERANCE
     if x.dtype in (torch.float16, torch.bfloat16):
-        if any(layer.shard is not None or layer.spec.dtype != x.dtype for layer in layers):
+        if any(layer._shard is not None or layer.spec.dtype != x.dtype for layer in layers):
             tolerance = _COARSE  # they compute as they are
         else:
             module, x = copy.deepcopy(module).float(), x.float()

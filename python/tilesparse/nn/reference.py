@@ -10,7 +10,9 @@ from .._checks import check_activations
 from ..errors import InvalidArgumentError
 from ..functional import quantize
 from ..storage.formats import storage_of
-from .linear import BlockSparseLinear, note_owner, representation
+from .linear import BlockSparseLinear, representation
+from .parameters import note_owner
+from .weight import dense_blocks
 
 
 class ReferenceBlockSparseLinear(nn.Module):
@@ -45,7 +47,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         self._grouped = layer.activations is not None and layer.spec.scales == "block"
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
-                values = layer.plain_values() if name == "weight" else parameter.detach().clone()
+                values = dense_blocks(layer) if name == "weight" else parameter.detach().clone()
                 parameter = nn.Parameter(values, parameter.requires_grad)
             self.register_parameter(name, parameter)
         for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):

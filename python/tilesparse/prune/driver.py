@@ -57,7 +57,8 @@ from ..model.targets import (
     reasons,
     reasons_against_experts,
 )
-from ..nn.linear import INDEX_NAMES, dense_weight
+from ..nn.dense import dense_weight
+from ..nn.weight import INDEX_NAMES
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from .obs import METHODS, Pruner, Solution, built, dense_parameters

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from .._checks import check_shapes, checked_count, checked_fraction, checked_number, checked_seed, shown
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..nn.linear import BlockSparseLinear, Source, has_peers, has_slots
+from ..nn.experts import ExpertsLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import has_peers
+from ..nn.parameters import has_slots
+from ..nn.weight import declare_shared, is_shared, observe
 from ._layers import (
     Layers,
     Uncopied,
@@ -380,10 +384,10 @@ def move_blocks(
     free = growth.sort(descending=True, stable=True).indices[:count]
     places = torch.where(useful, free, kept.index_select(0, dropped))
     if count:
-        shared = layer.origin.source is Source.SHARED
+        shared = is_shared(layer)
         layer.pattern.move_blocks_(dropped, torch.stack((places // cols, places % cols), 1), check=False)
         if shared:  # and so it is now: schedules of all processes decide alike
-            layer.declare_shared()
+            declare_shared(layer)
     return dropped
 
 
@@ -428,26 +432,27 @@ class GradientNorms:
         self, layers: Mapping[str, BlockSparseLinear], norm: float, group: dist.ProcessGroup | None
     ) -> None:
         for name, layer in layers.items():
-            if layer.of_experts:
+            if isinstance(layer, ExpertsLinear):
                 raise UnsupportedError(
                     f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
                     "choose blocks by other scores"
                 )
         self._layers, self._norm, self._group = layers, norm, group
         self._observers: dict[str, Observer] = {}
+        self._ends: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Take norms in the backward passes from now on."""
         self.stop()
         for name, layer in self._layers.items():
-            self._observers[name] = layer.observe = Observer(layer, self._norm)
+            self._observers[name] = Observer(layer, self._norm)
+            self._ends.append(observe(layer, self._observers[name]))
 
     def stop(self) -> None:
         """Take no norms any more."""
-        for name, observer in self._observers.items():
-            if self._layers[name].observe is observer:  # and not that of a schedule made later
-                del self._layers[name].observe  # compiled code tells None from nothing
-        self._observers = {}
+        for end in self._ends:
+            end()
+        self._observers, self._ends = {}, []
 
     def taken(self) -> dict[str, Tensor]:
         """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
