@@ -13,14 +13,14 @@ from .._checks import check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
 from .._ops.linear import grouped_linear_on
-from ..config import check_experts, checked_scales
+from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
 from ..storage.formats import STORED_NAMES
 from .dense import best_blocks
-from .linear import BlockSparseLinear
+from .linear import BlockSparseLinear, layer_of_dense
 from .merged import concatenate
 from .mlp import name_of_activation
 from .parameters import is_sharded
@@ -128,6 +128,8 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
+        check_nm(nm, transposable)
+        check_storage(storage, nm)
         parts, scales = check_parts_beside(patterns, parts), checked_scales("scales", scales, None)
         layers = []
         for name, own in found.layers().items():
@@ -137,10 +139,18 @@ class BlockSparseExperts(nn.Module):
                 experts = len(module.get_parameter(name))
                 of_all = experts * parts[0], parts[1]
                 pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
-            layer = _projection(module, name, weight, pattern)
-            if nm is not None:
-                layer.set_nm(nm, transposable=transposable)
-            layers.append(layer.to_storage(storage, per=scales))
+            dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
+            spec = LayerSpec(
+                shape=pattern.shape,
+                block_shape=pattern.block_shape,
+                nnz=pattern.nnz,
+                dtype=weight.dtype,
+                nm=as_nm(nm),
+                transposable=transposable,
+                experts=len(dense[0]),
+            )
+            layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
+            layers.append(layer.to_storage(storage, per=scales).train(module.training))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:
@@ -253,28 +263,6 @@ def experts_like(module: nn.Module, up: ExpertsLinear, down: ExpertsLinear) -> B
     for name, child in module._modules.items():
         made.add_module(name, child)
     return made.train(module.training)
-
-
-def _projection(module: nn.Module, name: str, weight: Tensor, pattern: BlockPattern) -> ExpertsLinear:
-    """Return the layer of a projection with the kept blocks of its dense weight."""
-    dense, bias = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-    layer = ExpertsLinear(
-        weight.shape[1],
-        weight.shape[0],
-        bias is not None,
-        experts=len(dense),
-        pattern=pattern,
-        device="meta",
-        dtype=weight.dtype,
-    ).to_empty(device=weight.device)
-    with torch.no_grad():
-        layer.pattern = pattern
-        layer.weight.copy_(BlockSparseMatrix.from_dense(weight, pattern.to(weight.device)).values)
-        layer.weight.requires_grad_(dense.requires_grad)
-        if bias is not None and layer.bias is not None:
-            layer.bias.copy_(bias.flatten())
-            layer.bias.requires_grad_(bias.requires_grad)
-    return layer.train(module.training)
 
 
 def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
@@ -422,22 +410,19 @@ class ExpertsLinear(BlockSparseLinear):
             x, weight, index, offsets, tensors["bias"], activation, residual, stored, gate
         )
 
+    def to_linear(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError, as `to_semi_structured` and `cut` do."""
+        raise UnsupportedError(
+            "to_linear, to_semi_structured and cut need one weight for all tokens, got those of "
+            "experts; use BlockSparseExperts.from_experts and to_dense"
+        )
+
+    to_semi_structured = cut = to_linear
+
     @classmethod
-    def from_linear(cls, linear: nn.Module, *args: Any, **options: Any) -> NoReturn:
+    def from_linear(cls, *_: Any, **__: Any) -> NoReturn:
         """Raise UnsupportedError; see `from_layers`."""
         raise UnsupportedError("from_linear makes one linear layer; use BlockSparseExperts.from_experts")
-
-    def to_linear(self) -> NoReturn:
-        """Raise UnsupportedError; see `BlockSparseExperts.to_dense`."""
-        raise UnsupportedError("to_linear needs one weight for all tokens; use BlockSparseExperts.to_dense")
-
-    def to_semi_structured(self) -> NoReturn:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("to_semi_structured needs one weight for all tokens, got those of experts")
-
-    def cut(self, *_: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("cut needs one weight for all tokens, got those of experts")
 
     def extra_repr(self) -> str:
         """Return the number of experts, and what `BlockSparseLinear` says."""

@@ -20,6 +20,7 @@ from .._checks import (
     as_integer,
     check_block_shape,
     check_one,
+    is_tensor,
     shown,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
@@ -46,7 +47,7 @@ from ..storage.formats import Form, forms_of, storage_of
 from ..storage.quantize import two_of_four
 from .dense import best_blocks, dense_weight, is_conv1d, reason_not_dense
 from .loading import load
-from .origin import AVERAGES, Source, checked_pattern
+from .origin import AVERAGES, PatternOrigin, Source, checked_pattern
 from .parameters import fill, is_everywhere, is_sharded
 from .weight import (
     INDEX_NAMES,
@@ -276,13 +277,13 @@ class BlockSparseLinear(StoredWeight):
             parts: (r, c): keep as many blocks of each part, for tensor parallelism over r or c processes, see
                 `BlockPattern.random`; (1, 1) beside `pattern`.
             density: see the class, as for the arguments below.
-            block_shape: (bn, bk), or one number for both.
-            pattern: the blocks to keep; `density` and `block_shape` are then taken from it.
-            policy: "sparse", "auto" or "dense".
-            nm: (2, 4) or None.
-            transposable: whether masks keep two of four weights in columns as well.
-            storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4".
-            activations: None, or the name of a storage of 8 bits.
+            block_shape: as there.
+            pattern: as there.
+            policy: as there.
+            nm: as there.
+            transposable: as there.
+            storage: as there.
+            activations: as there.
 
         Raises:
             InvalidArgumentError: `linear` is neither of the two or cannot be cut into these blocks, its
@@ -296,7 +297,7 @@ class BlockSparseLinear(StoredWeight):
         reason = reason_not_dense(dense.weight)
         if reason is not None:
             raise InvalidArgumentError(f"linear must have a weight that can be read: {reason}")
-        weight, bias = dense_weight(dense), dense.bias
+        weight = dense_weight(dense)
         parts = check_parts_beside(pattern, parts)
         if pattern is None:
             pattern = best_blocks(weight, scores, density, check_block_shape(block_shape), parts)
@@ -309,28 +310,17 @@ class BlockSparseLinear(StoredWeight):
         check_nm(nm, transposable)
         check_storage(storage, nm)
         check_quantized_activations(activations, storage)
-        layer = cls(
-            weight.shape[1],
-            weight.shape[0],
-            bias is not None,
-            pattern=pattern,
-            policy=policy,
-            nm=nm,
-            transposable=transposable,
-            device="meta",
+        spec = LayerSpec(
+            shape=pattern.shape,
+            block_shape=pattern.block_shape,
+            nnz=pattern.nnz,
             dtype=weight.dtype,
-        ).to_empty(device=weight.device)
-        layer.pattern = pattern
-        on_device = pattern.to(weight.device)
-        with torch.no_grad():
-            layer.weight.copy_(BlockSparseMatrix.from_dense(weight, on_device).values)
-            layer.weight.requires_grad_(dense.weight.requires_grad)
-            if layer.bias is not None:
-                layer.bias.copy_(bias)
-                layer.bias.requires_grad_(bias.requires_grad)
-            if nm is not None and not weight.is_meta:
-                by_weight = scores if scores is not None and scores.shape == weight.shape else weight.abs()
-                layer.update_mask_(BlockSparseMatrix.from_dense(by_weight, on_device).values)
+            nm=as_nm(nm),
+            transposable=transposable,
+            policy=policy,
+        )
+        by_weight = scores if scores is not None and scores.shape == weight.shape else None
+        layer = layer_of_dense(cls, spec, pattern, weight, dense.weight, dense.bias, by_weight)
         return layer.to_storage(storage, activations=activations).train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -612,6 +602,10 @@ class BlockSparseLinear(StoredWeight):
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
                 f"{AVERAGES}"
             ) from error
+        except (AttributeError, RuntimeError, TypeError):  # checked where it costs calls nothing
+            if not is_tensor(input):
+                raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}") from None
+            raise
 
     def _product(
         self, x: Tensor, residual: Tensor | None, gate: Tensor | None, activation: str, column_major: bool
@@ -701,20 +695,55 @@ def representation(layer: Any) -> str:
     )
 
 
-def _layer_of(cls: type[_Layer], stored: Stored) -> _Layer:
+def _layer_of(
+    cls: type[_Layer], stored: Stored, weight: Tensor | None = None, bias: Tensor | None = None
+) -> _Layer:
+    """Return a layer of these parts, with ``requires_grad`` as these parameters have it."""
     layer = cls.from_spec(stored.spec, bias="bias" in stored.tensors, device="meta")
     become(layer, stored)
+    if weight is not None and storage_of(stored.spec.storage).trainable:
+        layer.weight.requires_grad_(weight.requires_grad)
+    if bias is not None and layer.bias is not None:
+        layer.bias.requires_grad_(bias.requires_grad)
     return layer
 
 
 def layer_like(layer: _Layer, stored: Stored) -> _Layer:
-    """Return a layer of these tensors that is trained, or not, as another one."""
-    made = _layer_of(type(layer), stored).train(layer.training)
-    if storage_of(layer.storage).trainable:
-        made.weight.requires_grad_(layer.weight.requires_grad)
-    if made.bias is not None and layer.bias is not None:
-        made.bias.requires_grad_(layer.bias.requires_grad)
-    return made
+    """Return a layer of these parts that is trained, or not, as another one."""
+    return _layer_of(type(layer), stored, layer.weight, layer.bias).train(layer.training)
+
+
+@torch.no_grad()
+def layer_of_dense(
+    cls: type[_Layer],
+    spec: LayerSpec,
+    pattern: BlockPattern,
+    dense: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scores: Tensor | None = None,
+) -> _Layer:
+    """Return a layer of copies of some blocks of a dense weight, and of its bias.
+
+    Args:
+        cls: of the layer.
+        spec: stored plain.
+        pattern: the blocks.
+        dense: W [out_features, in_features].
+        weight: the parameter that W is a view or copy of, whose ``requires_grad`` counts.
+        bias: its bias of as many numbers as W has rows, or None.
+        scores: by which 2:4 chooses [out_features, in_features]; None is the magnitude.
+    """
+    on_device = pattern.to(dense.device)
+    tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
+    if spec.nm is not None:
+        by_block = None if scores is None else BlockSparseMatrix.from_dense(scores, on_device).values
+        tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
+    if bias is not None:
+        tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)
+    layer = _layer_of(cls, Stored(spec, pattern, tensors), weight, bias)
+    layer._origin = PatternOrigin(Source.MISSING if dense.is_meta else Source.OWN, layer_index(layer))
+    return layer
 
 
 def _fitting(name: str, tensor: Tensor, form: Form) -> Tensor:

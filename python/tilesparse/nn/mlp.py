@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from .._checks import shown
 from .._ops.autograd import autocast
 from .._ops.epilogue import constant
 from .._ops.linear import combined
@@ -88,6 +89,8 @@ class BlockSparseMLP(nn.Module):
         self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
         parts = up, down, gate, gate_up, activation, dropout, hidden_dropout
         for role, part in zip(_ROLES, parts, strict=True):
+            if "dropout" in role and not (part is None or isinstance(part, nn.Dropout)):
+                raise InvalidArgumentError(f"{role} must be a torch.nn.Dropout or None, got {shown(part)}")
             if isinstance(part, nn.Module):
                 self.add_module(self._names[role], part)
 
@@ -223,7 +226,7 @@ def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
         needed = name == "up" and gate_up is None
         if not isinstance(layer, BlockSparseLinear) and (needed or layer is not None):
-            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {type(layer).__name__}")
+            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {shown(layer)}")
     if gate_up is not None and (up is not None or gate is not None):
         raise InvalidArgumentError("gate_up must be the only one of gate_up, up and gate")
     hidden = up.out_features if gate_up is None else gate_up.out_features // 2

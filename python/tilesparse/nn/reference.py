@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._checks import check_activations
-from ..errors import InvalidArgumentError
+from .._checks import check_activations, is_tensor, shown
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize
 from ..storage.formats import storage_of
 from .linear import BlockSparseLinear, representation
@@ -65,7 +65,9 @@ class ReferenceBlockSparseLinear(nn.Module):
         Returns:
             y [..., out_features].
         """
-        check_activations("x", input, self.in_features)
+        if not is_tensor(input):
+            raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}")
+        check_activations("input", input, self.in_features)
         x = input
         if self.activations is not None:
             x = _rounded(x, storage_of(self.activations).dtype, self._grouped)

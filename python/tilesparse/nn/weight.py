@@ -239,9 +239,8 @@ class StoredWeight(nn.Module):
     def _validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self._origin.source is Source.MISSING
-        trains = self.training and torch.is_grad_enabled()
-        if self._origin.copied or (not self.col_indices.is_meta if missing else trains and has_peers()):
-            self._check_origin(trains)
+        if self._origin.copied or (not self.col_indices.is_meta if missing else has_peers()):
+            self._check_origin(self.training and torch.is_grad_enabled())
 
     @constant_when_compiled
     def _check_origin(self, trains: bool) -> None:
