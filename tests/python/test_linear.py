@@ -3,16 +3,14 @@ from __future__ import annotations
 import copy
 import io
 import math
-import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import DEVICES, Recorder, blocks_of_dense, seeded, spawn
+from helpers import DEVICES, Recorder, blocks_of_dense, seeded
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
@@ -409,35 +407,6 @@ def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, po
         got = gradients(compiled, x)
         torch.testing.assert_close(got, gradients(layer, x))
         layer.load_state_dict(make(density=0.25).state_dict())
-
-
-def train(model: nn.Module, loss: Callable[[], Any]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-
-def _train_in_two_processes(rank: int, file: str, results: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    layer = make(seed=rank)  # every process draws a pattern of its own
-    model = nn.parallel.DistributedDataParallel(layer)
-    train(model, lambda: model(randn(4, IN) * (rank + 1)).square().mean())
-    torch.save(layer.state_dict(), f"{results}{rank}")
-    # Without destroy_process_group, whose Gloo threads can wait for the interpreter lock it holds.
-    os._exit(0)
-
-
-def test_distributed_data_parallel_shares_pattern_and_gradients(tmp_path: Path) -> None:
-    arguments = (str(tmp_path / "rendezvous"), str(tmp_path / "state"))
-    spawn(_train_in_two_processes, arguments, 2)
-    layer = make(seed=0)
-    train(layer, lambda: sum(layer(randn(4, IN) * (rank + 1)).square().mean() for rank in range(2)) / 2)
-    for rank in range(2):
-        state = torch.load(f"{arguments[1]}{rank}", weights_only=True)
-        torch.testing.assert_close(state, dict(layer.state_dict()))
 
 
 ARGUMENTS: list[tuple[str, Any]] = [

@@ -18,7 +18,6 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
-from ..storage.formats import STORED_NAMES
 from .dense import best_blocks
 from .linear import BlockSparseLinear, layer_of_dense
 from .merged import concatenate
@@ -104,16 +103,14 @@ class BlockSparseExperts(nn.Module):
 
         Args:
             module: only read; parameters are copied, with their ``requires_grad``.
-            density: fraction of the blocks to keep.
-            block_shape: (bn, bk), or one number for both.
-            patterns: of the projections [experts · out, in], by name; in the place of density and block
-                shape.
-            parts: (r, c): every expert keeps as many blocks of each of r parts of its block rows and c of its
-                block columns; (1, 1) beside patterns.
-            nm: (2, 4) or None.
-            transposable: whether masks keep two of four weights in columns as well.
-            storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4".
-            scales: what has a scale in 8 and 4 bits, a "row" of a block or a "block".
+            density: as of `BlockSparseLinear.from_linear`, for each expert.
+            block_shape: as there.
+            patterns: of the projections [experts · out, in], by name, in place of density and block shape.
+            parts: as there, for each expert; (1, 1) beside patterns.
+            nm: as there.
+            transposable: as there.
+            storage: as there.
+            scales: as ``per`` of `BlockSparseLinear.to_storage`.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -193,13 +190,14 @@ class BlockSparseExperts(nn.Module):
         weights = torch.where(given, weights, 0)
         if shard is not None:
             x, chosen, weights, experts = shard.entered(x, chosen, weights)
-        routing = routing_of(chosen, experts)
-        x = gathered(x, routing, given)
-        y = self.down(self._between(x, routing.offsets), routing.offsets)
+        offsets, rows = routing_of(chosen, experts)
+        # Choices of no expert get zeros: an expert is finite there, and so is zero times it.
+        x = spread(x, given.to(x.dtype), rows)
+        y = self.down(self._between(x, offsets), offsets)
         norm = self._modules.get(NORM)
         if norm is not None:
             y = norm(y)
-        y = combined(y, weights, routing).to(hidden_states.dtype)
+        y = combine(y, weights.to(y.dtype), rows).to(hidden_states.dtype)
         return y if shard is None else shard.left(y)
 
     def _between(self, x: Tensor, offsets: Tensor) -> Tensor:
@@ -270,11 +268,10 @@ def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
         raise InvalidArgumentError(
             f"hidden_states must be [tokens, hidden], got shape {tuple(hidden_states.shape)}"
         )
-    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-        if tensor.dim() != 2 or tensor.shape[0] != hidden_states.shape[0]:
-            raise InvalidArgumentError(
-                f"{name} must be [{hidden_states.shape[0]}, k], got shape {tuple(tensor.shape)}"
-            )
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
+        raise InvalidArgumentError(
+            f"top_k_index must be [{hidden_states.shape[0]}, k], got shape {tuple(top_k_index.shape)}"
+        )
     if top_k_index.shape != top_k_weights.shape:
         raise InvalidArgumentError(
             f"top_k_weights must have the shape {tuple(top_k_index.shape)} of top_k_index, got "
@@ -394,11 +391,7 @@ class ExpertsLinear(BlockSparseLinear):
                 "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
                 "have neither"
             )
-        whole = {
-            "weight": self.weight,
-            "bias": self.bias,
-            **{name: self._buffers[name] for name in STORED_NAMES},
-        }
+        whole = {**self._stored(), "bias": self.bias}
         tensors: Any = whole if shard is None else shard.tensors(self)
         index = layer_index(self) if shard is None else shard.index(self)
         weight: Tensor = tensors["weight"]
@@ -527,40 +520,20 @@ def stacked_in(model: nn.Module) -> dict[str, list[str]]:
     return {name: parameters for name, parameters in found.items() if parameters}
 
 
-class Routing(NamedTuple):
-    """Where the rows of a grouped product come from, and where they go."""
-
-    offsets: Tensor  # int32 [experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1] - 1
-    rows: Tensor  # int64 [tokens, k]: the sorted row of each choice
-
-
-def routing_of(top_k_index: Tensor, experts: int) -> Routing:
+def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Sort the choices of tokens by expert.
 
     Args:
         top_k_index: [tokens, k] integers from 0 to experts - 1.
         experts: how many there are.
+
+    Returns:
+        Offsets, int32 [experts + 1]: the sorted rows of expert e are offsets[e] to offsets[e + 1] - 1; and
+        the row of each choice, int64 [tokens, k].
     """
     chosen = top_k_index.reshape(-1).to(torch.int16)  # a quarter of the passes that sorting int64 takes
     chosen, order = chosen.sort(stable=True)
     numbers = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(chosen, numbers, out_int32=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return Routing(offsets, rows.view(top_k_index.shape))
-
-
-def gathered(x: Tensor, routing: Routing, given: Tensor) -> Tensor:
-    """Return the rows [tokens * k, features] of x [tokens, features], sorted by expert.
-
-    Choices that are not ``given`` [tokens, k] get zeros: an expert is finite there, and so is zero times it.
-    The gradient of a token is the sum of those of its rows, in a fixed order.
-    """
-    return spread(x, given.to(x.dtype), routing.rows)
-
-
-def combined(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-    """Return the sum [tokens, features] over each token's rows of y, times its weights [tokens, k].
-
-    Sums are taken in float32 at least and rounded once, to the dtype of y.
-    """
-    return combine(y, weights.to(y.dtype), routing.rows)
+    return offsets, rows.view(top_k_index.shape)

@@ -77,9 +77,8 @@ class BlockSparseLinear(StoredWeight):
     pattern, even of other size or block shape, can be loaded: `weight` then changes its shape, and the next
     step of an optimizer that keeps states of another number of blocks raises `PatternChangedError`.
 
-    Where processes train one model together, all must have one pattern. DistributedDataParallel sees to it
-    with its default arguments, otherwise `tilesparse.distributed.synchronize_patterns` does: the first
-    training step of a layer that has drawn or changed its pattern by itself raises where neither has.
+    In distributed training all processes must have one pattern, by DistributedDataParallel with its default
+    arguments or `tilesparse.distributed.synchronize_patterns`: the first step raises otherwise.
 
     With ``nm=(2, 4)`` only two of each four neighbours in a row of a block are multiplied, those of largest
     magnitude at first. In the storage "plain", the one that can be trained, the weight keeps all of them and
@@ -502,13 +501,11 @@ class BlockSparseLinear(StoredWeight):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw weight and bias anew, uniformly from ±1/√fan_in, and the pattern if there is none yet.
 
-        This is the initialisation of `torch.nn.Linear` (Kaiming uniform with a = √5; He et al.,
-        "Delving Deep into Rectifiers", 2015) with the fan-in that is left: each output counts the
-        inputs of the blocks in its own block row, so that every output starts with the variance it
-        would have in a dense layer. Outputs without any block get bias 0.
+        This is the initialisation of `torch.nn.Linear` (He et al., "Delving Deep into Rectifiers", 2015) with
+        the fan-in that is left: each output counts the inputs of the blocks in its own block row, so that it
+        starts with the variance it would have in a dense layer. Outputs without any block get bias 0.
 
-        Of a layer that several processes have parts of all call it, and agree on what is drawn: pattern, and
-        values as one process would draw them, of which each keeps its own.
+        All processes that have a part of a sharded layer call it: they draw as one process would.
 
         Args:
             generator: drawn from on its own device, so equal on all devices; None is PyTorch's default
@@ -653,17 +650,15 @@ class BlockSparseLinear(StoredWeight):
     def prepack(self, enabled: bool = True) -> BlockSparseLinear:
         """Keep a copy of the weight in the form in which kernels multiply it, for inference.
 
-        On CUDA devices kernels for blocks of 16 and 32 copy the weight so in every call, or read it block by
-        block where tokens are few, which takes less; the others have no use for it. The copy takes as much
-        memory as the weight, one for each stream. On the CPU it is the plain weight, in the dtype of the
-        activations, of one that is 2:4 or stored in fewer bytes, which otherwise is made in every call (see
-        docs/storages.md); a plain one needs none. Calls that record a gradient of the weight do not use it.
+        On CUDA devices kernels for blocks of 16 and 32 otherwise pack the weight in every call, or read it
+        block by block where tokens are few; the others have no use for a copy. It takes as much memory as the
+        weight, for each stream. On the CPU it is the plain weight of one that is 2:4 or stored in fewer
+        bytes, in the dtype of x. Calls that record a gradient of the weight do not use it.
 
         The copy is made in the next call, and anew after every change of weight, mask or pattern that PyTorch
-        counts, which those through ``weight.data`` are not: call this again then. Of a weight that was made
-        in inference mode it counts none, so the copy is made in every call; nothing is gained then, nor in
-        calls that a CUDA graph captures. The copy is not part of ``state_dict()``, and a moved or copied
-        layer does not have it.
+        counts: call this again after changes through ``weight.data``. Nothing is gained with weights made in
+        inference mode, whose changes PyTorch does not count, nor in calls that a CUDA graph captures. The
+        copy is not part of ``state_dict()``, and a moved or copied layer does not have it.
 
         Args:
             enabled: False drops the copy.

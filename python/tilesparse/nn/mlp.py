@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ class BlockSparseMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes the function above.
+        """Compute the function above.
 
         Args:
             x: [..., in_features].
@@ -164,7 +164,7 @@ class BlockSparseMLP(nn.Module):
         return combined(y, "none", residual, None)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """[..., hidden_features]: what ``down`` multiplies."""
+        """Return what ``down`` multiplies [..., hidden_features]."""
         up, gate, gate_up = (self._part(role) for role in ("up", "gate", "gate_up"))
         options = {"column_major_output": True} if self._is_column_major(x) else {}
         activation = self._part("activation")
@@ -218,7 +218,7 @@ class BlockSparseMLP(nn.Module):
         return is_measured and down.weight.itemsize == 2 and x.numel() > _FEW_TOKENS * x.shape[-1]
 
     def extra_repr(self) -> str:
-        """The activation where it is no module, for ``print(mlp)``."""
+        """Return the activation where it is no module, for ``print(mlp)``."""
         return "" if self._part("activation") is not None else f"activation={self.activation_name!r}"
 
 
@@ -267,29 +267,26 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def name_of_activation(activation: Any) -> str | None:
-    """The name of the activation that kernels have, if it is one."""
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise InvalidArgumentError(
-                f"activation must be one of {list(ACTIVATIONS)} or a module, got {activation!r}"
-            )
+    """Return the name of the activation that kernels have, if it is one."""
+    if isinstance(activation, str) and activation in ACTIVATIONS:
         return activation
     if not isinstance(activation, nn.Module):
         raise InvalidArgumentError(
-            f"activation must be one of {list(ACTIVATIONS)} or a module, got {type(activation).__name__}"
+            f"activation must be one of {list(ACTIVATIONS)} or a module, got {shown(activation)}"
         )
-    kind = type(activation)
-    if kind in (nn.ReLU, nn.SiLU, nn.Identity):
-        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(kind, "none")
-    if kind is nn.GELU:
-        return "gelu" if activation.approximate == "none" else None
-    of_transformers = kind.__module__ == "transformers.activations"
-    if of_transformers and kind.__name__ == "GELUActivation":
-        return "gelu" if getattr(activation, "act", None) is nn.functional.gelu else None
-    return "silu" if of_transformers and kind.__name__ == "SiLUActivation" else None
+    kind, name = type(activation), _NAMES.get(type(activation))
+    if kind.__module__ == "transformers.activations":
+        name = {"GELUActivation": "gelu", "SiLUActivation": "silu"}.get(kind.__name__)
+        if name == "gelu" and getattr(activation, "act", None) is not nn.functional.gelu:
+            name = None
+    return None if kind is nn.GELU and activation.approximate != "none" else name
+
+
+_NAMES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Identity: "none", nn.GELU: "gelu"}
 
 
 Form: TypeAlias = dict[str, str]  # names of layers and other parts, by their roles
+_PartCall: TypeAlias = tuple[Tensor, Tensor]  # x and y of a part of a module
 
 _SEQUENCES = (
     ("up", "activation", "down"),
@@ -341,13 +338,6 @@ def reason_not_fused(module: nn.Module) -> str | None:
     return None
 
 
-class _PartCall(NamedTuple):
-    """A call of a part of a module."""
-
-    x: Tensor
-    y: Tensor
-
-
 @torch.no_grad()
 def form_in_call(module: nn.Module, x: Tensor) -> Form:
     """Call a module, and return the roles of its parts by what each is called with.
@@ -362,7 +352,7 @@ def form_in_call(module: nn.Module, x: Tensor) -> Form:
             def note(_: nn.Module, args: Any, kwargs: Any, y: Any, name: str = name) -> None:
                 if name in calls or len(args) != 1 or kwargs or not isinstance(y, Tensor):
                     raise UnsupportedError(f"it calls {name} more than once, or with more than one tensor")
-                calls[name] = _PartCall(args[0], y)
+                calls[name] = args[0], y
 
             hook = part.register_forward_hook(note, with_kwargs=True)
             stack.callback(hook.remove)
@@ -376,25 +366,26 @@ def form_in_call(module: nn.Module, x: Tensor) -> Form:
 
 
 def _form(parts: Mapping[str, nn.Module], calls: Mapping[str, _PartCall], x: Tensor) -> Form:
+    xs, ys = ({name: call[side] for name, call in calls.items()} for side in (0, 1))
     layers = [name for name in calls if isinstance(parts[name], BlockSparseLinear)]
     dropouts = [name for name in calls if isinstance(parts[name], nn.Dropout)]
     (activation,) = calls.keys() - {*layers, *dropouts}
-    first = [name for name in layers if _is_same(calls[name].x, x)]
+    first = [name for name in layers if _is_same(xs[name], x)]
     rest = [name for name in layers if name not in first]
-    gates = [name for name in first if _is_same(calls[activation].x, calls[name].y)]
+    gates = [name for name in first if _is_same(xs[activation], ys[name])]
     form: Form = {"activation": activation}
     if len(first) == 2 and len(gates) == 1:
         form |= {"gate": gates[0], "up": next(name for name in first if name not in gates)}
     elif len(first) == 1 and gates:
         form["up"] = first[0]
-    elif len(first) == 1 and 2 * calls[activation].x.numel() == calls[first[0]].y.numel():
+    elif len(first) == 1 and 2 * xs[activation].numel() == ys[first[0]].numel():
         form["gate_up"] = first[0]
     if len(form) == 1 or len(rest) > 1:
         raise UnsupportedError("its layers take other inputs than those of an MLP")
     if rest:
         form["down"] = rest[0]
     for name in dropouts:
-        hidden = bool(rest) and _is_same(calls[name].y, calls[rest[0]].x)  # dropout gives what it takes here
+        hidden = bool(rest) and _is_same(ys[name], xs[rest[0]])  # dropout gives what it takes here
         form["hidden_dropout" if hidden else "dropout"] = name
     return form
 
