@@ -140,8 +140,7 @@ def test_every_way_to_compute(device: str, way: str) -> None:
     WAYS[way](layer)
     plain = copy.deepcopy(layer)
     assert not hasattr(plain.weight, "main_grad")
-    before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
+    before, (x, dy) = with_main_grad(layer), batch(layer, 1)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for module, given in zip((layer, plain), inputs, strict=True):
         module(given, residual=dy).backward(dy)
@@ -204,22 +203,6 @@ def test_biases_in_every_way_to_compute(way: str, device: str) -> None:
     assert_added(layer, before, [(x, dy)])
 
 
-def test_the_protocol_holds_for_biases() -> None:
-    layer = make()
-    before = with_main_grad(layer)
-    bias: Any = layer.bias
-    ones = torch.ones(384)
-    bias.main_grad, bias.grad_added_to_main_grad, bias.zero_out_wgrad = ones.clone(), False, True
-    x, dy = batch(layer, 1)
-    layer(x).backward(dy)
-    assert bias.grad_added_to_main_grad and bias.grad is not None and not bias.grad.any()
-    assert_summed(bias.main_grad, ones, [(x, dy)])
-    bias.overwrite_main_grad = True
-    layer(x).backward(dy)
-    assert_summed(bias.main_grad, torch.zeros(384), [(x, dy)])
-    assert_added(layer, before, [(x, dy)] * 2)
-
-
 def test_only_the_gradients_that_are_wanted_are_added() -> None:
     layer = make()
     before, ones = with_main_grad(layer), torch.ones(384)
@@ -278,39 +261,33 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 @pytest.mark.parametrize("zero_out", [False, True])
 def test_protocol_of_megatron(zero_out: bool) -> None:
     layer = make()
-    before = with_main_grad(layer)
+    before, ones, ran = with_main_grad(layer), torch.ones(384), list[Tensor]()
     weight: Any = layer.weight
-    weight.grad_added_to_main_grad = False
-    weight.zero_out_wgrad = zero_out
-    ran = []
-    weight.register_post_accumulate_grad_hook(ran.append)
+    bias: Any = layer.bias
+    bias.main_grad = ones.clone()
+    for held in (weight, bias):
+        held.grad_added_to_main_grad, held.zero_out_wgrad = False, zero_out
+        held.register_post_accumulate_grad_hook(ran.append)
     x, dy = batch(layer, 1)
     layer(x).backward(dy)
-    assert weight.grad_added_to_main_grad and len(ran) == 1
-    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
-    assert not zero_out or not weight.grad.any()
+    assert len(ran) == 2
+    for held in (weight, bias):
+        assert held.grad_added_to_main_grad
+        assert held.grad.shape == held.shape and held.grad.dtype == held.dtype
+        assert not zero_out or not held.grad.any()
     assert_added(layer, before, [(x, dy)])
-    weight.overwrite_main_grad = True
-    layer(x).backward(dy)
-    assert_added(layer, torch.zeros_like(before), [(x, dy)])
-
-
-def test_without_gradients_nothing_is_added() -> None:
-    layer = make()
-    before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
-    with torch.no_grad():
-        layer(x)
-    layer.weight.requires_grad_(False)
-    layer(x.requires_grad_()).backward(dy)
-    assert torch.equal(layer.weight.main_grad, before) and x.grad is not None
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+    for held, once in ((bias, 2), (weight, 1)):
+        held.overwrite_main_grad = True
+        layer(x).backward(dy)
+        assert_summed(bias.main_grad, torch.zeros(384), [(x, dy)])
+        assert_added(layer, before if once == 2 else torch.zeros_like(before), [(x, dy)] * once)
 
 
 def test_gradients_that_are_asked_for_are_not_added() -> None:
     layer, plain = make(), make()
     before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
-    results = []
+    (x, dy), results = batch(layer, 1), []
     for module in (layer, plain):
         leaves = x.detach().requires_grad_(), module.weight
         y = module(leaves[0])
@@ -318,7 +295,11 @@ def test_gradients_that_are_asked_for_are_not_added() -> None:
         results.append((of_x, *torch.autograd.grad(y, leaves, dy, retain_graph=True)))
         y.backward(dy, inputs=leaves[:1])
     assert all(map(torch.equal, *results))
-    assert torch.equal(layer.weight.main_grad, before)
+    with torch.no_grad():
+        layer(x)
+    layer.weight.requires_grad_(False)
+    layer(x.requires_grad_()).backward(dy)
+    assert torch.equal(cast(Any, layer.weight).main_grad, before) and x.grad is not None
 
 
 def test_results_may_be_changed_in_place_and_recomputed() -> None:
@@ -365,32 +346,26 @@ def test_graphs() -> None:
 
 
 def test_schedules_refuse_what_they_do_not_see() -> None:
-    layer = make()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, masked = make(), make(nm=(2, 4))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, masked)]
     schedules: list[Any] = [
-        PatternSchedule(layer, optimizer, drop="movement", every=1),
-        GroupLasso(layer, optimizer, strength=0.1),
+        PatternSchedule(layer, optimizers[0], drop="movement", every=1),
+        GroupLasso(layer, optimizers[0], strength=0.1),
+        MaskSchedule(masked, optimizers[1], every=2, decay=0.1),
     ]
     x, dy = batch(layer, 1)
-    before = with_main_grad(layer)
-    layer(x).backward(dy)
-    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-        optimizer.step()
+    for one, optimizer in zip((layer, masked), optimizers, strict=True):
+        with_main_grad(one)
+        one(x).backward(dy)
+        with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
+            optimizer.step()
     del schedules
+    shape = layer.weight.shape
     with torch.no_grad():
         layer.weight[:3] = 0
     with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
-        compact(layer, optimizer)
-    assert layer.weight.shape == before.shape
-    masked = make()
-    masked.set_nm((2, 4))
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    schedule = MaskSchedule(masked, optimizer, every=2, decay=0.1)
-    with_main_grad(masked)
-    masked(x).backward(dy)
-    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-        optimizer.step()
-    del schedule
+        compact(layer, optimizers[0])
+    assert layer.weight.shape == shape
 
 
 @pytest.mark.parametrize("option", ["gate", "activation", "residual"])
@@ -399,11 +374,11 @@ def test_what_follows_the_product_has_its_gradient_too(option: str) -> None:
     layer = make(dtype=torch.float32)
     x, dy = batch(layer, 5)
     other = torch.randn(len(x), layer.out_features, generator=seeded(6))
-    options: dict[str, Any] = {"gate": other, "activation": "silu"} if option == "gate" else {}
-    options = {"activation": "gelu"} if option == "activation" else options or {"residual": other}
+    options: dict[str, Any] = {option: "gelu" if option == "activation" else other}
+    options |= {"activation": "silu"} if option == "gate" else {}
     layer(x, **options).backward(dy)
-    assert layer.weight.grad is not None
     expected, layer.weight.grad = layer.weight.grad, None
+    assert expected is not None
     before = with_main_grad(layer)
     layer(x, **options).backward(dy)
     weight: Any = layer.weight
