@@ -219,12 +219,12 @@ def test_bad_arguments() -> None:
         ("up", nn.Linear(64, 96), down),
         ("up", None, down),
         ("down", up, nn.Linear(96, 64)),
-        ("down must have 96 in_features", up, up),
-        (r"gate must have the shape \(96, 64\)", up, down, down),
+        ("down must have 96", up, up),
+        ("gate must have the shape", up, down, down),
         ("gate_up", None, down, {"gate_up": nn.Linear(64, 192)}),
-        ("gate_up must be the only one", up, down, {"gate_up": both}),
-        ("gate_up must be the only one", None, down, up, {"gate_up": both}),
-        ("down must have 48 in_features, half", None, down, {"gate_up": up}),
+        ("gate_up", up, down, {"gate_up": both}),
+        ("gate_up", None, down, up, {"gate_up": both}),
+        ("down must have 48", None, down, {"gate_up": up}),
         ("activation", up, down, {"activation": "swish"}),
         ("activation", up, down, {"activation": torch.relu}),
         ("dropout", up, down, {"dropout": 0.1}),
@@ -233,7 +233,7 @@ def test_bad_arguments() -> None:
         ("names must differ", up, down, {"names": {"up": "down"}}),
     ):
         options: Any = arguments.pop() if isinstance(arguments[-1], dict) else {}
-        with pytest.raises(InvalidArgumentError, match=f"^{match} "):
+        with pytest.raises(InvalidArgumentError, match=f"^{match}\\b"):
             BlockSparseMLP(*arguments, **options)  # type: ignore[arg-type]
 
 

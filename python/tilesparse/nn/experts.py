@@ -521,15 +521,10 @@ def stacked_in(model: nn.Module) -> dict[str, list[str]]:
 
 
 def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices of tokens by expert.
+    """Sort the choices of tokens [tokens, k], from 0 to experts - 1, by expert.
 
-    Args:
-        top_k_index: [tokens, k] integers from 0 to experts - 1.
-        experts: how many there are.
-
-    Returns:
-        Offsets, int32 [experts + 1]: the sorted rows of expert e are offsets[e] to offsets[e + 1] - 1; and
-        the row of each choice, int64 [tokens, k].
+    Returns offsets, int32 [experts + 1]: the sorted rows of expert e are offsets[e] to offsets[e + 1] - 1;
+    and the row of each choice, int64 [tokens, k].
     """
     chosen = top_k_index.reshape(-1).to(torch.int16)  # a quarter of the passes that sorting int64 takes
     chosen, order = chosen.sort(stable=True)

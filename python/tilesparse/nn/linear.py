@@ -182,11 +182,6 @@ class BlockSparseLinear(StoredWeight):
         """Return a layer of this spec without a pattern and with uninitialized parameters.
 
         Its pattern and values come from `load_state_dict`, or from `reset_parameters`; forward raises before.
-
-        Args:
-            spec: shape, number of blocks, storage and dtype of the layer.
-            bias: whether the layer has a bias [out_features].
-            device: of the parameters and buffers; None is PyTorch's default device.
         """
         if (spec.experts is not None) != cls._of_experts:
             raise InvalidArgumentError(f"spec.experts must fit {cls.__name__}, got {spec.experts}")
@@ -215,10 +210,8 @@ class BlockSparseLinear(StoredWeight):
     ) -> _Layer:
         """Return a layer of stored tensors, such as those of a checkpoint that describes it by the spec.
 
-        Args:
-            spec: of the layer.
-            tensors: by the names of `state_dict`, with or without a bias; those of the pattern are copied.
-            dtype: of weight and bias, but for values in 8 bits; None is the spec's.
+        Tensors have the names of `state_dict`; a bias may be missing, and those of the pattern are copied.
+        Weight and bias get another ``dtype`` if there is one, but for values in 8 bits.
 
         Raises:
             InvalidArgumentError: a tensor is missing, foreign, or not as the spec says; there is no pattern.
@@ -353,12 +346,9 @@ class BlockSparseLinear(StoredWeight):
     def cut(self: _Layer, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> _Layer:
         """Return a layer of copies of some rows and columns of W, for tensor parallelism in other libraries.
 
-        Blocks that a cut goes through are divided with all others, see `BlockPattern.refined`. A bias stays
-        with the first column, so that parts along columns add up to the layer's result.
-
-        Args:
-            rows: (begin, end) of output features; None is all, as for columns.
-            columns: (begin, end) of input features.
+        Rows (output features) and columns (input features) are (begin, end); None is all. Blocks that a cut
+        goes through are divided with all others, see `BlockPattern.refined`. A bias stays with the first
+        column, so that parts along columns add up to the layer's result.
 
         Raises:
             InvalidArgumentError: a span is outside, or its ends are no multiples of 16, in 2:4 of 32.
@@ -416,8 +406,7 @@ class BlockSparseLinear(StoredWeight):
     def update_mask_(self: _Layer, scores: Tensor | None = None) -> _Layer:
         """Choose anew which two of four weights are multiplied. Nothing waits for a GPU.
 
-        Args:
-            scores: [nnz, bn, bk], higher is better; None is the magnitude of the weight.
+        Higher scores [nnz, bn, bk] are better; None is the magnitude of the weight.
 
         Raises:
             UnsupportedError: the layer is not 2:4, its storage is not "plain", or the weight is sharded.
@@ -567,7 +556,7 @@ class BlockSparseLinear(StoredWeight):
         activation: str = "none",
         column_major_output: bool = False,
     ) -> Tensor:
-        """Compute y = x Wᵀ + bias from the kept blocks; all else is as in `functional.linear`.
+        """Return y [..., out_features] = x Wᵀ + bias; all else is as in `functional.linear`.
 
         Args:
             input: x [..., in_features].
@@ -576,8 +565,6 @@ class BlockSparseLinear(StoredWeight):
             activation: of the result, or of the gate where there is one.
             column_major_output: the layout of the result; that of tensor parallelism is row-major always.
 
-        Returns:
-            y [..., out_features].
         """
         if self._merged is not None and activation == "none" and not column_major_output:
             product, number = self._merged
@@ -660,11 +647,7 @@ class BlockSparseLinear(StoredWeight):
         inference mode, whose changes PyTorch does not count, nor in calls that a CUDA graph captures. The
         copy is not part of ``state_dict()``, and a moved or copied layer does not have it.
 
-        Args:
-            enabled: False drops the copy.
-
-        Returns:
-            The layer.
+        ``enabled=False`` drops it.
         """
         if not self.col_indices.is_meta:
             self._validate_pattern()
@@ -718,16 +701,10 @@ def layer_of_dense(
     bias: Tensor | None,
     scores: Tensor | None = None,
 ) -> _Layer:
-    """Return a layer of copies of some blocks of a dense weight, and of its bias.
+    """Return a layer of copies of a dense weight's blocks and of its bias, by a spec that is stored plain.
 
-    Args:
-        cls: of the layer.
-        spec: stored plain.
-        pattern: the blocks.
-        dense: W [out_features, in_features].
-        weight: the parameter that W is a view or copy of, whose ``requires_grad`` counts.
-        bias: its bias of as many numbers as W has rows, or None.
-        scores: by which 2:4 chooses [out_features, in_features]; None is the magnitude.
+    ``weight`` is the parameter whose W [out_features, in_features] is ``dense``; 2:4 chooses by ``scores`` of
+    that shape, by default by magnitudes.
     """
     on_device = pattern.to(dense.device)
     tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}

@@ -142,12 +142,8 @@ class BlockSparseMLP(nn.Module):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the function above.
 
-        Args:
-            x: [..., in_features].
-            residual: [..., out_features], added to the result, or None.
-
-        Returns:
-            y [..., out_features], without ``down`` [..., hidden_features].
+        It takes x [..., in_features] and gives y [..., out_features], without ``down``
+        [..., hidden_features]; a residual of its shape is added.
         """
         hidden = self._hidden(x)
         down, dropout = self._part("down"), self._part("dropout")
@@ -398,13 +394,9 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 def check_same(
     module: nn.Module, x: Tensor, make: Callable[[nn.Module], nn.Module], down: str | None
 ) -> None:
-    """Compare a module with what takes its place, on x: in float32, in evaluation and in training.
+    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training.
 
-    Args:
-        module: the MLP.
-        x: its input.
-        make: makes the other one of an MLP.
-        down: name of the layer whose input is compared, too; or None.
+    The input of the layer called ``down`` is compared, too.
 
     Raises:
         UnsupportedError: they differ, or give nothing that shows it.

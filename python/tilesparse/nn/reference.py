@@ -56,15 +56,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         note_owner(self)
 
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Compute y = x Wᵀ + bias with the dense W.
-
-        Args:
-            input: x [..., in_features].
-            residual: [..., out_features], added to the result, or None.
-
-        Returns:
-            y [..., out_features].
-        """
+        """Return y [..., out_features] = x Wᵀ + bias by the dense W; a residual of its shape is added."""
         if not is_tensor(input):
             raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}")
         check_activations("input", input, self.in_features)

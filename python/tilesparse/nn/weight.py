@@ -486,14 +486,10 @@ def make_room(
 ) -> None:
     """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs.
 
-    Other threads may be calling the layer: tensors are filled before they are put in their places. The weight
-    comes first and the pattern last, so that a call which meets tensors of both finds that they do not fit.
-
-    Args:
-        layer: keeps its storage.
-        pattern: has another number of blocks, or other ones, perhaps.
-        contents: what tensors of another size are filled with, by name; others are zeros.
-        scales: as of `LayerSpec`; None keeps them.
+    Tensors of another size are filled with ``contents``, by name, or zeros; ``scales`` is as of `LayerSpec`,
+    None keeps them. Other threads may be calling the layer: tensors are filled before they are put in their
+    places. The weight comes first and the pattern last, so that a call which meets tensors of both finds that
+    they do not fit.
     """
     before = layer.spec
     spec = replace(before, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=scales or before.scales)
