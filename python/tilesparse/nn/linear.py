@@ -318,7 +318,7 @@ class BlockSparseLinear(StoredWeight):
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense = BlockSparseMatrix(dense_blocks(self), self.pattern).to_dense()
+        dense = BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense()
         linear.weight = nn.Parameter(dense, self.weight.requires_grad)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)

@@ -339,9 +339,9 @@ def layer_index(layer: StoredWeight) -> Index:
 
 
 @torch.no_grad()
-def dense_blocks(layer: StoredWeight) -> Tensor:
+def dense_blocks(layer: StoredWeight, method: str = "reading the weight") -> Tensor:
     """Return a copy of the dense blocks [nnz, bn, bk], zero where a mask says so, without gradient."""
-    check_whole(layer, "dense_blocks")
+    check_whole(layer, method)
     pattern = None if layer.activations is None else layer.pattern
     return storage_of(layer.storage).dense_blocks(layer._stored(), layer.spec, pattern)
 
