@@ -365,6 +365,8 @@ def test_adapters_of_peft() -> None:
             torch.manual_seed(0)
             results.append(peft.get_peft_model(base, config).eval()(x).logits)
         close(*results)
+        patcher.undo(model)
+        close(model(x).logits, results[0])
 
 
 def test_what_is_left_alone_is_reported() -> None:
@@ -392,18 +394,11 @@ def test_what_is_left_alone_is_reported() -> None:
     with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
         BlockSparseMLP.from_module(model.model.layers[0].mlp)
     model, patcher = patched("vit")
-    for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
-        spoil(block.mlp)
+    first, second = (block.mlp for block in model.vit.layers)
+    first.forward = first.forward
+    second.register_state_dict_post_hook(lambda *_: None)
     text = str(patcher.fuse_mlps_(model, given("vit")))
     assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
-
-
-def _replace_forward(module: nn.Module) -> None:
-    module.forward = module.forward
-
-
-def _add_state_hook(module: nn.Module) -> None:
-    module.register_state_dict_post_hook(lambda *_: None)
 
 
 def test_other_classes_are_known_by_their_calls() -> None:
