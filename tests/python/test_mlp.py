@@ -355,7 +355,7 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_adapters_of_peft() -> None:
     """They stand around the layers of a fused MLP as around others, and are still there when it is undone."""
-    model, patcher = patched("llama")
+    (model, _), patcher = patched("llama"), BlockSparseModelPatcher()
     other, x = copy.deepcopy(model), given("llama")
     patcher.fuse_mlps_(model, x)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
