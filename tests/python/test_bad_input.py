@@ -270,7 +270,12 @@ def endless(call: Call) -> Tensor:
         (lambda call: call.linear(activation="tanh"), r"activation.*relu.*'tanh'"),
         (lambda call: call.linear(policy="fast"), r"policy.*'dense'.*'fast'"),
         (endless, r"x.*tokens"),
-        (lambda call: torch.ops.tilesparse.expand(call.values[1:], *call.pattern.index_on(torch.device("cpu"))), "nnz"),
+        (
+            lambda call: torch.ops.tilesparse.expand(
+                call.values[1:], *call.pattern.index_on(torch.device("cpu"))
+            ),
+            "nnz",
+        ),
     ],
 )
 def test_options(use: Callable[[Call], Any], named: str) -> None:

@@ -708,7 +708,9 @@ def test_layers_whose_blocks_cannot_move_are_named() -> None:
             IN,
             OUT,
             block_shape=BLOCK,
-            pattern=BlockPattern(*tied[0].index()[:2], shape=(OUT, IN), block_shape=BLOCK),
+            pattern=BlockPattern(
+                tied[0].crow_indices, tied[0].col_indices, shape=(OUT, IN), block_shape=BLOCK
+            ),
         )
     )
     tied[3].weight = tied[0].weight

@@ -706,6 +706,8 @@ def layer_of_dense(
     ``weight`` is the parameter whose W [out_features, in_features] is ``dense``; 2:4 chooses by ``scores`` of
     that shape, by default by magnitudes.
     """
+    if pattern.shape != dense.shape:
+        raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
     on_device = pattern.to(dense.device)
     tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
     if spec.nm is not None:
