@@ -25,6 +25,7 @@ _STATE = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_storage", "_storage_error"),
     *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws", "_experts"),
 )
+_NOT_COPIED = ("_observe", "_merged", "_origin")
 _OF_MATRICES = (
     "torch.nn.utils.parametrizations.",  # spectral_norm, weight_norm, orthogonal
     "torch.nn.utils.spectral_norm.",
@@ -311,12 +312,12 @@ class StoredWeight(nn.Module):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_observe", "_merged")}
-        return {**own, "_origin": self._origin.source}  # the versions of copied tensors begin anew
+        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return {**own, "origin": self._origin.source}  # the versions of copied tensors begin anew
 
     def __setstate__(self, own: dict[str, Any]) -> None:
-        super().__setstate__(own)  # type: ignore[no-untyped-call]
-        self._origin = PatternOrigin(own["_origin"], layer_index(self), copied=True)
+        super().__setstate__({name: own[name] for name in own if name != "origin"})  # type: ignore[no-untyped-call]
+        self._origin = PatternOrigin(own["origin"], layer_index(self), copied=True)
         note_owner(self)
 
 
