@@ -24,6 +24,7 @@ from torch import Tensor
 from tilesparse import BlockSparseLinear
 from tilesparse._runtime.device import KNOWN
 from tilesparse._runtime.pattern_cache import prepared
+from tilesparse.nn.weight import layer_index
 
 LAYERS = ((4096, 4096, 64), (28672, 8192, 32), (28672, 8192, 64))  # output and input features, block size
 SECONDS = 0.25  # of calls in a row: several intervals between comparisons
@@ -98,7 +99,7 @@ def _measure(
 def _look(layer: BlockSparseLinear, looks: bool) -> None:
     """Have calls read the clock, or not."""
     layer(torch.zeros(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device))
-    index = layer.index()
+    index = layer_index(layer)
     entry = prepared(index)
     KNOWN.keep(index, entry, entry.snapshot(), entry.use if looks else None)
 

@@ -21,6 +21,7 @@ from ._files import few
 from .errors import InvalidArgumentError, UnsupportedError
 from .model.modules import NamePattern
 from .nn.linear import BlockSparseLinear
+from .nn.weight import dense_blocks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,7 +123,7 @@ def _block_norms(name: str, layer: BlockSparseLinear) -> Map:
     """Map the root mean square of each block's weights, relative to the largest."""
     if layer.weight.is_meta:
         raise InvalidArgumentError(f"source must have weights, but those of {name!r} are on the meta device")
-    pattern, values = layer.pattern, layer.plain_values()
+    pattern, values = layer.pattern, dense_blocks(layer)
     dtype = torch.promote_types(values.dtype, torch.float32)
     norms = torch.linalg.vector_norm(values, dim=(-2, -1), dtype=dtype)
     if not bool(norms.isfinite().all()):

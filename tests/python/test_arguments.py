@@ -118,11 +118,7 @@ NOT_CALLED = {
     "tuning.KernelInfo",
     "tuning.Measurement",
     "BlockPattern.from_index",
-    "BlockSparseLinear.allocate",
-    "BlockSparseLinear.assign",
     "BlockSparseLinear.register_parameter",  # of nn.Module
-    "BlockSparseLinear.take_over",
-    "BlockSparseLinear.update_spec",
     "tuning.Device.of",
     "tuning.Product.descriptor",
     "BlockSparseMatrix.to",

@@ -28,15 +28,9 @@ NOT_EDITABLE = (
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    if "PYTHONPATH" in environment:
-        code = NOT_EDITABLE + code
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = NOT_EDITABLE + code if "PYTHONPATH" in environment else code
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
 def shared_object(folder: Path, name: str, source: str) -> Path:
@@ -67,12 +61,11 @@ def test_the_python_files_state_the_version_of_the_header() -> None:
 
 def test_a_library_of_another_version_is_refused_at_import(tmp_path: Path) -> None:
     """As of a program that has loaded its own."""
-    declared = re.findall(r"TS_API [^;(]*?(ts_\w+)\(", HEADER.read_text())
-    rest = "".join(
-        f"int {name}(void) {{ return 8; }}\n"
-        for name in declared
-        if name not in ("ts_version", "ts_abi_version")
-    )
+    declared = {*re.findall(r"TS_API [^;(]*?(ts_\w+)\(", HEADER.read_text())} - {
+        "ts_version",
+        "ts_abi_version",
+    }
+    rest = "".join(f"int {name}(void) {{ return 8; }}\n" for name in declared)
     for version, abi in (("0.0.9", 1), ("99.0.0", 2)):
         identity = f'const char* ts_version(void) {{ return "{version}"; }}\n'
         identity += f"int ts_abi_version(void) {{ return {abi}; }}\n"
@@ -84,12 +77,25 @@ def test_a_library_of_another_version_is_refused_at_import(tmp_path: Path) -> No
         assert "install the package again, and see that neither LD_LIBRARY_PATH nor" in done.stderr
 
 
-def test_a_library_that_lacks_something_is_refused_at_import(tmp_path: Path) -> None:
-    other = shared_object(tmp_path, "libtilesparse.so", "int nothing;")
-    done = run("import tilesparse", LD_PRELOAD=str(other))
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("", ".*ts_"),  # another library comes before the package's own
+        ("_C*.so", "cannot import name '_C'"),
+        ("lib/libtilesparse.so", r"libtilesparse\.so.*No such file"),
+    ],
+)
+def test_a_native_module_that_cannot_be_loaded_is_explained(tmp_path: Path, lost: str, reason: str) -> None:
+    if lost:
+        (found,) = copy_of_the_package(tmp_path).glob(lost)
+        found.unlink()
+        done = run("import tilesparse", PYTHONPATH=str(tmp_path))
+    else:
+        other = shared_object(tmp_path, "libtilesparse.so", "int nothing;")
+        done = run("import tilesparse", LD_PRELOAD=str(other))
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search("^ImportError: tilesparse: the native module in .* cannot be loaded: .*ts_", last)
-    assert "If a symbol is, another libtilesparse comes before the package's own: see LD_LIBRARY_PATH" in last
+    assert re.search(rf"^ImportError: tilesparse: the native module in .* cannot be loaded: .*{reason}", last)
+    assert ("install the package again: pip install" if lost else "see LD_LIBRARY_PATH") in last
 
 
 def test_python_files_of_another_version_are_refused_at_import(tmp_path: Path) -> None:
@@ -100,19 +106,6 @@ def test_python_files_of_another_version_are_refused_at_import(tmp_path: Path) -
     text = f"ImportError: tilesparse: the Python files in {copy} are version 0.9.0, and the native module"
     assert f"{text} {copy}/_C" in done.stderr
     assert "install the package again: pip install" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("lost", "reason"),
-    [("_C*.so", "cannot import name '_C'"), ("lib/libtilesparse.so", r"libtilesparse\.so.*No such file")],
-)
-def test_a_native_module_that_cannot_be_loaded_is_explained(tmp_path: Path, lost: str, reason: str) -> None:
-    (found,) = copy_of_the_package(tmp_path).glob(lost)
-    found.unlink()
-    done = run("import tilesparse", PYTHONPATH=str(tmp_path))
-    last = done.stderr.strip().splitlines()[-1]
-    assert re.search(rf"^ImportError: tilesparse: the native module in .* cannot be loaded: .*{reason}", last)
-    assert "install the package again: pip install" in last
 
 
 def test_a_second_copy_of_the_package_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +49,11 @@ def patterns() -> list[BlockPattern]:
 
 
 def in_threads(functions: list[Callable[[], Any]]) -> None:
-    """Run all of them at once; the first error of each is raised here."""
-    start, errors = threading.Barrier(len(functions)), list[BaseException]()
-
-    def run(function: Callable[[], Any]) -> None:
-        start.wait()
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    """Run all of them at once; the first error is raised here."""
+    start = threading.Barrier(len(functions))
+    with ThreadPoolExecutor(len(functions)) as threads:
+        for done in [threads.submit(lambda run=run: (start.wait(), run())) for run in functions]:
+            done.result()
 
 
 def on_a_stream(device: str, function: Callable[[], Any]) -> None:
@@ -79,22 +70,18 @@ def on_a_stream(device: str, function: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_may_use_a_layer_first_at_the_same_time(device: str) -> None:
+    x = randn(64, 256, dtype=torch.float32, device=device)
     for seed in range(30):
-        layer: Any = BlockSparseLinear(
-            256, 256, density=0.3, block_shape=16, generator=seeded(seed), device=device
-        )
-        x = randn(64, 256, dtype=torch.float32, device=device)
-        results: list[tuple[Tensor, Tensor]] = []
+        options: Any = {"density": 0.3, "block_shape": 16, "generator": seeded(seed), "device": device}
+        layer, results = BlockSparseLinear(256, 256, **options), list[tuple[Tensor, Tensor]]()
 
-        def use(layer: Any = layer, x: Tensor = x, results: list[Any] = results) -> None:
+        def use(layer: Any = layer, results: Any = results) -> None:
             own = x.clone().requires_grad_()
             y = layer(own)
-            (gradient,) = torch.autograd.grad(y.sum(), own)
-            results.append((y, gradient))
+            results.append((y, *torch.autograd.grad(y.sum(), own)))
 
         in_threads([lambda use=use: on_a_stream(device, use)] * 4)
-        for y, gradient in results:
-            assert torch.equal(y, results[0][0]) and torch.equal(gradient, results[0][1])
+        assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
 def updates(layer: BlockSparseLinear) -> dict[str, Callable[[int], Any]]:
@@ -111,50 +98,39 @@ def updates(layer: BlockSparseLinear) -> dict[str, Callable[[int], Any]]:
     }
 
 
-WAYS = [
-    ("assign", 1),
-    ("assign", 2),
-    ("update_", 1),
-    ("update_", 2),
-    ("load_state_dict", 1),  # of two at once, some tensors are of the one and some of the other
-]
+# Of two states that are loaded at once, some tensors are of the one and some of the other.
+WAYS = [("assign", 1), ("assign", 2), ("update_", 1), ("update_", 2), ("load_state_dict", 1)]
 
 
 @pytest.mark.parametrize(("way", "writers"), WAYS)
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
 def test_a_call_sees_the_old_pattern_or_the_new_one(
     device: str, readers: int, way: str, writers: int
 ) -> None:
     layer: Any = BlockSparseLinear(SIZE, SIZE, pattern=patterns()[0], device=device)
     update = updates(layer)[way]
     x, results, left = randn(64, SIZE, dtype=torch.float32, device=device), list[Tensor](), [readers]
-    allowed = []
-    with torch.no_grad():
-        for i in range(2):
-            update(i)
-            allowed.append(layer(x))
+    allowed = [(update(i), layer(x))[1] for i in range(2)]
 
+    @torch.no_grad()
     def read() -> None:
-        with torch.no_grad():
+        try:
             for _ in range(200 // readers):
                 results.append(layer(x))
-        left[0] -= 1
+        finally:
+            left[0] -= 1
 
     def write() -> None:
-        i = 0
-        while left[0] > 0:
+        for i in count():
+            if left[0] <= 0:
+                return
             update(i % 2)
-            i += 1
 
-    try:
-        reading = [lambda: on_a_stream(device, read)] * readers
-        in_threads([*reading, *[lambda: on_a_stream(device, write)] * writers])
-    finally:
-        left[0] = 0
+    in_threads([lambda: on_a_stream(device, read)] * readers + [lambda: on_a_stream(device, write)] * writers)
     assert len(results) >= 200 // readers * readers
-    for y in results:
-        assert any(torch.equal(y, one) for one in allowed)
+    assert all(any(torch.equal(y, one) for one in allowed) for y in results)
 
 
 # ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
@@ -198,52 +174,50 @@ class Entry:
 
 
 class Time:
-    """A clock in the place of the real one, in seconds."""
+    """A clock in the place of the real one, in seconds; comparisons and what they compare."""
 
     now = 100.0
+
+    def __init__(self) -> None:
+        self.comparison = Comparison()
+        self.watch = pattern_cache.Watch(self.comparison)
 
     def __call__(self) -> float:
         return self.now
 
+    def entries(self, number: int, **options: Any) -> list[Entry]:
+        return [Entry(self.watch, **options) for _ in range(number)]
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    clock = Time()
-    monkeypatch.setattr(pattern_cache, "monotonic", clock)
     monkeypatch.setattr(pattern_cache, "INTERVAL", 0.1)
     monkeypatch.setattr(pattern_cache, "PAUSE", 0.001)
+    clock = Time()
+    monkeypatch.setattr(pattern_cache, "monotonic", clock)
     return clock
 
 
 def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
-    comparison = Comparison()
-    watch = pattern_cache.Watch(comparison)
-    entries = [Entry(watch) for _ in range(30)]
-    asked = 0
+    entries, asked = clock.entries(30), 0
     for number in range(10_000):  # a call in .1 ms, which asks for nothing before the clock says so
         clock.now += 1e-4
-        asked += clock.now >= watch.clock.due
+        asked += clock.now >= clock.watch.clock.due
         if number % 1000 == 20:
-            comparison.differing = []  # .1 ms to 2 ms after it was begun
-        watch.use(entries[number % 30])
+            clock.comparison.differing = []  # .1 ms to 2 ms after it was begun
+        clock.watch.use(entries[number % 30])
         assert entries[number % 30].use.last == clock.now
-    assert comparison.begun == 10
-    assert asked <= 10 * 4
+    assert clock.comparison.begun == 10 and asked <= 10 * 4
 
 
 @pytest.mark.parametrize("end", [0.01, 5.0])
 def test_another_is_begun_once_the_last_has_ended(clock: Time, end: float) -> None:
-    comparison = Comparison()
-    watch = pattern_cache.Watch(comparison)
-    entry = Entry(watch)
-    watch.use(entry)
-    clock.now += end
-    watch.use(entry)
-    assert comparison.begun == 1
-    comparison.differing = []
-    clock.now += 0.2
-    watch.use(entry)
-    assert comparison.begun == 2
+    (entry,) = clock.entries(1)
+    for later, differing, begun in ((0, None, 1), (end, None, 1), (0.2, [], 2)):
+        clock.now += later
+        clock.comparison.differing = differing
+        clock.watch.use(entry)
+        assert clock.comparison.begun == begun
 
 
 # Seconds after the comparison that found no difference: when the pattern was used last, and when its own
@@ -262,9 +236,8 @@ FINDINGS = {
 @pytest.mark.parametrize("name", FINDINGS)
 def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
     used, noted, uncounted, message = FINDINGS[name]
-    comparison = Comparison()
-    watch = pattern_cache.Watch(comparison)
-    other, entry = Entry(watch), Entry(watch, uncounted)
+    comparison, watch = clock.comparison, clock.watch
+    (other,), (entry,) = clock.entries(1), clock.entries(1, uncounted=uncounted)
     start = clock.now
     entry.use.last = start - 1
     watch.use(other)
@@ -277,40 +250,33 @@ def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
         entry.noted = start + noted
     comparison.differing = [3, 5]
     clock.now = start + 0.11
-    if message is None:
+    with nullcontext() if message is None else pytest.raises(PatternChangedError, match=message):
         watch.use(other)
-    else:
-        with pytest.raises(PatternChangedError, match=message):
-            watch.use(other)
     assert entry.followed == (name != "written to here while it was compared") and other.followed == 0
     watch.use(other)  # once
     assert comparison.begun == 2
 
 
 def test_a_finding_that_is_no_pattern_raises_and_is_not_trusted(clock: Time) -> None:
-    comparison = Comparison()
-    watch = pattern_cache.Watch(comparison)
-    entry = Entry(watch, valid=False)
-    watch.use(entry)
-    comparison.differing = [0]
+    (entry,) = clock.entries(1, valid=False)
+    clock.watch.use(entry)
+    clock.comparison.differing = [0]
     clock.now += 0.01
     with pytest.raises(PatternChangedError) as raised:
-        watch.use(entry)
+        clock.watch.use(entry)
     assert isinstance(raised.value.__cause__, InvalidPatternError) and entry.valid
 
 
 def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
-    comparison = Comparison()
-    watch = pattern_cache.Watch(comparison)
-    first, second = Entry(watch), Entry(watch)
-    watch.use(second)
-    watch.remove(0)
+    first, second = clock.entries(2)
+    clock.watch.use(second)
+    clock.watch.remove(0)
     del first
-    third = Entry(watch)
+    (third,) = clock.entries(1)
     third.noted = clock.now
-    comparison.differing = [0, 1, 2]  # of the first
+    clock.comparison.differing = [0, 1, 2]  # of the first
     clock.now += 0.01
-    watch.use(second)
+    clock.watch.use(second)
     assert third.followed == second.followed == 0
 
 
@@ -396,35 +362,27 @@ def save_table(path: Path) -> None:
     LatencyTable(Device("CPU", None, 1), 8, "float32", {}, times).save(path)
 
 
+def progress_beside(path: Path) -> Progress:
+    return Progress(path.parent / "progress", nn.Identity(), [], {})
+
+
 def save_solution(path: Path) -> None:
     pattern = BlockPattern.random((64, 64), block_shape=32, density=0.5, generator=seeded())
-    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
     values = torch.zeros(pattern.nnz, 32, 32)
-    progress.save("layer", Solution(pattern, values, None, None, 0.0, 0.0, 0.0, 0))
+    progress_beside(path).save("layer", Solution(pattern, values, None, None, 0.0, 0.0, 0.0, 0))
 
 
 def load_solution(path: Path) -> None:
-    progress = Progress(path.parent / "progress", nn.Identity(), [], {})
-    assert progress.load("layer", (32, 32), (64, 64)) is not None
+    assert progress_beside(path).load("layer", (32, 32), (64, 64)) is not None
 
 
-@pytest.mark.parametrize(
-    ("save", "load"),
-    [
-        (save_table, LatencyTable.load),
-        (save_solution, load_solution),
-    ],
-)
+@pytest.mark.parametrize(("save", "load"), [(save_table, LatencyTable.load), (save_solution, load_solution)])
 def test_files_that_threads_write_at_the_same_time_are_whole(
     save: Callable[[Path], None], load: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     """Whoever reads meanwhile finds one of them, and nothing else is left."""
     path = tmp_path / "file.safetensors"
     save(path)
-
-    def repeat(function: Callable[[Path], Any]) -> Callable[[], Any]:
-        return lambda: [function(path) for _ in range(20)]
-
-    in_threads([repeat(save), repeat(save), repeat(load)])
+    in_threads([lambda use=use: [use(path) for _ in range(20)] for use in (save, save, load)])
     files = {file.name for file in tmp_path.rglob("*") if file.is_file()}
     assert len(files) == (2 if save is save_solution else 1) and not any(name[0] == "." for name in files)

@@ -30,6 +30,7 @@ import tilesparse as ts
 from tilesparse.cli import main
 from tilesparse.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from tilesparse.io.conversion import ConvertReport, convert
+from tilesparse.nn.weight import dense_blocks
 
 DATA = Path(__file__).parents[1] / "data/compressed-tensors"
 KINDS = sorted(folder.name for folder in DATA.iterdir())
@@ -103,7 +104,7 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     for name, layer in model.named_modules():
         weight = wanted.get_submodule(name).weight if hasattr(layer, "weight") else None
         if isinstance(layer, ts.BlockSparseLinear):
-            blocks = layer.plain_values()
+            blocks = dense_blocks(layer)
             assert torch.equal(ts.BlockSparseMatrix(blocks, layer.pattern).to_dense(), weight), name
             assert layer.activations == (layer.storage if kind[-4:] in ("int8", "oat8") else None)
             assert layer.nm == ((2, 4) if "24" in kind else None)
@@ -217,7 +218,7 @@ def test_state_dicts(name: str, tmp_path: Path) -> None:
     if storage == "dense":
         dense = own.weight
     else:
-        dense = ts.BlockSparseMatrix(own.plain_values(), own.pattern).to_dense()
+        dense = ts.BlockSparseMatrix(dense_blocks(own), own.pattern).to_dense()
     assert torch.equal(dense, wanted) and dense.dtype == wanted.dtype
     bias = torch.arange(256) % 2.0 * 2 if name == "prune" else torch.ones(256)
     assert torch.equal(own.bias.float(), bias)
@@ -237,7 +238,7 @@ def test_single_matrices(kind: str, tmp_path: Path) -> None:
     sizes = weight.shape[::-1]
     made = ts.load(lambda: ts.BlockSparseLinear(*sizes, bias=False, block_shape=64), tmp_path / "new")
     assert found.storage == "plain" and found.spec is not None and found.spec.block_shape == (64, 64)
-    dense = ts.BlockSparseMatrix(made.plain_values(), made.pattern).to_dense()
+    dense = ts.BlockSparseMatrix(dense_blocks(made), made.pattern).to_dense()
     assert torch.equal(dense, weight)
 
 
@@ -368,7 +369,7 @@ def test_large_checkpoints_have_several_files(tmp_path: Path) -> None:
     ts.load(model, tmp_path / "new")
     for number in range(6):
         layer = model[str(number)]
-        dense = ts.BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense()
+        dense = ts.BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
         assert torch.equal(dense, blocks(seed=number))
 
 

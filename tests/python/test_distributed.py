@@ -21,6 +21,7 @@ from tilesparse import BlockSparseLinear
 from tilesparse._runtime import agreement, pattern_cache
 from tilesparse.distributed import synchronize_patterns
 from tilesparse.errors import UnsupportedError, UnsynchronizedPatternError
+from tilesparse.nn.weight import layer_index
 from tilesparse.train import MaskSchedule
 
 IN, OUT = 96, 64
@@ -41,7 +42,7 @@ def sparse_layers(model: nn.Module) -> list[Any]:
 
 
 def fingerprint(model: nn.Module) -> list[list[int]]:
-    return [tensor.tolist() for layer in sparse_layers(model) for tensor in layer.index()[:3]]
+    return [tensor.tolist() for layer in sparse_layers(model) for tensor in layer_index(layer)[:3]]
 
 
 def patterns_agree(model: nn.Module) -> bool:
@@ -93,9 +94,9 @@ def by_default(rank: int) -> None:
         optimizer.step()
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
-    entries = [pattern_cache.prepared(layer.index()) for layer in sparse_layers(model)]
+    entries = [pattern_cache.prepared(layer_index(layer)) for layer in sparse_layers(model)]
     train(wrapped)
-    assert [pattern_cache.prepared(layer.index()) for layer in sparse_layers(model)] == entries
+    assert [pattern_cache.prepared(layer_index(layer)) for layer in sparse_layers(model)] == entries
     # The first process broadcasts what it has: what was prepared elsewhere changed at most once, before.
     assert all(entry.generation <= 1 for entry in entries)
 

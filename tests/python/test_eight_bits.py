@@ -49,6 +49,7 @@ from tilesparse.errors import CheckpointError, InvalidArgumentError, Unsupported
 from tilesparse.export import decompositions
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ReferenceBlockSparseLinear
+from tilesparse.nn.weight import dense_blocks, layer_index
 from tilesparse.tuning import Product, load, products_of
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -332,7 +333,7 @@ def test_the_dense_policy_multiplies_by_the_dequantized_weight(device: str, name
 @both
 def test_few_tokens_on_a_gpu_are_multiplied_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product that is chosen is computed on every device, and follows pattern and scales."""
-    assert not select.multiplies_as_decode(tokens(1), make(name).index())
+    assert not select.multiplies_as_decode(tokens(1), layer_index(make(name)))
     monkeypatch.setattr("tilesparse._ops.linear.multiplies_as_decode", lambda x, index: True)
     layer, x = make(name), tokens(3).requires_grad_()
     for change in (
@@ -417,15 +418,15 @@ def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device:
     def check() -> None:
         rows, _ = layer.pattern.block_indices()
         wanted = layer.scales.view(-1, 32)[rows]
-        assert torch.equal(row_scales_on(layer.scales, layer.index()), wanted)
+        assert torch.equal(row_scales_on(layer.scales, layer_index(layer)), wanted)
         assert torch.equal(storage.row_scales(layer.scales, layer.pattern), wanted)
 
     check()
     layer.scales.data.mul_(2)  # which PyTorch does not count
     check()
     layer.prepack()
-    first = row_scales_on(layer.scales, layer.index())
-    assert row_scales_on(layer.scales, layer.index()) is first
+    first = row_scales_on(layer.scales, layer_index(layer))
+    assert row_scales_on(layer.scales, layer_index(layer)) is first
     layer.pattern.update_(make_pattern_like(layer, 9))
     check()
     layer.prepack()
@@ -513,11 +514,11 @@ def test_a_layer_from_a_dense_one(dtype: torch.dtype, name: str) -> None:
 @both
 def test_to_storage_there_and_back(name: str) -> None:
     layer = BlockSparseLinear(IN, OUT, block_shape=32, generator=seeded())
-    plain = layer.plain_values()
+    plain = dense_blocks(layer)
     for storages in ((name, name), (name, None), (name, name), ("plain", None)):
         layer.to_storage(storages[0], activations=storages[1])
         assert (layer.storage, layer.activations) == storages
-        torch.testing.assert_close(layer.plain_values(), plain, rtol=0.1, atol=0.01)
+        torch.testing.assert_close(dense_blocks(layer), plain, rtol=0.1, atol=0.01)
     layer(tokens()).sum().backward()
     assert layer.weight.grad is not None
     exact = make(name)

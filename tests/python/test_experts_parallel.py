@@ -210,7 +210,7 @@ def checkpoints(rank: int) -> None:
         fresh: Any = shared(dense["experts"], style).to_empty(device=here())
         for layer in fresh.projections().values():
             layer.reset_parameters()
-            counts = layer.shard.padded(layer.pattern)[1]
+            counts = layer._shard.padded(layer.pattern)[1]
             assert int(counts.min()) >= 0  # equally many in each shard
         state = get_model_state_dict(fresh)
         dcp.load(state, checkpoint_id=folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from helpers import (
     DEVICE_DTYPES,
     DEVICES,
+    FUNCTIONS,
     assert_within,
     make_pattern,
     randn,
@@ -25,13 +25,6 @@ from tilesparse._runtime import launch
 from tilesparse._runtime.device import ACTIVATIONS
 from tilesparse._runtime.layout import row_stride
 from tilesparse.errors import InvalidArgumentError
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda t: t,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
 
 
 def gate_by_pytorch(y: Tensor, by: Tensor | None, code: int) -> Tensor:

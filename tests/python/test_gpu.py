@@ -37,6 +37,7 @@ from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
+from tilesparse.nn.weight import layer_index
 
 pytestmark = pytest.mark.gpu
 
@@ -1062,7 +1063,7 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         expected = layer(x)
         layer.prepack()
         assert torch.equal(layer(x), expected)
-        kept = prepared(layer.index())
+        kept = prepared(layer_index(layer))
         (packed,) = kept._prepacked.values()
         key = packed.plan_key
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
@@ -1091,7 +1092,7 @@ def test_packed_weights_give_the_same_and_follow_changes(block_size: int, tokens
     assert same()
     twin.prepack()
     assert same()
-    copies = [packed.memory.nbytes for packed in prepared(twin.index())._prepacked.values()]
+    copies = [packed.memory.nbytes for packed in prepared(layer_index(twin))._prepacked.values()]
     is_copied = sum(copies) >= layer.weight.nbytes
     if tokens > 512:  # with fewer other kernels may be faster
         assert is_copied == (block_size < 64)

@@ -66,6 +66,7 @@ from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card, to_dense
 from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.nn.weight import dense_blocks
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -194,13 +195,13 @@ def test_models_are_loaded_in_another_dtype_and_with_another_head(
         if tensor.is_floating_point() and not name.endswith("scales") and tensor.element_size() > 1:
             assert tensor.dtype == torch.bfloat16, name
     for layer, original in zip(sparse_layers(base), sparse_layers(model), strict=True):
-        assert torch.equal(layer.plain_values(), original.plain_values().bfloat16())
+        assert torch.equal(dense_blocks(layer), dense_blocks(original).bfloat16())
         assert layer.pattern == original.pattern and layer.pattern.col_indices.dtype == torch.int32
     base.save_pretrained(tmp_path / "base")
     again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
     before = base if storage == "2:4" else model  # 8 bits and scales are the same in every dtype
     for layer, original in zip(sparse_layers(again), sparse_layers(before), strict=True):
-        assert torch.equal(layer.plain_values(), original.plain_values().float())
+        assert torch.equal(dense_blocks(layer), dense_blocks(original).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -222,7 +223,7 @@ def test_layers_that_a_model_keeps_in_float32(tmp_path: Path, storage: str, dtyp
         assert kept.weight.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     for layer, original in zip(sparse_layers(loaded), sparse_layers(model), strict=True):
         assert layer.pattern == original.pattern
-        assert torch.equal(layer.plain_values().float(), original.plain_values().to(layer.spec.dtype).float())
+        assert torch.equal(dense_blocks(layer).float(), dense_blocks(original).to(layer.spec.dtype).float())
 
 
 TILESPARSE_FIRST = """

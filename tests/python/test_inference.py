@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import operator
-import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, randn
+from helpers import DEVICES, randn, seeded
 from run_zoo import assert_close, outputs, patched
 from torch import Tensor, nn
 from zoo import ZOO
@@ -24,7 +24,7 @@ import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, prepare_for_inference_
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.nn.merged import MergedProduct
+from tilesparse.nn.merged import MergedProduct, product_of
 from tilesparse.tuning import store
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_file"), pytest.mark.filterwarnings("ignore")]
@@ -39,6 +39,15 @@ STORED: dict[str, dict[str, Any]] = {
     "int8 W8A8": {"storage": "int8", "activations": "int8"},
 }
 KINDS = ["llama", "qwen2", "gpt_oss", "bert", "t5", "bart", "clip", "swin", "whisper"]
+
+
+def time_dense_as(seconds: float, monkeypatch: pytest.MonkeyPatch, first: int = 2) -> None:
+    """Measure this of dense products, with which the calls of a measurement end; of kernels 2 s or more."""
+
+    def timer(calls: Sequence[Any], *_: Any) -> list[float]:
+        return [*range(first, len(calls) + first - 1), seconds]
+
+    monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
 
 
 @pytest.fixture
@@ -59,17 +68,9 @@ class Attention(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        sizes = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
-        for seed, (name, size) in enumerate(sizes.items()):
-            layer = BlockSparseLinear(
-                64,
-                size,
-                bias=name != "k_proj",
-                block_shape=32,
-                generator=torch.Generator().manual_seed(seed),
-                **options,
-            )
-            self.add_module(name, layer)
+        for seed, (name, size) in enumerate({"q_proj": 128, "k_proj": 64, "v_proj": 64}.items()):
+            own: Any = {"bias": name != "k_proj", "block_shape": 32, "generator": seeded(seed)}
+            self.add_module(name, BlockSparseLinear(64, size, **own, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q_proj(x).tanh()
@@ -103,7 +104,7 @@ def layers(model: nn.Module) -> list[BlockSparseLinear]:
 
 def merged(model: nn.Module) -> list[MergedProduct]:
     """The products that layers share."""
-    shared = [layer.merged[0] for layer in layers(model) if layer.merged is not None]
+    shared = [product for layer in layers(model) if (product := product_of(layer)) is not None]
     return list(dict.fromkeys(shared))
 
 
@@ -181,17 +182,11 @@ def test_layers_of_one_x_share_a_product(name: str, dtype: torch.dtype, device: 
     torch.testing.assert_close(model(x), expected)
 
 
-def test_shared_products_take_the_memory_of_the_layers() -> None:
-    _, model = prepared()
-    whole = merged(model)[0].whole.weight.untyped_storage().data_ptr()
-    assert {layer.weight.untyped_storage().data_ptr() for layer in layers(model)} == {whole}
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_another_x_is_multiplied_by_itself(mode: Any) -> None:
     twin, model = prepared()
     with mode():
-        x, other = randn(5, 64, dtype=torch.float32), randn(5, 64, dtype=torch.float32, seed=1)
+        x, other = tokens(), tokens(1)
         model.q_proj(x)
         for name in ("v_proj", "k_proj", "k_proj", "q_proj"):
             assert torch.equal(model.get_submodule(name)(other), twin.get_submodule(name)(other))
@@ -208,7 +203,7 @@ def test_hooks_see_and_change_what_is_theirs() -> None:
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
     model.k_proj.register_forward_hook(lambda layer, args, y: y.mul_(2))
     model.v_proj.register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
-    x = randn(5, 64, dtype=torch.float32)
+    x = tokens()
     with torch.no_grad():
         expected = model(x)
         prepare_for_inference_(model, x)
@@ -222,20 +217,20 @@ class Writing(Attention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.relu, self.how = nn.ReLU(inplace=True), "not"
+        self.relu = nn.ReLU(inplace=True)
+        self.write: Any = lambda x: x
 
     def forward(self, x: Tensor) -> Tensor:
         x, parts = x.clone(), []
         for name in ("q_proj", "k_proj", "v_proj"):
             parts.append(self.get_submodule(name)(x))
-            if self.how == "module":
-                self.relu(x)
-            elif self.how == "view":
-                view = x.view(-1)
-                torch.mul(view, 2, out=view)
-            elif self.how == "data":
-                x.data = x + 1
+            self.write(x)
         return torch.cat(parts, -1)
+
+
+def doubled(x: Tensor) -> None:
+    view = x.view(-1)
+    torch.mul(view, 2, out=view)
 
 
 def write_in_hook(layer: nn.Module, args: Any, *_: Any) -> None:
@@ -243,17 +238,18 @@ def write_in_hook(layer: nn.Module, args: Any, *_: Any) -> None:
 
 
 WRITES: dict[str, Any] = {
-    "module": lambda model: setattr(model, "how", "module"),
-    "view": lambda model: setattr(model, "how", "view"),
-    "data": lambda model: setattr(model, "how", "data"),
+    "module": lambda model: setattr(model, "write", model.relu),
+    "view": lambda model: setattr(model, "write", doubled),
+    "data": lambda model: setattr(model, "write", lambda x: setattr(x, "data", x + 1)),
     "hook": lambda model: model.q_proj.register_forward_hook(write_in_hook),
     "pre-hook": lambda model: model.v_proj.register_forward_pre_hook(write_in_hook),
 }
-COUNTED = [(how, torch.no_grad) for how in WRITES]
+
+
 UNCOUNTED = [("hook", torch.inference_mode), ("pre-hook", torch.inference_mode)]
 
 
-@pytest.mark.parametrize(("how", "mode"), [*COUNTED, *UNCOUNTED])
+@pytest.mark.parametrize(("how", "mode"), [*((how, torch.no_grad) for how in WRITES), *UNCOUNTED])
 def test_what_is_written_to_between_layers_counts(how: str, mode: Any) -> None:
     model = Writing().eval()
     twin = copy.deepcopy(model)
@@ -317,32 +313,27 @@ def test_threads_take_their_own_results() -> None:
     twin, model = prepared()
     inputs = [tokens(seed) for seed in range(4)]
     expected = [twin(x) for x in inputs]
-    wrong: list[int] = []
 
     @torch.inference_mode()
-    def work(number: int) -> None:
-        for _ in range(50):
-            if not torch.equal(model(inputs[number]), expected[number]):
-                wrong.append(number)
+    def work(number: int) -> bool:
+        return all(torch.equal(model(inputs[number]), expected[number]) for _ in range(50))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        assert all(threads.map(work, range(len(inputs))))
 
 
-@pytest.mark.parametrize("trained", ["bias", "v_proj.bias", "v_proj.weight"])
-def test_parameters_that_are_trained_have_gradients(trained: str) -> None:
+@pytest.mark.parametrize("trained", ["bias", "v_proj.bias", "v_proj.weight", "", "nothing"])
+def test_what_is_trained_has_gradients(trained: str) -> None:
     twin, model = prepared()
-    for one in (twin, model):
+    inputs = [tokens().requires_grad_() for _ in range(2)]
+    for one, x in zip((twin, model), inputs, strict=True):
         for name, parameter in one.named_parameters():
             parameter.requires_grad_(name.endswith(trained))
-        one(tokens()).square().sum().backward()
+        one.train(trained == "")(x).square().sum().backward()
     for (name, mine), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (mine.grad is not None) == name.endswith(trained)
         torch.testing.assert_close(mine.grad, wanted.grad)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
 
 
 CHANGES: dict[str, Any] = {
@@ -364,7 +355,7 @@ CHANGES: dict[str, Any] = {
 @torch.no_grad()
 def test_changed_layers_compute_what_they_hold(change: str) -> None:
     twin, model = prepared()
-    x = randn(5, 64, dtype=torch.float32)
+    x = tokens()
     before = model(x)
     for one in (twin, model):
         if "buffer" in change:
@@ -378,55 +369,36 @@ def test_changed_layers_compute_what_they_hold(change: str) -> None:
 @torch.no_grad()
 def test_expanded_weights_follow_changes() -> None:
     twin, model = prepared(nm=(2, 4))
-    x = randn(5, 64, dtype=torch.float32)
-    assert torch.equal(model(x), twin(x))
-    for change in (lambda layer: layer.weight.mul_(2), lambda layer: layer.mask.logical_not_()):
+    x, same = tokens(), lambda layer: layer
+    for change in (same, lambda layer: layer.weight.mul_(2), lambda layer: layer.mask.logical_not_()):
         for one in (twin, model):
             change(one.v_proj)
-        assert torch.equal(model(x), twin(x))
-    assert len(merged(model)) == 1
+        assert torch.equal(model(x), twin(x)) and len(merged(model)) == 1
 
 
 @torch.no_grad()
 def test_copies_are_models_of_their_own() -> None:
     twin, model = prepared()
-    x = randn(5, 64, dtype=torch.float32)
-    copied = copy.deepcopy(model)
+    whole = merged(model)[0].whole.weight.untyped_storage().data_ptr()  # the memory of all layers
+    assert {layer.weight.untyped_storage().data_ptr() for layer in layers(model)} == {whole}
+    x, copied = tokens(), copy.deepcopy(model)
     assert not merged(copied) and len(merged(model)) == 1
     copied.k_proj.weight.zero_()
     assert torch.equal(model(x), twin(x)) and not torch.equal(copied(x), twin(x))
-    prepare_for_inference_(copied, x)
-    assert len(merged(copied)) == 1
-    prepare_for_inference_(model, x)
-    assert len(merged(model)) == 1 and torch.equal(model(x), twin(x))
-
-
-def test_weights_that_are_trained_again_have_gradients() -> None:
-    twin, model = prepared()
-    x = randn(5, 64, dtype=torch.float32)
-    for one in (twin, model):
-        one.requires_grad_().train()
-        one(x).square().sum().backward()
-    for mine, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad)
-
-
-def test_gradients_of_x_pass_shared_products() -> None:
-    twin, model = prepared()
-    inputs = [randn(5, 64, dtype=torch.float32).requires_grad_() for _ in range(2)]
-    for one, x in zip((twin, model), inputs, strict=True):
-        one(x).square().sum().backward()
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    for one in (copied, model):
+        prepare_for_inference_(one, x)
+        assert len(merged(one)) == 1
+    assert torch.equal(model(x), twin(x))
 
 
 def test_exported_and_compiled_models_compute_the_same() -> None:
     twin, model = prepared()
-    x = randn(5, 64, dtype=torch.float32)
+    x = tokens()
     with torch.no_grad():
         program = torch.export.export(model, (x,))
         assert set(program.state_dict) == set(model.state_dict())
         assert torch.equal(program.module()(x), twin(x))
-        compiled = torch.compile(model, fullgraph=True)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), twin(x))
         model.double()  # after which it no longer shares
         torch.testing.assert_close(compiled(x.double()), twin.double()(x.double()))
@@ -435,13 +407,9 @@ def test_exported_and_compiled_models_compute_the_same() -> None:
 def test_compiled_models_multiply_once() -> None:
     _, model = prepared()
     graphs: list[Any] = []
-
-    def keep(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
     with torch.no_grad():
-        torch.compile(model, backend=keep, fullgraph=True)(randn(5, 64, dtype=torch.float32))
+        keep: Any = lambda graph, _: (graphs.append(graph), graph)[1]  # noqa: E731
+        torch.compile(model, backend=keep, fullgraph=True)(tokens())
     (graph,) = graphs
     assert sum("dds_nt" in str(node.target) for node in graph.graph.nodes) == 1
 
@@ -449,62 +417,31 @@ def test_compiled_models_multiply_once() -> None:
 class Apart(nn.Module):
     """Layers whose x is not known to be the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.a, self.b = (BlockSparseLinear(64, 64, block_shape=32) for _ in range(2))
+        self.how = APART[how]
 
-    def written_between(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        x.add_(1)
-        return y + self.b(x)
-
-    def written_by_another(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        torch.add(x, 1, out=x)
-        return y + self.b(x)
-
-    def written_by_name(self, x: Tensor) -> Tensor:
-        other = x
-        y = self.a(x)
-        other += 1
-        return y + self.b(x)
-
-    def written_in_part(self, x: Tensor) -> Tensor:
-        other = x
-        y = self.a(x)
-        other[0] = 1
-        return y + self.b(x)
-
-    def assigned(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        x = y
-        return self.b(x)
-
-    def assigned_by_itself(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.b(x)
-
-    def sometimes(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        if self.training:
-            y = self.b(x)
-        return y
-
-    def one_of_two(self, x: Tensor) -> Tensor:
-        return self.a(x) if self.training else self.b(x)
-
-    def twice(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.a(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
 
 
-@pytest.mark.parametrize("how", [name for name, of in vars(Apart).items() if name[0] != "_"])
+APART: dict[str, Any] = {
+    "written": lambda self, x: self.a(x) + self.b(x.add_(1)),
+    "written by another": lambda self, x: self.a(x) + self.b(torch.add(x, 1, out=x)),
+    "written in part": lambda self, x: self.a(x) + (x[0].fill_(1), self.b(x))[1],
+    "one after the other": lambda self, x: self.b(self.a(x)),
+    "one of two": lambda self, x: self.a(x) if self.training else self.b(x),
+    "twice": lambda self, x: self.a(x) + self.a(x),
+}
+
+
+@pytest.mark.parametrize("how", APART)
 def test_layers_whose_x_may_change_stay_apart(how: str) -> None:
-    kind = type("Kind", (Apart,), {"forward": getattr(Apart, how)})
-    model, x = kind().eval(), randn(5, 64, dtype=torch.float32)
+    model, x = Apart(how).eval(), tokens()
     expected = model(x.clone())
     report = prepare_for_inference_(model, x.clone())
-    assert not report.shared and not merged(model)
-    assert torch.equal(model(x.clone()), expected)
+    assert not report.shared and not merged(model) and torch.equal(model(x.clone()), expected)
 
 
 class Cross(nn.Module):
@@ -570,63 +507,49 @@ def test_a_shared_product_that_gives_something_else_is_undone(monkeypatch: pytes
 
 
 def share(layer: Any, other: Any) -> None:
-    layer.pattern = other.pattern
-    layer.weight = other.weight
+    layer.pattern, layer.weight = other.pattern, other.weight
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda model: model.k_proj.to_storage("int8"), "they differ in storage: plain, int8"),
-        (lambda model: setattr(model.k_proj, "policy", "dense"), "they differ in policy"),
-        (lambda model: setattr(model, "k_proj", BlockSparseLinear(64, 64, block_shape=16)), "block_shape"),
-        (lambda model: share(model.k_proj, model.v_proj), "another module has, too"),
-        (lambda model: setattr(model.k_proj, "forward", partial(model.k_proj.forward)), "forward of its own"),
-    ],
-)
-def test_layers_that_differ_stay_apart(change: Any, reason: str) -> None:
-    model = Attention().eval()
-    change(model)
-    x = randn(5, 64, dtype=torch.float32)
+DIFFERING: dict[str, Any] = {
+    "they differ in storage: plain, int8": lambda model: model.k_proj.to_storage("int8"),
+    "they differ in policy": lambda model: setattr(model.k_proj, "policy", "dense"),
+    "block_shape": lambda model: setattr(model, "k_proj", BlockSparseLinear(64, 64, block_shape=16)),
+    "another module has, too": lambda model: share(model.k_proj, model.v_proj),
+    "forward of its own": lambda model: setattr(model.k_proj, "forward", partial(model.k_proj.forward)),
+    "": lambda model: setattr(model, "q_proj", nn.Linear(64, 128)),  # the others share
+}
+
+
+@pytest.mark.parametrize("reason", DIFFERING)
+def test_layers_that_differ_stay_apart(reason: str) -> None:
+    model, x = Attention().eval(), tokens()
+    DIFFERING[reason](model)
     expected = model(x)
     report = prepare_for_inference_(model, x)
     (one,) = report.shared
-    assert one.reason is not None and reason in one.reason and reason in str(report)
-    assert not merged(model) and torch.equal(model(x), expected)
-
-
-def test_dense_layers_stay_beside_shared_products() -> None:
-    model = Attention().eval()
-    model.q_proj = nn.Linear(64, 128)
-    x = randn(5, 64, dtype=torch.float32)
-    expected = model(x)
-    assert prepare_for_inference_(model, x).shared[0].names == ("k_proj", "v_proj")
     assert torch.equal(model(x), expected)
+    if reason:
+        assert one.reason is not None and reason in one.reason and reason in str(report) and not merged(model)
+    else:
+        assert one.reason is None and one.names == ("k_proj", "v_proj")
 
 
 def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that do not depend on the machine; the calls of a measurement end with the dense product."""
-
-    def timer(calls: Sequence[Any], *_: Any) -> list[float]:
-        return [*range(1, len(calls)), 100.0]
-
-    monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
+    time_dense_as(100.0, monkeypatch, first=1)
     kind = ZOO["llama"]
     model: Any = patched(kind)
     report = prepare_for_inference_(model, kind.batch(0))
     measured = {one.product: one for one in store.measurements(own_file)[0]}
-    named = [name for product in report.products for name in product.names]
-    modules = dict(model.named_modules())
-    assert sorted(named) == sorted(
-        name for name, one in modules.items() if isinstance(one, BlockSparseLinear)
-    )
+    modules = {name: one for name, one in model.named_modules() if isinstance(one, BlockSparseLinear)}
+    assert sorted(name for product in report.products for name in product.names) == sorted(modules)
     for product in report.products:
         own = [modules[name] for name in product.names]
-        assert ("merged" in product.done) == all(layer.merged is not None for layer in own)
+        shared = {product_of(layer) for layer in own}
+        assert len(shared) == 1 and ("merged" in product.done) == (shared != {None})
         assert {layer.policy for layer in own} == {product.policy}
-        layer = own[0] if own[0].merged is None else own[0].merged[0].whole
-        assert product.shape == (layer.out_features, layer.in_features)
-        assert product.tokens == 64
+        layer = getattr(shared.pop(), "whole", own[0])
+        assert product.shape == (layer.out_features, layer.in_features) and product.tokens == 64
         what = tilesparse.tuning.Product.of(layer, tokens=64)
         assert product.kernel == tilesparse.tuning.choose(what, "cpu", policy=product.policy).kernel
         assert product.microseconds == min(measured[what].microseconds.values())
@@ -641,17 +564,8 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_a_batch_nothing_is_measured(own_file: Path) -> None:
     report = prepare_for_inference_(sparse())
-    assert report.seconds_before is None and report.seconds_after is None and not own_file.exists()
+    assert report.seconds_before is report.seconds_after is None and not own_file.exists()
     assert {(one.tokens, one.kernel, one.microseconds) for one in report.products} == {(None, None, None)}
-
-
-def time_dense_as(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure this of dense products, with which the calls of a measurement end; kernels take 2 s or more."""
-
-    def timer(calls: Sequence[Any], *_: Any) -> list[float]:
-        return [*range(2, len(calls) + 1), seconds]
-
-    monkeypatch.setattr("tilesparse.tuning.measure.milliseconds", timer)
 
 
 def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,13 +579,9 @@ def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
         assert names == kernel if policy == "auto" else "dense" not in names
         assert {product.microseconds for product in report.products} == {2e3}
         assert {product.dense_microseconds for product in report.products} == {1e3 * dense}
-
-
-def test_a_policy_that_was_chosen_stays() -> None:
-    model = sparse(policy="dense")
-    report = prepare_for_inference_(model, randn(7, 64, dtype=torch.float32))
+    model = sparse(policy="dense")  # one that was chosen stays
+    assert {product.kernel for product in prepare_for_inference_(model, x).products} == {"dense"}
     assert {layer.policy for layer in layers(model)} == {"dense"}
-    assert {product.kernel for product in report.products} == {"dense"}
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -691,26 +601,15 @@ def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: 
 
 def test_four_bits_of_few_tokens_are_read_as_they_are() -> None:
     model = Attention(storage="int4").eval()
-    report = prepare_for_inference_(model, randn(3, 64, dtype=torch.float32))
-    (product,) = report.products
-    assert product.done == ("merged",)
-    assert prepare_for_inference_(model).products[0].done == ("merged",)
-    many = prepare_for_inference_(model, randn(9, 64, dtype=torch.float32))
-    assert many.products[0].done == ("merged", "dequantized once")
+    for count, done in ((3, ()), (None, ()), (9, ("dequantized once",))):
+        batch = () if count is None else (randn(count, 64, dtype=torch.float32),)
+        assert prepare_for_inference_(model, *batch).products[0].done == ("merged", *done)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        lambda x: x,
-        lambda x: (x,),
-        lambda x: [x],
-        lambda x: {"input": x},
-    ],
-)
-def test_batches_are_what_models_take(batch: Any) -> None:
-    report = prepare_for_inference_(sparse(), batch(randn(2, 3, 64, dtype=torch.float32)))
-    assert {product.tokens for product in report.products} == {6}
+def test_batches_are_what_models_take() -> None:
+    x = randn(2, 3, 64, dtype=torch.float32)
+    for batch in (x, (x,), [x], {"input": x}):
+        assert {product.tokens for product in prepare_for_inference_(sparse(), batch).products} == {6}
 
 
 def test_nothing_is_changed_by_what_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,19 +19,16 @@ HALVES = [torch.bfloat16, torch.float16]
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
 
 
-def make(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> BlockSparseLinear:
-    defaults: dict[str, Any] = {"density": 0.5, "block_shape": (32, 32), "generator": seeded(1)}
-    return BlockSparseLinear(
-        256, 384, dtype=dtype, device=device, **{"block_shape": 32, **(defaults | arguments)}
-    )
+def make(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> BlockSparseLinear:
+    options = {"density": 0.5, "block_shape": 32, "generator": seeded(1), **options}
+    return BlockSparseLinear(256, 384, dtype=dtype, device=device, **options)
 
 
 def batch(layer: BlockSparseLinear, seed: int, tokens: int = 40) -> tuple[Tensor, Tensor]:
     """x and the gradient of y."""
-    like: Any = {"dtype": layer.bias.dtype if layer.bias is not None else layer.weight.dtype}
-    x = torch.randn(tokens, layer.in_features, generator=seeded(seed)).to(layer.weight.device, **like)
-    dy = torch.randn(tokens, layer.out_features, generator=seeded(seed + 100)).to(layer.weight.device, **like)
-    return x, dy
+    sizes = ((layer.in_features, seed), (layer.out_features, seed + 100))
+    x, dy = (torch.randn(tokens, size, generator=seeded(number)) for size, number in sizes)
+    return x.to(layer.weight), dy.to(layer.weight)
 
 
 def exact_gradient(pattern: BlockPattern, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,10 +52,13 @@ def summed(layer: BlockSparseLinear, before: Tensor, batches: list[tuple[Tensor,
 
 def with_main_grad(layer: BlockSparseLinear, seed: int = 9) -> Tensor:
     """What was there before, which is on the layer's weight from now on."""
-    before = torch.randn(layer.weight.shape, generator=seeded(seed))
-    weight: Any = layer.weight
+    before, weight = torch.randn(layer.weight.shape, generator=seeded(seed)), cast(Any, layer.weight)
     weight.main_grad = before.to(weight.device, copy=True)
     return before
+
+
+def assert_added(layer: BlockSparseLinear, before: Tensor, batches: list[tuple[Tensor, Tensor]]) -> None:
+    assert_within(cast(Any, layer.weight).main_grad, *summed(layer, before, batches))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,7 +112,7 @@ def test_micro_batches(device: str, dtype: torch.dtype) -> None:
             layer(x.requires_grad_()).backward(dy)
         main_grad: Tensor = layer.weight.main_grad
         assert layer.weight.grad is None
-        assert_within(main_grad, *summed(layer, before, batches))
+        assert_added(layer, before, batches)
         results.append(main_grad)
         plain = make(device, dtype)
         x, dy = batches[0]
@@ -140,14 +140,13 @@ def test_every_way_to_compute(device: str, way: str) -> None:
     WAYS[way](layer)
     plain = copy.deepcopy(layer)
     assert not hasattr(plain.weight, "main_grad")
-    before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
+    before, (x, dy) = with_main_grad(layer), batch(layer, 1)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for module, given in zip((layer, plain), inputs, strict=True):
         module(given, residual=dy).backward(dy)
     assert layer.weight.grad is None
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))
+    assert_added(layer, before, [(x, dy)])
 
 
 def assert_summed(bias_gradient: Any, before: Tensor, batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -186,37 +185,22 @@ def test_biases(device: str, dtype: torch.dtype, block_shape: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("way", [*WAYS, "autocast", "activation"])
-def test_biases_in_every_way_to_compute(way: str) -> None:
-    layer = make(dtype=torch.float32 if way == "autocast" else torch.bfloat16)
+@pytest.mark.parametrize("device", DEVICES)
+def test_biases_in_every_way_to_compute(way: str, device: str) -> None:
+    layer = make(device, torch.float32 if way == "autocast" else torch.bfloat16)
     bias: Any = layer.bias
-    before, bias.main_grad = with_main_grad(layer), torch.ones(384)
+    before, bias.main_grad = with_main_grad(layer), torch.ones(384, device=device)
     WAYS.get(way, lambda _: None)(layer)
     x, dy = batch(layer, 1)
     if way == "autocast":
         x, dy = x.bfloat16(), dy.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+    with torch.autocast(device, torch.bfloat16, enabled=way == "autocast"):
         y = layer(x, activation="relu" if way == "activation" else "none")
     y.backward(dy)
     dy = dy * (y > 0) if way == "activation" else dy
-    assert bias.grad is None and y.dtype == torch.bfloat16
+    assert bias.grad is None and layer.weight.grad is None and y.dtype == torch.bfloat16
     assert_summed(bias.main_grad, torch.ones(384), [(x, dy)])
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)]))
-
-
-def test_the_protocol_holds_for_biases() -> None:
-    layer = make()
-    before = with_main_grad(layer)
-    bias: Any = layer.bias
-    ones = torch.ones(384)
-    bias.main_grad, bias.grad_added_to_main_grad, bias.zero_out_wgrad = ones.clone(), False, True
-    x, dy = batch(layer, 1)
-    layer(x).backward(dy)
-    assert bias.grad_added_to_main_grad and bias.grad is not None and not bias.grad.any()
-    assert_summed(bias.main_grad, ones, [(x, dy)])
-    bias.overwrite_main_grad = True
-    layer(x).backward(dy)
-    assert_summed(bias.main_grad, torch.zeros(384), [(x, dy)])
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, dy)] * 2))
+    assert_added(layer, before, [(x, dy)])
 
 
 def test_only_the_gradients_that_are_wanted_are_added() -> None:
@@ -234,114 +218,76 @@ def test_only_the_gradients_that_are_wanted_are_added() -> None:
     assert torch.equal(weight.main_grad, before)
     layer(x).backward(dy, inputs=[weight])
     assert_summed(bias.main_grad, ones, [(x, dy)])
-    assert_within(weight.main_grad, *summed(layer, before, [(x, dy)]))
+    assert_added(layer, before, [(x, dy)])
     bias.requires_grad_(False)
     layer(x).backward(dy)
     assert_summed(bias.main_grad, ones, [(x, dy)])
 
 
-def test_what_does_not_fit_a_bias_is_refused() -> None:
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_does_not_fit_is_refused(name: str) -> None:
     layer = make()
-    before = with_main_grad(layer)
-    bias: Any = layer.bias
-    x, dy = batch(layer, 1)
-    for given in ([1.0], torch.zeros(384, dtype=torch.bfloat16), torch.zeros(383), torch.zeros(768)[::2]):
-        bias.main_grad = given
-        with pytest.raises(InvalidArgumentError, match=r"bias\.main_grad"):
-            layer(x)
-    bias.main_grad = torch.zeros(384)
-    y = layer(x)
-    bias.main_grad = torch.zeros(1)
-    with pytest.raises(InvalidArgumentError, match=r"bias\.main_grad"):
-        y.backward(dy)
-    assert torch.equal(layer.weight.main_grad, before) and not bias.main_grad.any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str) -> None:
-    """A weight in float32 that is multiplied in bfloat16."""
-    layer = make(device, torch.float32)
-    before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-    assert y.dtype == torch.bfloat16
-    y.backward(dy.bfloat16())
-    assert layer.weight.grad is None
-    assert_within(
-        layer.weight.main_grad,
-        *summed(layer, before, [(x.bfloat16(), dy.bfloat16())]),
-    )
-
-
-@pytest.mark.parametrize("zero_out", [False, True])
-def test_protocol_of_megatron(zero_out: bool) -> None:
-    layer = make()
-    before = with_main_grad(layer)
+    (x, dy), parameter = batch(layer, 1), layer.get_parameter(name)
+    shape, held = parameter.shape, cast(Any, parameter)
     weight: Any = layer.weight
-    weight.grad_added_to_main_grad = False
-    weight.zero_out_wgrad = zero_out
-    ran = []
-    weight.register_post_accumulate_grad_hook(ran.append)
-    x, dy = batch(layer, 1)
-    layer(x).backward(dy)
-    assert weight.grad_added_to_main_grad and len(ran) == 1
-    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
-    assert not zero_out or not weight.grad.any()
-    assert_within(weight.main_grad, *summed(layer, before, [(x, dy)]))
-    weight.overwrite_main_grad = True
-    layer(x).backward(dy)
-    assert_within(weight.main_grad, *summed(layer, torch.zeros_like(before), [(x, dy)]))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    layer = make()
-    x, dy = batch(layer, 1)
-    weight: Any = layer.weight
-    shape = weight.shape
+    weight.main_grad = torch.zeros(weight.shape)
     for given in (
         [1.0],
         torch.zeros(shape, dtype=torch.bfloat16),
         torch.zeros(shape[0] + 1, *shape[1:]),
         torch.zeros(shape, device="meta"),
-        torch.zeros(shape).transpose(1, 2),
+        torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2],
         torch.zeros(shape, requires_grad=True),
     ):
-        weight.main_grad = given
-        with pytest.raises(InvalidArgumentError, match="main_grad"):
+        held.main_grad = given
+        with pytest.raises(InvalidArgumentError, match=rf"{name}\.main_grad"):
             layer(x)
-    weight.main_grad = torch.zeros(shape)
+    held.main_grad = torch.zeros(shape)
     y = layer(x)
-    weight.main_grad = torch.zeros(1)
-    with pytest.raises(InvalidArgumentError, match="main_grad"):
+    held.main_grad = torch.zeros(1)
+    with pytest.raises(InvalidArgumentError, match=rf"{name}\.main_grad"):
         y.backward(dy)
-    assert weight.grad is None and not weight.main_grad.any()
-    weight.main_grad = torch.zeros(shape)
+    assert weight.grad is None and not weight.main_grad.any() and not held.main_grad.any()
+    held.main_grad = torch.zeros(shape)
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.func.grad(lambda x: layer(x).sum())(x)
     y = layer(x)
-    layer.pattern = BlockPattern.random((384, 256), block_shape=(32, 32), density=0.5, generator=seeded(7))
+    layer.pattern = BlockPattern.random((384, 256), block_shape=32, density=0.5, generator=seeded(7))
     with pytest.raises(PatternChangedError):
         y.backward(dy)
-    assert not weight.main_grad.any()
+    assert not weight.main_grad.any() and not held.main_grad.any()
 
 
-def test_without_gradients_nothing_is_added() -> None:
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_protocol_of_megatron(zero_out: bool) -> None:
     layer = make()
-    before = with_main_grad(layer)
+    before, ones, ran = with_main_grad(layer), torch.ones(384), list[Tensor]()
+    weight: Any = layer.weight
+    bias: Any = layer.bias
+    bias.main_grad = ones.clone()
+    for held in (weight, bias):
+        held.grad_added_to_main_grad, held.zero_out_wgrad = False, zero_out
+        held.register_post_accumulate_grad_hook(ran.append)
     x, dy = batch(layer, 1)
-    with torch.no_grad():
-        layer(x)
-    layer.weight.requires_grad_(False)
-    layer(x.requires_grad_()).backward(dy)
-    assert torch.equal(layer.weight.main_grad, before) and x.grad is not None
+    layer(x).backward(dy)
+    assert len(ran) == 2
+    for held in (weight, bias):
+        assert held.grad_added_to_main_grad
+        assert held.grad.shape == held.shape and held.grad.dtype == held.dtype
+        assert not zero_out or not held.grad.any()
+    assert_added(layer, before, [(x, dy)])
+    assert_summed(bias.main_grad, ones, [(x, dy)])
+    for held, once in ((bias, 2), (weight, 1)):
+        held.overwrite_main_grad = True
+        layer(x).backward(dy)
+        assert_summed(bias.main_grad, torch.zeros(384), [(x, dy)])
+        assert_added(layer, before if once == 2 else torch.zeros_like(before), [(x, dy)] * once)
 
 
 def test_gradients_that_are_asked_for_are_not_added() -> None:
     layer, plain = make(), make()
     before = with_main_grad(layer)
-    x, dy = batch(layer, 1)
-    results = []
+    (x, dy), results = batch(layer, 1), []
     for module in (layer, plain):
         leaves = x.detach().requires_grad_(), module.weight
         y = module(leaves[0])
@@ -349,7 +295,11 @@ def test_gradients_that_are_asked_for_are_not_added() -> None:
         results.append((of_x, *torch.autograd.grad(y, leaves, dy, retain_graph=True)))
         y.backward(dy, inputs=leaves[:1])
     assert all(map(torch.equal, *results))
-    assert torch.equal(layer.weight.main_grad, before)
+    with torch.no_grad():
+        layer(x)
+    layer.weight.requires_grad_(False)
+    layer(x.requires_grad_()).backward(dy)
+    assert torch.equal(cast(Any, layer.weight).main_grad, before) and x.grad is not None
 
 
 def test_results_may_be_changed_in_place_and_recomputed() -> None:
@@ -359,7 +309,7 @@ def test_results_may_be_changed_in_place_and_recomputed() -> None:
     y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
     y.relu_().backward(dy)
     active = dy * (plain(x) > 0)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))
+    assert_added(layer, before, [(x, active)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -371,7 +321,7 @@ def test_compiled_code_breaks_its_graph(device: str) -> None:
     torch.compile(model, backend="aot_eager")(x).backward(dy)
     assert layer.weight.grad is None
     active = dy * (layer(x) > 0)
-    assert_within(layer.weight.main_grad, *summed(layer, before, [(x, active)]))
+    assert_added(layer, before, [(x, active)])
 
 
 @pytest.mark.gpu
@@ -396,32 +346,26 @@ def test_graphs() -> None:
 
 
 def test_schedules_refuse_what_they_do_not_see() -> None:
-    layer = make()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, masked = make(), make(nm=(2, 4))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, masked)]
     schedules: list[Any] = [
-        PatternSchedule(layer, optimizer, drop="movement", every=1),
-        GroupLasso(layer, optimizer, strength=0.1),
+        PatternSchedule(layer, optimizers[0], drop="movement", every=1),
+        GroupLasso(layer, optimizers[0], strength=0.1),
+        MaskSchedule(masked, optimizers[1], every=2, decay=0.1),
     ]
     x, dy = batch(layer, 1)
-    before = with_main_grad(layer)
-    layer(x).backward(dy)
-    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-        optimizer.step()
+    for one, optimizer in zip((layer, masked), optimizers, strict=True):
+        with_main_grad(one)
+        one(x).backward(dy)
+        with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
+            optimizer.step()
     del schedules
+    shape = layer.weight.shape
     with torch.no_grad():
         layer.weight[:3] = 0
     with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
-        compact_(layer, optimizer)
-    assert layer.weight.shape == before.shape
-    masked = make()
-    masked.set_nm((2, 4))
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    schedule = MaskSchedule(masked, optimizer, every=2, decay=0.1)
-    with_main_grad(masked)
-    masked(x).backward(dy)
-    with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-        optimizer.step()
-    del schedule
+        compact_(layer, optimizers[0])
+    assert layer.weight.shape == shape
 
 
 @pytest.mark.parametrize("option", ["gate", "activation", "residual"])
@@ -430,11 +374,11 @@ def test_what_follows_the_product_has_its_gradient_too(option: str) -> None:
     layer = make(dtype=torch.float32)
     x, dy = batch(layer, 5)
     other = torch.randn(len(x), layer.out_features, generator=seeded(6))
-    options: dict[str, Any] = {"gate": other, "activation": "silu"} if option == "gate" else {}
-    options = {"activation": "gelu"} if option == "activation" else options or {"residual": other}
+    options: dict[str, Any] = {option: "gelu" if option == "activation" else other}
+    options |= {"activation": "silu"} if option == "gate" else {}
     layer(x, **options).backward(dy)
-    assert layer.weight.grad is not None
     expected, layer.weight.grad = layer.weight.grad, None
+    assert expected is not None
     before = with_main_grad(layer)
     layer(x, **options).backward(dy)
     weight: Any = layer.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import re
 from collections.abc import Callable
@@ -33,10 +34,12 @@ from transformers import (
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMLP
+from tilesparse import BlockSparseLinear, BlockSparseMLP
 from tilesparse._runtime import launch
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.nn import concatenate
+from tilesparse.nn.weight import observe
 
 ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda t: t),
@@ -46,13 +49,13 @@ ACTIVATIONS: dict[str, tuple[str | nn.Module, Callable[[Tensor], Tensor]]] = {
     "tanh": (nn.GELU("tanh"), nn.GELU("tanh")),
 }
 IMAGES = {"image_size": 16, "patch_size": 8}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+GPT2: Any = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 40}
+TOKENS: Any = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def layer(ins: int, outs: int, device: str = "cpu", seed: int = 0, **options: Any) -> BlockSparseLinear:
-    shape = options.pop("block_shape", (16, 16))
-    made = BlockSparseLinear(ins, outs, block_shape=shape, generator=seeded(seed), **options)
-    return made.to(device)
+    options = {"block_shape": 16, **options}
+    return BlockSparseLinear(ins, outs, generator=seeded(seed), **options).to(device)
 
 
 def mlp(device: str = "cpu", gated: bool = True, **options: Any) -> BlockSparseMLP:
@@ -62,16 +65,12 @@ def mlp(device: str = "cpu", gated: bool = True, **options: Any) -> BlockSparseM
 
 def of_halves(device: str = "cpu", **options: Any) -> BlockSparseMLP:
     """The layers of `mlp` with those of gate and up in one."""
-    gate, up = layer(64, 96, device, 1), layer(64, 96, device, 2)
-    (rows, columns), (other_rows, other_columns) = (each.pattern.block_indices() for each in (gate, up))
-    blocks = torch.stack([torch.cat([rows, other_rows + 6]), torch.cat([columns, other_columns])], 1)
-    pattern = BlockPattern.from_blocks(blocks.cpu(), shape=(192, 64), block_shape=(16, 16))
-    both = layer(64, 192, device, pattern=pattern)
-    with torch.no_grad():
-        both.weight.copy_(torch.cat([gate.weight, up.weight]))
-        if both.bias is not None and gate.bias is not None and up.bias is not None:
-            both.bias.copy_(torch.cat([gate.bias, up.bias]))
+    both = concatenate([layer(64, 96, device, seed) for seed in (1, 2)])
     return BlockSparseMLP(None, layer(96, 64, device, 3), gate_up=both, **options)
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def by_hand(made: BlockSparseMLP, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -93,36 +92,29 @@ def test_computes_its_function(
     """With gradients and without, and a residual in place."""
     monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     given, act = ACTIVATIONS[activation]
-    made = (
-        of_halves(device, activation=given)
-        if form == "halves"
-        else mlp(device, form == "gated", activation=given)
-    )
+    options: Any = {"activation": given}
+    made = of_halves(device, **options) if form == "halves" else mlp(device, form == "gated", **options)
     assert made.activation_name == (None if activation == "tanh" else activation)
     x, residual = (randn(2, 7, 64, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2))
     expected = by_hand(made, act, x) + residual
-    torch.testing.assert_close(made(x, residual=residual), expected, rtol=1e-5, atol=1e-5)
-    gradients = [
-        torch.autograd.grad(y.square().sum(), list(made.parameters()))
-        for y in (made(x, residual=residual), expected)
-    ]
-    for gradient, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-4)
+    results = made(x, residual=residual), expected
+    close(*results)
+    parameters = list(made.parameters())
+    close(*(torch.autograd.grad(y.square().sum(), parameters) for y in results), tolerance=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(made(x, residual=residual), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(made(x) + residual, expected, rtol=1e-5, atol=1e-5)
+        close(made(x, residual=residual), expected)
+        close(made(x) + residual, expected)
 
 
 @pytest.mark.parametrize(
     "options", [{"nm": (2, 4)}, {"nm": (2, 4), "storage": "compressed"}, {"storage": "int8"}]
 )
 def test_layers_in_every_storage(options: dict[str, Any]) -> None:
-    layers = [layer(*size, block_shape=(32, 32), **options) for size in ((64, 96), (96, 64), (64, 96))]
+    layers = [layer(*size, block_shape=32, **options) for size in ((64, 96), (96, 64), (64, 96))]
     made, x = BlockSparseMLP(*layers, activation="silu"), torch.randn(5, 64, generator=seeded(1))
-    for context in (torch.enable_grad, torch.no_grad):
-        with context():
-            expected = by_hand(made, torch.nn.functional.silu, x)
-            torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-5)
+    for graded in (True, False):
+        with torch.set_grad_enabled(graded):
+            close(made(x), by_hand(made, torch.nn.functional.silu, x))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
@@ -152,31 +144,20 @@ def test_one_layer_stands_for_gate_and_up(device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "MANY_ELEMENTS", 0)
     made, two = of_halves(device, activation="silu"), mlp(device, activation="silu")
     x = randn(9, 64, dtype=torch.float32, device=device, seed=1)
-    results = []
+    found = []
     for each in (made, two):
         y = each(x)
-        results.append((y, *torch.autograd.grad(y.square().sum(), list(each.parameters()))))
-    (y, weight, bias, *down), (expected, *of_two) = results
-    layers = dict(zip([name for name, _ in two.named_parameters()], of_two, strict=True))
-    right = [torch.cat([layers[f"{role}.{name}"] for role in ("gate", "up")]) for name in ("weight", "bias")]
-    right = [*right, layers["down.weight"], layers["down.bias"]]
-    names = [name for name, _ in made.named_parameters()]
-    found = dict(zip(names, (weight, bias, *down), strict=True))
-    ordered = [found[name] for name in ("gate_up.weight", "gate_up.bias", "down.weight", "down.bias")]
-    torch.testing.assert_close([y, *ordered], [expected, *right], rtol=1e-4, atol=1e-4)
+        gradients = torch.autograd.grad(y.square().sum(), list(each.parameters()))
+        found.append({"y": y, **dict(zip(dict(each.named_parameters()), gradients, strict=True))})
+    mine, theirs = found
+    for name in ("weight", "bias"):
+        theirs[f"gate_up.{name}"] = torch.cat([theirs.pop(f"{role}.{name}") for role in ("gate", "up")])
+    close(mine, {name: theirs[name] for name in mine}, 1e-4)
     free = (~made.gate_up.pattern.to_block_mask()).nonzero()
     made.gate_up.pattern.move_blocks_([0, 20], free[[0, -1]])
     for graded in (False, True):
         with torch.set_grad_enabled(graded):
-            expected = by_hand(made, torch.nn.functional.silu, x)
-            torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_part_of_the_rows_is_not_taken_for_halves() -> None:
-    made = of_halves()
-    made.gate_up = layer(64, 96)  # what one of two processes has, and gives
-    with pytest.raises(UnsupportedError, match="gate_up must return 192 features, got 96"):
-        made(torch.randn(3, 64))
+            close(made(x), by_hand(made, torch.nn.functional.silu, x))
 
 
 def test_dropout_comes_before_the_residual() -> None:
@@ -203,24 +184,25 @@ def test_hooks_and_observers_see_what_the_layers_give() -> None:
         for module, given, y in seen:
             assert torch.equal(type(module).forward(module, given), y)
     observed = mlp()
-    observed.up.observe = lambda y, given: y * 2
+    observe(observed.up, lambda y, given: y * 2)
     torch.testing.assert_close(observed(x), by_hand(observed, torch.nn.functional.gelu, x))
 
 
 def test_layers_refuse_what_they_cannot_do_before_they_compute() -> None:
-    x, masked = torch.randn(3, 64), layer(64, 96, nm=(2, 4), block_shape=32)
-    for made in (layer(64, 96), masked):
+    x = torch.randn(3, 64)
+    for made in (layer(64, 96), layer(64, 96, nm=(2, 4), block_shape=32)):
         y = made(x)
-        with pytest.raises(InvalidArgumentError, match="activation must be one of"):
-            made(x, activation="swish")
-        with pytest.raises(InvalidArgumentError, match="gate must be None beside a residual"):
-            made(x, gate=y, residual=y)
-        with pytest.raises(InvalidArgumentError, match="gate must have shape"):
-            made(x, gate=y[:1])
+        for options in ({"activation": "swish"}, {"gate": y, "residual": y}, {"gate": y[:1]}):
+            with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+                made(x, **options)
     with forward_ad.dual_level(), torch.no_grad():
         y = forward_ad.make_dual(y.detach(), torch.ones_like(y))
         with pytest.raises(UnsupportedError, match="forward-mode"):
             layer(64, 96)(x, gate=y)
+    parts = of_halves()
+    parts.gate_up = layer(64, 96)  # what one of two processes has, and gives
+    with pytest.raises(UnsupportedError, match="gate_up must return 192 features, got 96"):
+        parts(x)
 
 
 def test_autocast() -> None:
@@ -232,26 +214,27 @@ def test_autocast() -> None:
 
 
 def test_bad_arguments() -> None:
-    up, down = layer(64, 96), layer(96, 64)
-    for match, arguments, options in (
-        ("up must be a BlockSparseLinear or None, got torch.nn.Linear", (nn.Linear(64, 96), down), {}),
-        ("down must be a BlockSparseLinear or None, got torch.nn.Linear", (up, nn.Linear(96, 64)), {}),
-        ("down must have 96 in_features", (up, up), {}),
-        (r"gate must have the shape \(96, 64\)", (up, down, down), {}),
-        ("up must be a BlockSparseLinear", (None, down), {}),
-        ("gate_up must be a BlockSparseLinear or None", (None, down), {"gate_up": nn.Linear(64, 192)}),
-        ("gate_up must be the only one", (up, down), {"gate_up": layer(64, 192)}),
-        ("gate_up must be the only one", (None, down, up), {"gate_up": layer(64, 192)}),
-        ("down must have 48 in_features, half the out", (None, down), {"gate_up": up}),
-        ("activation must be one of", (up, down), {"activation": "swish"}),
-        ("activation must be a string or a torch.nn.Module", (up, down), {"activation": torch.relu}),
-        ("dropout must be a torch.nn.Dropout or None", (up, down), {"dropout": 0.1}),
-        ("hidden_dropout must be a torch.nn.Dropout or None", (up, down), {"hidden_dropout": 0.1}),
-        ("names must have keys from", (up, down), {"names": {"left": "right"}}),
-        ("names must differ", (up, down), {"names": {"up": "down"}}),
+    up, down, both = layer(64, 96), layer(96, 64), layer(64, 192)
+    for match, *arguments in (
+        ("up", nn.Linear(64, 96), down),
+        ("up", None, down),
+        ("down", up, nn.Linear(96, 64)),
+        ("down must have 96", up, up),
+        ("gate must have the shape", up, down, down),
+        ("gate_up", None, down, {"gate_up": nn.Linear(64, 192)}),
+        ("gate_up", up, down, {"gate_up": both}),
+        ("gate_up", None, down, up, {"gate_up": both}),
+        ("down must have 48", None, down, {"gate_up": up}),
+        ("activation", up, down, {"activation": "swish"}),
+        ("activation", up, down, {"activation": torch.relu}),
+        ("dropout", up, down, {"dropout": 0.1}),
+        ("hidden_dropout", up, down, {"hidden_dropout": 0.1}),
+        ("names must have keys from", up, down, {"names": {"left": "right"}}),
+        ("names must differ", up, down, {"names": {"up": "down"}}),
     ):
-        with pytest.raises(InvalidArgumentError, match=match):
-            BlockSparseMLP(*arguments, **options)
+        options: Any = arguments.pop() if isinstance(arguments[-1], dict) else {}
+        with pytest.raises(InvalidArgumentError, match=f"^{match}\\b"):
+            BlockSparseMLP(*arguments, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -286,33 +269,13 @@ def test_what_lies_between_narrow_blocks_is_column_major(block_shape: tuple[int,
 # ---- in the place of MLPs of Transformers ----
 
 
-def gpt2() -> Any:
-    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=2, n_positions=40, **TOKENS)
-    return GPT2LMHeadModel(config).eval()
-
-
-def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=1)).eval()
-
-
-def phi3() -> Any:
-    return Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS)).eval()
-
-
-def vit() -> Any:
-    return ViTForImageClassification(ViTConfig(**SIZES | IMAGES)).eval()
-
-
-def bert() -> Any:
-    return BertForSequenceClassification(BertConfig(**SIZES, pad_token_id=2)).eval()
-
-
 MODELS: dict[str, tuple[Callable[[], Any], bool, str | None]] = {  # gated, and the activation of kernels
-    "llama": (llama, True, "silu"),
-    "phi3": (phi3, True, "silu"),  # both in one layer
-    "gpt2": (gpt2, False, None),
-    "vit": (vit, False, "gelu"),
-    "bert": (bert, False, "gelu"),  # in two halves, of which the first is fused
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=1)), True, "silu"),
+    "phi3": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS)), True, "silu"),  # both in one layer
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **TOKENS)), False, None),
+    "vit": (lambda: ViTForImageClassification(ViTConfig(**SIZES | IMAGES)), False, "gelu"),
+    # In two halves, of which the first is fused.
+    "bert": (lambda: BertForSequenceClassification(BertConfig(**SIZES, pad_token_id=2)), False, "gelu"),
 }
 
 
@@ -322,7 +285,7 @@ def given(kind: str) -> Tensor:
 
 def patched(kind: str) -> tuple[Any, BlockSparseModelPatcher]:
     torch.manual_seed(0)
-    model, patcher = MODELS[kind][0](), BlockSparseModelPatcher()
+    model, patcher = MODELS[kind][0]().eval(), BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.(mlp|intermediate)\.", {"density": 0.5, "block_shape": (16, 16)})
     patcher.patch_model(model, keep_dense=True)
     return model, patcher
@@ -340,9 +303,15 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
-    """Forward and backward, copied, saved and loaded by everybody, and undone."""
+    """Forward and backward, copied, compiled, saved and loaded by everybody, and undone."""
     model, patcher = patched(kind)
-    x, (_, gated, activation) = given(kind), MODELS[kind]
+    x, (make, gated, activation) = given(kind), MODELS[kind]
+
+    def agrees(other: Any) -> bool:
+        with torch.no_grad():
+            close(other(x).logits, expected)
+        return True
+
     with torch.no_grad():
         expected = model(x).logits
     right, parameters, modules = gradients(model, x), list(model.parameters()), dict(model.named_modules())
@@ -356,69 +325,48 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
     assert patcher.fuse_mlps_(model, x, dry_run=True).mlps and fused(model) == []
     assert not patcher.fuse_mlps_(model).mlps and fused(model) == []
     report = patcher.fuse_mlps_(model, x)
-    assert [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps] == [
-        (name, gated, activation) for name in fused(model)
-    ]
+    found = [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps]
+    assert found == [(name, gated, activation) for name in fused(model)]
     assert len(report.mlps) == 2 and not report.skipped and report.mlps[0].name in str(report)
-    assert list(model.state_dict()) == names and list(map(id, model.parameters())) == list(
-        map(id, parameters)
-    )
-    with torch.no_grad():
-        calls.clear()
-        torch.testing.assert_close(model(x).logits, expected, rtol=1e-5, atol=1e-5)
-        assert calls == fused(model)
-        for handle in handles:
-            handle.remove()
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert fused(twin) == fused(model)
-            torch.testing.assert_close(twin(x).logits, expected, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names and all(map(operator.is_, model.parameters(), parameters))
+    calls.clear()
+    assert agrees(model) and calls == fused(model)
+    for handle in handles:
+        handle.remove()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert agrees(twin) and fused(twin) == fused(model)
     for name, gradient in gradients(model, x).items():
         torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=1e-6)
+    assert agrees(torch.compile(model, backend="aot_eager", fullgraph=True))
 
     tilesparse.save(model, tmp_path / "own")
     model.save_pretrained(tmp_path / "theirs")
     for loaded in (
-        tilesparse.load(MODELS[kind][0](), tmp_path / "own"),
+        tilesparse.load(make().eval(), tmp_path / "own"),
         tilesparse.load(copy.deepcopy(model), tmp_path / "own"),
         type(model).from_pretrained(tmp_path / "theirs"),
     ):
         BlockSparseModelPatcher().fuse_mlps_(loaded, x)
-        assert fused(loaded) == fused(model)
-        with torch.no_grad():
-            torch.testing.assert_close(loaded.eval()(x).logits, expected, rtol=1e-5, atol=1e-5)
+        assert agrees(loaded.eval()) and fused(loaded) == fused(model)
 
     patcher.undo(model)
     assert fused(model) == [] and not any(isinstance(m, BlockSparseLinear) for m in model.modules())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_compiled_models_compute_the_same(kind: str) -> None:
-    model, patcher = patched(kind)
-    x = given(kind)
-    with torch.no_grad():
-        expected = model(x).logits
-        patcher.fuse_mlps_(model, x)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x).logits, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_adapters_of_peft() -> None:
     """They stand around the layers of a fused MLP as around others, and are still there when it is undone."""
-    model, _ = patched("llama")
+    (model, _), patcher = patched("llama"), BlockSparseModelPatcher()
     other, x = copy.deepcopy(model), given("llama")
-    patcher = BlockSparseModelPatcher()
     patcher.fuse_mlps_(model, x)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
     results = []
-    for base in (model, other):
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(base, config).eval()
-        with torch.no_grad():
-            results.append(adapted(x).logits)
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    patcher.undo(model)
     with torch.no_grad():
-        torch.testing.assert_close(model(x).logits, results[0], rtol=1e-5, atol=1e-5)
+        for base in (model, other):
+            torch.manual_seed(0)
+            results.append(peft.get_peft_model(base, config).eval()(x).logits)
+        close(*results)
+        patcher.undo(model)
+        close(model(x).logits, results[0])
 
 
 def test_what_is_left_alone_is_reported() -> None:
@@ -446,24 +394,17 @@ def test_what_is_left_alone_is_reported() -> None:
     with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
         BlockSparseMLP.from_module(model.model.layers[0].mlp)
     model, patcher = patched("vit")
-    for block, spoil in zip(model.vit.layers, (_replace_forward, _add_state_hook), strict=True):
-        spoil(block.mlp)
+    first, second = (block.mlp for block in model.vit.layers)
+    first.forward = first.forward
+    second.register_state_dict_post_hook(lambda *_: None)
     text = str(patcher.fuse_mlps_(model, given("vit")))
     assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
-
-
-def _replace_forward(module: nn.Module) -> None:
-    module.forward = module.forward
-
-
-def _add_state_hook(module: nn.Module) -> None:
-    module.register_state_dict_post_hook(lambda *_: None)
 
 
 def test_other_classes_are_known_by_their_calls() -> None:
     model = PhiForCausalLM(PhiConfig(**SIZES, **TOKENS)).eval()
     patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(r".*\.mlp\.", {"block_shape": (16, 16)})
+    patcher.add_pattern(r".*\.mlp\.", {"block_shape": 16})
     patcher.patch_model(model)
     assert [mlp.kind for mlp in patcher.fuse_mlps_(model, given("phi")).mlps] == ["PhiMLP"] * 2
 
@@ -540,27 +481,25 @@ class OtherMLP(nn.Module):
         return self.of(self, x)
 
 
-def _functional_dropout(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self.down(self.drop(self.act(self.up(x))))
-    return nn.functional.dropout(y, 0.5, self.training)
-
-
-def _twice(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self.drop(self.down(self.drop(self.act(self.up(x)))))
-    return y
-
-
 MLPS: dict[str, tuple[Callable[[Any, Tensor], Any], bool, str | None]] = {  # of what, gated, why not fused
     "plain": (lambda self, x: self.down(self.drop(self.act(self.up(x)))), False, None),
     "dropout": (lambda self, x: self.drop(self.down(self.act(self.up(x)))), False, None),
     "names": (lambda self, x: self.down(self.dropout(self.act(self.up(x)))), False, None),
     "gated": (lambda self, x: self.drop(self.down(self.act(self.gate(x)) * self.up(x))), True, None),
-    "twice": (_twice, False, "it calls drop more than once"),
+    "twice": (
+        lambda self, x: self.drop(self.down(self.drop(self.act(self.up(x))))),
+        False,
+        "it calls drop more than once",
+    ),
     "residual": (lambda self, x: x + self.down(self.drop(self.act(self.up(x)))), False, "something else"),
     "factor": (lambda self, x: 1.001 * self.down(self.drop(self.act(self.up(x)))), False, "something else"),
     "in between": (lambda self, x: self.down(1.001 * self.drop(self.act(self.up(x)))), False, "something"),
     "sum": (lambda self, x: self.drop(self.down(self.act(self.gate(x)) + self.up(x))), True, "something"),
-    "functional": (_functional_dropout, False, "something else .*, in training"),
+    "functional": (
+        lambda self, x: nn.functional.dropout(self.down(self.drop(self.act(self.up(x)))), 0.5, self.training),
+        False,
+        "something else .*, in training",
+    ),
     "tuple": (lambda self, x: (self.drop(self.down(self.act(self.up(x)))), None), False, "returns a tuple"),
     "unused": (lambda self, x: self.down(self.act(self.up(x))), False, "it does not call drop"),
     "another x": (lambda self, x: self.drop(self.down(self.act(self.up(x + 1)))), False, "other inputs"),
@@ -597,11 +536,3 @@ def test_inputs_that_show_nothing_fuse_nothing() -> None:
     nn.init.zeros_(model[0].get_parameter("down.weight"))  # what follows it is not seen
     (skipped,) = BlockSparseModelPatcher().fuse_mlps_(model, randn(5, 64, dtype=torch.float32)).skipped
     assert "show nothing" in skipped.reason
-
-
-def test_generation() -> None:
-    model, patcher = patched("llama")
-    prompt = torch.tensor([[5, 6, 7]])
-    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    patcher.fuse_mlps_(model, prompt)
-    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)

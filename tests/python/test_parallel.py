@@ -42,6 +42,7 @@ from tilesparse.errors import (
     UnsynchronizedPatternError,
 )
 from tilesparse.io import prepare, section
+from tilesparse.nn.weight import layer_index
 from tilesparse.pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256
@@ -155,7 +156,7 @@ def alike(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
 
 def forms(model: nn.Module) -> list[Any]:
     """The patterns of a model's layers, which steps have to leave alone."""
-    return [[buffer.tolist() for buffer in layer.index()[:3]] for layer in layers_of(model)]
+    return [[buffer.tolist() for buffer in layer_index(layer)[:3]] for layer in layers_of(model)]
 
 
 # ---- what each of the processes does ----

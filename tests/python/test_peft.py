@@ -34,6 +34,7 @@ from tilesparse import BlockSparseLinear
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.peft import LoraLinear, MergeLossWarning, merge_loss
 from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.nn.weight import dense_blocks
 
 FORMS: list[dict[str, Any]] = [
     {},
@@ -95,7 +96,7 @@ def kept_by(layer: BlockSparseLinear) -> Tensor:
 
 
 def dense_of(layer: BlockSparseLinear) -> Tensor:
-    return dense_weight(layer.plain_values(), layer.pattern)
+    return dense_weight(dense_blocks(layer), layer.pattern)
 
 
 @pytest.mark.parametrize("device", DEVICES)

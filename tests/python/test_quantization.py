@@ -15,6 +15,7 @@ import tilesparse as ts
 from tilesparse import BlockSparseConfig, BlockSparseLinear
 from tilesparse.calibrate.stream import tensors_in
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.nn.weight import kept_mask
 from tilesparse.quantize import quantize_
 from tilesparse.quantize.smooth import Samples, Search
 from tilesparse.storage.formats import QuantizedStorage, storage_of
@@ -503,12 +504,12 @@ def test_errors_midway_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_2_4_layers_keep_their_masks() -> None:
     made = model()
     made.blocks[0].mlp.up = linear(WIDTH, HIDDEN, block_shape=32, nm=(2, 4))
-    mask = made.blocks[0].mlp.up.kept_mask()
+    mask = kept_mask(made.blocks[0].mlp.up)
     report = quantize_(made, batches(1))
     assert not report.skipped
     layer = made.blocks[0].mlp.up
     assert (layer.nm, layer.activations) == ((2, 4), layer.storage)
-    assert torch.equal(layer.kept_mask(), mask)
+    assert torch.equal(kept_mask(layer), mask)
 
 
 def test_weights_under_norms_are_refused() -> None:

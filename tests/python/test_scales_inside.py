@@ -28,6 +28,7 @@ from tilesparse.config import LayerSpec
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.export import decompositions
 from tilesparse.nn import ReferenceBlockSparseLinear, from_block_scales
+from tilesparse.nn.weight import dense_blocks
 
 FLOAT8 = torch.float8_e4m3fn
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
@@ -228,12 +229,12 @@ def test_layers_and_their_gradients(device: str) -> None:
     y.backward(grad)
     weight = layer.to_linear().weight.detach().double()
     torch.testing.assert_close(x.grad, (grad.double() @ weight).float(), rtol=1e-4, atol=1e-4)
-    assert torch.equal(weight.float(), dense_weight(layer.plain_values().cpu(), layer.pattern).to(device))
+    assert torch.equal(weight.float(), dense_weight(dense_blocks(layer).cpu(), layer.pattern).to(device))
 
 
 def test_there_and_back_and_copies() -> None:
     layer = layer_of()
-    blocks, x = layer.plain_values(), tokens()
+    blocks, x = dense_blocks(layer), tokens()
     y = layer(x)
     assert 0 < layer.storage_error < 0.04
     others = [copy.deepcopy(layer), layer_of().requires_grad_(False)]
@@ -342,7 +343,7 @@ def test_the_best_blocks_or_those_of_a_pattern_are_kept() -> None:
     pattern = some_pattern()
     layer = from_block_scales(weight, scales, pattern=pattern, dtype=torch.float32)
     assert layer.pattern == pattern
-    assert torch.equal(layer.plain_values(), blocks[pattern.block_indices()].float())
+    assert torch.equal(dense_blocks(layer), blocks[pattern.block_indices()].float())
     chosen = from_block_scales(weight, scales, 0.2, scores=-scales)
     assert chosen.pattern == BlockPattern.from_scores(-scales, block_shape=SIDE, density=0.2)
 

@@ -20,6 +20,7 @@ from tilesparse._runtime.select import DECODE_TOKENS
 from tilesparse.config import LayerSpec
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from tilesparse.nn import ReferenceBlockSparseLinear
+from tilesparse.nn.weight import dense_blocks, kept_mask
 from tilesparse.storage import STORAGES, two_of_four
 
 IN, OUT = 128, 96
@@ -98,7 +99,7 @@ def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> No
 @on_every_device
 def test_computes_with_its_plain_values(device: str, name: str) -> None:
     layer = make(name, device=device)
-    assert_multiplies(layer, layer.plain_values())
+    assert_multiplies(layer, dense_blocks(layer))
     many = 2, DECODE_TOKENS  # tokens, which are quantized on every device
     x, residual = randn(*many, IN, device=device), randn(*many, OUT, device=device)
     tolerance = tolerance_of(layer, device)
@@ -109,7 +110,7 @@ def test_computes_with_its_plain_values(device: str, name: str) -> None:
     for policy in ("dense", "auto"):
         layer.policy = policy
         assert_close(layer(x), dense(rounded(layer, x)))
-    assert torch.equal(twin.weight, layer.plain_values())
+    assert torch.equal(twin.weight, dense_blocks(layer))
 
 
 @every_layer
@@ -125,7 +126,7 @@ def test_from_linear_keeps_the_best(dtype: torch.dtype, name: str) -> None:
     kept = blocks_of_dense(linear.weight.detach(), layer.pattern)
     if layer.nm is not None:
         kept = kept * two_of_four(kept.abs(), transposable=layer.transposable)
-    plain = layer.plain_values()
+    plain = dense_blocks(layer)
     assert plain.dtype == dtype
     if layer.storage in ("plain", "compressed"):
         assert torch.equal(plain, kept) and layer.storage_error == 0
@@ -146,12 +147,12 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
         linear, 0.5, scores=scores, nm=NM, storage=storage, block_shape=32
     )
     mask = two_of_four(blocks_of_dense(scores, layer.pattern))
-    assert torch.equal(layer.kept_mask(), mask)
+    assert torch.equal(kept_mask(layer), mask)
     by_block: Any = BlockSparseLinear.from_linear(
         linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage, block_shape=32
     )
     magnitudes = blocks_of_dense(linear.weight.detach().abs(), by_block.pattern)
-    assert torch.equal(by_block.kept_mask(), two_of_four(magnitudes))
+    assert torch.equal(kept_mask(by_block), two_of_four(magnitudes))
 
 
 def test_from_linear_keeps_frozen_weights_frozen() -> None:
@@ -175,10 +176,10 @@ def test_what_a_layer_holds(name: str) -> None:
     assert ("transposable=True" in repr(layer)) == layer.transposable
     assert (f"storage={layer.storage!r}" in repr(layer)) == ("storage" in options)
     if layer.nm is not None:
-        kept = (layer.plain_values() != 0).unflatten(2, (-1, 4)).sum(-1)
+        kept = (dense_blocks(layer) != 0).unflatten(2, (-1, 4)).sum(-1)
         assert int(kept.max()) <= 2 and float(kept.float().mean()) > 1.8
     if layer.transposable:
-        kept = (layer.plain_values() != 0).unflatten(1, (-1, 4)).sum(2)
+        kept = (dense_blocks(layer) != 0).unflatten(1, (-1, 4)).sum(2)
         assert int(kept.max()) <= 2
 
 
@@ -201,7 +202,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
     assert layer.storage == LAYERS[name].get("storage", "plain")
     assert same(states(layer), states(other))
     assert layer.weight.requires_grad == (layer.storage == "plain")
-    bound = layer.plain_values().abs().max()
+    bound = dense_blocks(layer).abs().max()
     fan_in = layer.crow_indices.diff().min() * 32 // (1 if layer.nm is None else 2)
     assert 0 < float(bound) <= float(fan_in.rsqrt()) * 1.06
 
@@ -340,15 +341,15 @@ def test_set_nm_that_is_refused_changes_nothing() -> None:
 )
 def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> None:
     layer = make("plain", nm=nm, dtype=torch.bfloat16, storage=source)
-    mask, before, bias = layer.kept_mask(), layer.plain_values(), layer.bias
+    mask, before, bias = kept_mask(layer), dense_blocks(layer), layer.bias
     assert layer.to_storage(target) is layer and layer.storage == target
-    after = layer.plain_values()
+    after = dense_blocks(layer)
     assert after.dtype == torch.bfloat16 and layer.bias is bias
     if target in ("plain", "compressed") or source == target:
         assert torch.equal(after, before)
     assert layer.storage_error <= (0.08 if target == "int4" else 0.04)
     assert_multiplies(layer, after, 2e-2)
-    assert layer.nm == nm and (nm is None or torch.equal(layer.kept_mask(), mask))
+    assert layer.nm == nm and (nm is None or torch.equal(kept_mask(layer), mask))
     assert layer.weight.requires_grad == (target == "plain")
     if target == "plain":  # trains again
         layer(randn(3, IN, dtype=torch.bfloat16)).sum().backward()
@@ -358,13 +359,13 @@ def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> Non
 @pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
 def test_scales_of_rows_and_of_blocks(storage: str) -> None:
     layer = make("masked")
-    plain = layer.plain_values()
+    plain = dense_blocks(layer)
     layer.to_storage(storage)
     rows, error = layer.scales, layer.storage_error
     assert rows.shape == (6, 32)
     layer.to_storage(storage, per="block")
     assert layer.scales.shape == (6,), "other scales are made of what there is"
-    assert float((layer.plain_values() - plain).norm() / plain.norm()) < 0.06
+    assert float((dense_blocks(layer) - plain).norm() / plain.norm()) < 0.06
     layer.to_storage(storage, per="row")
     assert layer.scales.shape == (6, 32)
     by_block = make("masked").to_storage(storage, per="block")
@@ -372,7 +373,7 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
     loaded = make("2:4 int8" if storage == "int8" else "2:4 float8")
     loaded.load_state_dict(by_block.state_dict())
     assert same(states(loaded), states(by_block))
-    assert_multiplies(loaded, by_block.plain_values())
+    assert_multiplies(loaded, dense_blocks(by_block))
     with pytest.raises(InvalidArgumentError, match="per must be 'row' or 'block', got 'tensor'"):
         layer.to_storage(storage, per="tensor")
 
@@ -380,16 +381,16 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
 def test_to_storage_clips_at_limits() -> None:
     layer = make("plain")
     values, limits = (
-        layer.plain_values(),
+        dense_blocks(layer),
         torch.full((layer.col_indices.shape[0], layer.block_shape[0]), 0.05),
     )
     with pytest.raises(InvalidArgumentError, match="limits must be None with storage 'plain'"):
         layer.to_storage("plain", limits=limits)
     with pytest.raises(InvalidArgumentError, match="limits must be"):
         layer.to_storage("int8", limits=limits[:1])
-    assert layer.storage == "plain" and torch.equal(layer.plain_values(), values)
+    assert layer.storage == "plain" and torch.equal(dense_blocks(layer), values)
     layer.to_storage("int8", limits=limits)
-    assert float(layer.plain_values().abs().max()) <= 0.0501 < float(values.abs().max())
+    assert float(dense_blocks(layer).abs().max()) <= 0.0501 < float(values.abs().max())
     assert layer.storage_error > 0.05
 
 
@@ -499,7 +500,7 @@ def test_a_state_dict_brings_another_number_and_shape_of_blocks(name: str, other
     assert same(states(layer), states(source)) and layer.weight is weight
     assert layer.block_shape == source.block_shape
     assert torch.equal(layer(randn(3, IN)), source(randn(3, IN)))
-    assert_multiplies(layer, source.plain_values())
+    assert_multiplies(layer, dense_blocks(source))
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_a_layer_is_made_from_its_spec(device: str, name: str) -> None:
     drawn = BlockSparseLinear.from_spec(saved.to(torch.float64).spec, bias=False, device=device)
     assert drawn.bias is None and drawn.spec.dtype == torch.float64
     drawn.reset_parameters()
-    assert drawn.pattern.nnz == spec.nnz and drawn.plain_values().dtype == torch.float64
+    assert drawn.pattern.nnz == spec.nnz and dense_blocks(drawn).dtype == torch.float64
 
 
 @every_layer
@@ -582,7 +583,7 @@ def test_leaves_the_meta_device(device: str, name: str) -> None:
     drawn = copy.deepcopy(empty).to_empty(device=device)
     drawn.reset_parameters()
     assert drawn(randn(3, IN, device=device)).isfinite().all()
-    assert_multiplies(drawn, drawn.plain_values())
+    assert_multiplies(drawn, dense_blocks(drawn))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -624,7 +625,7 @@ def test_conversions_change_the_dtype_of_activations_alone(name: str, conversion
         assert same({"": layer.weight.detach()}, {"": before["weight"]})
     else:
         assert layer.weight.dtype == dtype
-    plain = layer.plain_values()
+    plain = dense_blocks(layer)
     if layer.activations is not None and dtype == torch.float64:
         with pytest.raises(InvalidArgumentError, match="x must be float32, float16 or bfloat16"):
             layer(randn(3, IN, dtype=dtype))
@@ -781,7 +782,7 @@ def test_a_pattern_can_be_changed_beneath_stored_values() -> None:
         layer.pattern = BlockPattern.random(
             (OUT, IN), block_shape=32, nnz=layer.pattern.nnz, generator=seeded(8)
         )
-        assert_multiplies(layer, layer.plain_values())
+        assert_multiplies(layer, dense_blocks(layer))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

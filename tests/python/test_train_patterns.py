@@ -25,6 +25,7 @@ from training import BLOCK, IN, OUT, RATE, backward, make, slots_of, sparse, tra
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.distributed import synchronize_patterns
 from tilesparse.errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
+from tilesparse.nn.weight import layer_index
 from tilesparse.train import (
     BlockGates,
     Gradual,
@@ -569,12 +570,12 @@ def test_copies_of_a_model_are_not_observed() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     twin = copy.deepcopy(model)
-    assert model[0].observe is not None and twin[0].observe is None
+    assert model[0]._observe is not None and twin[0]._observe is None
     later = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
     schedule.remove()
-    assert model[0].observe is later._norms._observers["0"]
+    assert model[0]._observe is later._norms._observers["0"]
     later.remove()
-    assert model[0].observe is None
+    assert model[0]._observe is None
 
 
 def test_schedules_are_not_copied() -> None:
@@ -678,7 +679,7 @@ def test_layers_whose_blocks_cannot_move_are_named() -> None:
     parametrized = make()
     nn.utils.parametrizations.weight_norm(parametrized[0])
     tied = make()
-    pattern = BlockPattern(*tied[0].index()[:2], shape=(OUT, IN), block_shape=BLOCK)
+    pattern = BlockPattern(*layer_index(tied[0])[:2], shape=(OUT, IN), block_shape=BLOCK)
     tied.append(BlockSparseLinear(IN, OUT, pattern=pattern))
     tied[3].weight = tied[0].weight
     with pytest.raises(InvalidArgumentError, match="layers '0' and '3' share one weight"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.moments import damped
 from tilesparse.errors import InvalidArgumentError
+from tilesparse.nn.weight import dense_blocks
 from tilesparse.quantize.weights import RoundedWeight, round_weight
 from tilesparse.storage.formats import QuantizedStorage, storage_of
 
@@ -327,18 +328,18 @@ def test_few_tokens_are_warned_of() -> None:
 @pytest.mark.parametrize("name", STORAGES)
 def test_given_values_are_stored_and_count_in_the_error(name: str) -> None:
     layer = BlockSparseLinear(IN, OUT, density=0.5, block_shape=BLOCK)
-    weight, storage = layer.plain_values(), stored_as(name)
+    weight, storage = dense_blocks(layer), stored_as(name)
     limits = storage.limits_of(weight)
     given = storage.rounded(weight * 0.9, limits)
     layer.to_storage(name, limits=limits, values=given)
-    torch.testing.assert_close(layer.plain_values(), given)
+    torch.testing.assert_close(dense_blocks(layer), given)
     expected = float((given - weight).norm() / weight.norm())
     assert layer.storage_error == pytest.approx(expected, rel=1e-4)
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
     layer = BlockSparseLinear(IN, OUT, density=0.5, block_shape=BLOCK)
-    weight = layer.plain_values()
+    weight = dense_blocks(layer)
     with pytest.raises(InvalidArgumentError, match=r"values must be \[16, 16, 16\]"):
         layer.to_storage("int4", values=weight[:3])
     with pytest.raises(InvalidArgumentError, match="values must be None with storage 'plain'"):

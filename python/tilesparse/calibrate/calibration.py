@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._reports import MOST, listed, warn_user
 from ..errors import InvalidArgumentError, TileSparseError
-from ..nn.linear import dense_weight
+from ..nn.dense import dense_weight
 from .experts import ExpertMoments, LinearExperts, Place
 from .moments import Moments
 from .stream import (

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .._checks import Index
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
-from ..nn.linear import INDEX_NAMES, PatternOrigin, stored_of
+from ..nn.weight import stored_of
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
 from .tensor_parallel import (
@@ -124,11 +124,7 @@ class ExpertsShard(PatternShard):
             name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"
         }
         tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
-        layer.assign(replace(stored.spec, nnz=pattern.nnz), tensors)
-        index: Index = pattern.index_on(layer.weight.device)
-        for name, array in zip(INDEX_NAMES, index[:3], strict=True):
-            layer._buffers[name] = array
-        layer.origin = PatternOrigin.loaded(layer.index())
+        become(layer, Stored(replace(stored.spec, nnz=pattern.nnz), pattern, tensors))
 
     def tensors(self, layer: ExpertsLinear) -> dict[str, Tensor | None]:
         """Return this process's tensors, by the names that the layer has for them."""

@@ -11,6 +11,7 @@ from torch import nn
 from .._checks import Index, checked_count
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsynchronizedPatternError
 from ..nn.linear import BlockSparseLinear
+from ..nn.weight import declare_shared, lacks_pattern, layer_index
 from ..pattern import BlockPattern
 
 
@@ -40,7 +41,7 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
     for layer, pattern in zip(layers.values(), broadcast_patterns(layers, group, src), strict=True):
         layer.pattern = pattern
-        layer.declare_shared()
+        declare_shared(layer)
 
 
 def broadcast_patterns(
@@ -51,7 +52,7 @@ def broadcast_patterns(
         (name, layer.spec.shape, layer.block_shape, layer.col_indices.shape[0])
         for name, layer in layers.items()
     ]
-    missing = [name for name, layer in layers.items() if layer.origin.lacks_pattern(layer.index())]
+    missing = [name for name, layer in layers.items() if lacks_pattern(layer)]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (dist.get_rank(), mine, missing), group)
     if any(theirs != mine for _, theirs, _ in everyone):
@@ -67,7 +68,7 @@ def broadcast_patterns(
             )
     patterns = []
     for layer in layers.values():
-        index = layer.index()
+        index = layer_index(layer)
         crow, col, slot = (tensor.clone() for tensor in index[:3])
         for tensor in (crow, col, slot):
             dist.broadcast(tensor, src, group)

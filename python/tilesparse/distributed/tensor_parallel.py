@@ -19,7 +19,8 @@ from .._ops.linear import linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, StoredWeight, masked_linear
+from ..nn.linear import BlockSparseLinear, masked_linear
+from ..nn.weight import StoredWeight, declare_shared, layer_index
 from ..pattern import BlockPattern, moved_index, overwrite_index
 from ..storage.formats import STORED_NAMES
 from .sync import broadcast_patterns
@@ -100,7 +101,7 @@ class PatternShard:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else it would be what it was when traced
     def index(self, layer: StoredWeight) -> Index:
         """Return the pattern of this process's blocks, kept in sync with the layer's."""
-        whole = layer.index()
+        whole = layer_index(layer)
         with exclusive():
             seen = content_of(whole)
             if self._index is None or self._seen != seen:
@@ -318,7 +319,7 @@ def share(layer: Any, mesh: DeviceMesh, shard: PatternShard, source: int | None)
             (pattern,) = broadcast_patterns({"": layer}, group, dist.get_global_rank(group, source))
         shard.arrange(layer, pattern)
         if source is not None and mesh.size() == dist.get_world_size():
-            layer.declare_shared()
+            declare_shared(layer)
     weight = _sharded_by_slots(layer.weight.detach(), mesh, source)
     layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
     by_slots = stored_by_slots(layer)

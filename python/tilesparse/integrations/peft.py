@@ -24,7 +24,8 @@ from .._ops.linear import combined, grouped_sdd_on, linear_on
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
 from ..nn.experts import ExpertsLinear
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.weight import INDEX_NAMES, freeze, kept_mask, layer_index
 from ..storage.formats import storage_of
 
 try:
@@ -80,7 +81,7 @@ class LoraLinear(Linear):
         super().__init__(base_layer, adapter_name, config, **kwargs)
         base: Any = base_layer
         if not storage_of(base.storage).trainable:
-            base.freeze()
+            freeze(base)
         self.fan_in_fan_out = False  # block-sparse layers that were a Conv1D are not transposed
         # Buffers, to move with the layer, but not part of what is saved.
         self.register_buffer("unmerged_weight", None, persistent=False)
@@ -206,7 +207,7 @@ class LoraLinear(Linear):
         """[nnz, bn, bk] of b a: the entries that the layer keeps, and zeros."""
         base: BlockSparseLinear = self.get_base_layer()
         delta = sdd(b.t(), a, base.pattern)
-        mask = base.kept_mask()
+        mask = kept_mask(base)
         return delta if mask is None else torch.where(mask, delta, 0)
 
     def _factors(self, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -434,8 +435,8 @@ class LoraExperts(LoraLinear):
         base: Any = self.get_base_layer()
         experts, ranks, _ = a.shape
         offsets = torch.arange(experts + 1, device=a.device, dtype=torch.int32) * ranks
-        delta = grouped_sdd_on(b.mT.flatten(0, 1), a.flatten(0, 1), base.index(), offsets)
-        mask = base.kept_mask()
+        delta = grouped_sdd_on(b.mT.flatten(0, 1), a.flatten(0, 1), layer_index(base), offsets)
+        mask = kept_mask(base)
         return delta if mask is None else torch.where(mask, delta, 0)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:

@@ -27,6 +27,7 @@ def _adapt_layers(module: Any) -> None:
 
     The config does not name this one, since it would have to be unpickled where PEFT is alone.
     """
+    from ..nn.experts import ExpertsLinear
     from ..nn.linear import BlockSparseLinear
 
     def adapted(create: Any) -> Any:
@@ -38,7 +39,7 @@ def _adapt_layers(module: Any) -> None:
                 # Imported where a model has such layers, whatever others ask of PEFT.
                 from .peft import LoraExperts, LoraLinear
 
-                adapted = LoraExperts if base.of_experts else LoraLinear
+                adapted = LoraExperts if isinstance(base, ExpertsLinear) else LoraLinear
                 return adapted(target, adapter_name, config=lora_config, **kwargs)
             return create(lora_config, adapter_name, target, **kwargs)
 
@@ -69,6 +70,7 @@ def _include_in_all_linear(module: Any) -> None:
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     """Names of the layers, without the output embedding, as PEFT has it, and what has an adapter already."""
+    from ..nn.experts import ExpertsLinear
     from ..nn.linear import BlockSparseLinear
 
     get_output = getattr(model, "get_output_embeddings", None)
@@ -80,7 +82,7 @@ def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
         if isinstance(layer, tuner_layer):
             adapted = (*adapted, f"{name}.")
         elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
-            (experts if layer.of_experts else names).add(name)
+            (experts if isinstance(layer, ExpertsLinear) else names).add(name)
     if experts:
         warn_user(
             'target_modules="all-linear" leaves experts without an adapter, as in dense models; name them in '

@@ -19,7 +19,7 @@ from .._files import STORABLE, write_json, write_tensors
 from .._reports import aligned
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError
-from ..nn.linear import INDEX_NAMES
+from ..nn.weight import INDEX_NAMES
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import compress

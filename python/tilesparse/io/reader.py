@@ -27,8 +27,12 @@ from ..model.modules import (
     set_submodule,
     what_would_be_lost,
 )
+from ..nn.dense import is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear, checked_pattern, is_conv1d, resize
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import checked_pattern
+from ..nn.parameters import resize
+from ..nn.weight import INDEX_NAMES, declare_shared, take_over, update_spec
 from ..storage.formats import STORED_NAMES, storage_of
 from .manifest import (
     CONFIG,
@@ -122,7 +126,7 @@ def _load(
     if dtype is not None:
         for replacement in replacements:
             for layer in replacement.layers().values():
-                layer.update_spec(dtype=dtype)
+                update_spec(layer, dtype=dtype)
     install(model, replacements)
     contents = _written(places, contents)
     moved = _other_buffers(model, places, contents, device)
@@ -134,7 +138,7 @@ def _load(
         for name in replacement.layers():
             installed = model.get_submodule(name)
             assert isinstance(installed, BlockSparseLinear)
-            installed.declare_shared()
+            declare_shared(installed)
     layers_changed(model)
     return model
 
@@ -636,7 +640,7 @@ def install(model: nn.Module, replacements: list[Replacement]) -> None:
     new = {}
     for names, module, layer in replacements:
         if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
-            module.take_over(layer)
+            take_over(module, layer)
             continue
         new[module] = layer
         hand_over(module, layer)

@@ -13,7 +13,8 @@ from .._files import STORABLE, few, read_json, write_json
 from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError
 from ..integrations.hooks import configurations
-from ..nn.linear import BlockSparseLinear, is_sharded
+from ..nn.linear import BlockSparseLinear
+from ..nn.parameters import is_sharded
 from .manifest import (
     CONFIG,
     byte_limit,

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from ..calibrate.stream import call_apart, recording
 from ..errors import UnsupportedError
+from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
-from ..nn.merged import MergedProduct, reason_not_one
+from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
+from ..nn.parameters import is_sharded
 from .modules import Target, names_of_modules, owners_of_parameters, what_would_be_lost
 from .report import SkippedLayer
 
@@ -51,7 +53,7 @@ def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SharedP
         for parent, layers in _called_with_one_x(names, run):
             named = tuple(names[layer][0] for layer in layers)
             reason = _reason_apart(layers, names)
-            if reason is None and any(layer.merged is None for layer in layers):
+            if reason is None and any(product_of(layer) is None for layer in layers):
                 made[MergedProduct(parent, layers)] = named
             else:
                 found.append(SharedProduct(named, reason))
@@ -93,14 +95,14 @@ def _called_with_one_x(
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, BlockSparseLinear) and not module.of_experts
+    return isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear)
 
 
 def _reason_apart(layers: Sequence[BlockSparseLinear], names: dict[nn.Module, list[str]]) -> str | None:
     """Say why layers of one x keep products of their own, or return None."""
     owners = owners_of_parameters(names)
     for layer in layers:
-        if layer.shard is not None:
+        if is_sharded(layer.weight):
             return "their weight is sharded"
         if type(layer) is not BlockSparseLinear or "forward" in vars(layer):
             return f"one is a {type(layer).__name__} with a forward of its own"
@@ -110,7 +112,7 @@ def _reason_apart(layers: Sequence[BlockSparseLinear], names: dict[nn.Module, li
             return "something else gives one of them its weight in each call"
         if any(len(owners[parameter]) > 1 for parameter in layer.parameters(recurse=False)):
             return "one has a parameter that another module has, too"
-    merged = {None if layer.merged is None else layer.merged[0] for layer in layers}
+    merged = {product_of(layer) for layer in layers}
     if len(merged) > 1 or (merged != {None} and len(merged.pop().layers) != len(layers)):  # type: ignore[union-attr]
         return "one shares a product with other layers"
     return reason_not_one(layers)
@@ -121,12 +123,8 @@ def _wrong(products: dict[MergedProduct, tuple[str, ...]], run: Callable[[], Any
     wrong: set[MergedProduct] = set()
 
     def compare(layer: Any, args: tuple[Any, ...], y: Tensor) -> None:
-        product, number = layer.merged
-        layer.merged = None
-        try:
-            own = layer.forward(*args)
-        finally:
-            layer.merged = product, number
+        product: Any = product_of(layer)
+        own = product.own_result(layer, *args)
         if not torch.allclose(y, own, *_tolerances(own), equal_nan=True):
             wrong.add(product)
 

@@ -16,8 +16,11 @@ from .._listeners import layers_changed
 from .._reports import aligned, listed, without_numbers
 from ..calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
 from ..errors import InvalidArgumentError, InvalidTypeError
-from ..nn.experts import stacked_in
+from ..nn.experts import ExpertsLinear, stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.merged import product_of
+from ..nn.parameters import is_sharded
+from ..nn.weight import take_over
 from ..storage.formats import storage_of
 from ..tuning.measure import tune
 from ..tuning.product import Product
@@ -185,12 +188,12 @@ def _checked_layers(model: nn.Module) -> list[BlockSparseLinear]:
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseLinear) and module.weight.is_meta:
             raise InvalidArgumentError(f"model must be on its device, got {name} on the meta device")
-    return [layer for layer in layers if not layer.of_experts]
+    return [layer for layer in layers if not isinstance(layer, ExpertsLinear)]
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
     for name, module in model.named_modules():
-        if isinstance(module, BlockSparseLinear) and module.of_experts:
+        if isinstance(module, ExpertsLinear):
             yield name, module
 
 
@@ -220,11 +223,11 @@ def _seconds(model: nn.Module, batch: Any) -> float:
 
 def _store_for_kernels(layer: BlockSparseLinear) -> bool:
     """Store a weight that every call would convert as kernels read it; return True if it was converted."""
-    if layer.shard is not None or not is_converted_in_calls(layer):
+    if is_sharded(layer.weight) or not is_converted_in_calls(layer):
         return False
     made = stored_for_kernels(layer)
     if made is not layer:
-        layer.take_over(made)
+        take_over(layer, made)
     return True
 
 
@@ -232,8 +235,9 @@ def _products(model: nn.Module) -> Iterator[tuple[dict[str, BlockSparseLinear], 
     """Yield the layers that have one product, by name, and the layer that computes it."""
     found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, BlockSparseLinear) and not module.of_experts:
-            found.setdefault(module if module.merged is None else module.merged[0].whole, {})[name] = module
+        if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear):
+            product = product_of(module)
+            found.setdefault(module if product is None else product.whole, {})[name] = module
     yield from ((members, layer) for layer, members in found.items())
 
 
@@ -245,7 +249,7 @@ def _step(
 ) -> _Step:
     """Return what becomes of a product: kernels may multiply something else than the stored weight."""
     counts = [count for each in members.values() for count in tokens.get(each, ())]
-    whole, on_cpu = layer.shard is None, layer.weight.is_cpu
+    whole, on_cpu = not is_sharded(layer.weight), layer.weight.is_cpu
     dequantized = whole and on_cpu and is_converted_in_calls(layer, counts)
     done = ["merged"] if len(members) > 1 else []
     done += ["stored as kernels read it"] if stored & set(members.values()) else []

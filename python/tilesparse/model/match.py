@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 from .._checks import check_block_shape, shown
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError, InvalidTypeError
+from ..nn.dense import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
-from ..nn.linear import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..pattern import BlockPattern, check_parts_beside
 from ..storage.formats import storage_of
 from .modules import (

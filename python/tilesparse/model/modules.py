@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .._checks import shown
 from ..errors import InvalidArgumentError
+from ..nn.dense import is_conv1d, is_stored_otherwise
 from ..nn.experts import BlockSparseExperts
-from ..nn.linear import BlockSparseLinear, is_conv1d, is_stored_otherwise
+from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import Storage
 

@@ -12,8 +12,9 @@ from .._listeners import check_can_change, layers_changed
 from .._progress import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
+from ..nn.dense import best_blocks, dense_weight, is_conv1d
 from ..nn.experts import BlockSparseExperts, Projections, projections_of
-from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .match import (

@@ -12,8 +12,9 @@ from ..calibrate.calibration import naming_layer
 from ..calibrate.experts import expanded
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
+from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 from .match import (
     NOT_LINEAR,

@@ -9,7 +9,8 @@ from .._checks import SCALE_GROUP
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from .linear import INDEX_NAMES, BlockSparseLinear
+from .linear import BlockSparseLinear
+from .weight import INDEX_NAMES
 
 
 @torch.no_grad()

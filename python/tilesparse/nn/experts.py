@@ -13,15 +13,17 @@ from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
 from .._ops.linear import linear_on
-from ..config import check_experts, checked_scales
+from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_scales
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
-from ..storage.formats import STORED_NAMES
-from .linear import BlockSparseLinear, StoredWeight, best_blocks, is_sharded
+from .dense import best_blocks
+from .linear import BlockSparseLinear, layer_of_dense
 from .merged import concatenate
 from .mlp import name_of_activation
+from .parameters import is_sharded
+from .weight import StoredWeight, dense_blocks, layer_index, update_spec
 
 
 class BlockSparseExperts(nn.Module):
@@ -101,16 +103,14 @@ class BlockSparseExperts(nn.Module):
 
         Args:
             module: only read; parameters are copied, with their ``requires_grad``.
-            density: fraction of the blocks to keep.
-            block_shape: (bn, bk), or one number for both.
-            patterns: of the projections [experts · out, in], by name; in the place of density and block
-                shape.
-            parts: (r, c): every expert keeps as many blocks of each of r parts of its block rows and c of its
-                block columns; (1, 1) beside patterns.
-            nm: (2, 4) or None.
-            transposable: whether masks keep two of four weights in columns as well.
-            storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4".
-            scales: what has a scale in 8 and 4 bits, a "row" of a block or a "block".
+            density: as of `BlockSparseLinear.from_linear`, for each expert.
+            block_shape: as there.
+            patterns: of the projections [experts · out, in], by name, in place of density and block shape.
+            parts: as there, for each expert; (1, 1) beside patterns.
+            nm: as there.
+            transposable: as there.
+            storage: as there.
+            scales: as ``per`` of `BlockSparseLinear.to_storage`.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -125,6 +125,8 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
+        check_nm(nm, transposable)
+        check_storage(storage, nm)
         parts, scales = check_parts_beside(patterns, parts), checked_scales("scales", scales, None)
         layers = []
         for name, own in found.layers().items():
@@ -134,10 +136,18 @@ class BlockSparseExperts(nn.Module):
                 experts = len(module.get_parameter(name))
                 of_all = experts * parts[0], parts[1]
                 pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
-            layer = _projection(module, name, weight, pattern)
-            if nm is not None:
-                layer.set_nm(nm, transposable=transposable)
-            layers.append(layer.to_storage(storage, per=scales))
+            dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
+            spec = LayerSpec(
+                shape=pattern.shape,
+                block_shape=pattern.block_shape,
+                nnz=pattern.nnz,
+                dtype=weight.dtype,
+                nm=as_nm(nm),
+                transposable=transposable,
+                experts=len(dense[0]),
+            )
+            layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
+            layers.append(layer.to_storage(storage, per=scales).train(module.training))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:
@@ -173,20 +183,21 @@ class BlockSparseExperts(nn.Module):
             [tokens, hidden], in the dtype of ``hidden_states``.
         """
         _check_routing(hidden_states, top_k_index, top_k_weights)
-        shard: Any = getattr(self.down, "shard", None)
+        shard: Any = getattr(self.down, "_shard", None)
         x, weights, experts = hidden_states, top_k_weights, self.num_experts
         chosen = top_k_index.clamp(0, experts - 1)
         given = chosen == top_k_index
         weights = torch.where(given, weights, 0)
         if shard is not None:
             x, chosen, weights, experts = shard.entered(x, chosen, weights)
-        routing = routing_of(chosen, experts)
-        x = gathered(x, routing, given)
-        y = self.down(self._between(x, routing.offsets), routing.offsets)
+        offsets, rows = routing_of(chosen, experts)
+        # Choices of no expert get zeros: an expert is finite there, and so is zero times it.
+        x = spread(x, given.to(x.dtype), rows)
+        y = self.down(self._between(x, offsets), offsets)
         norm = self._modules.get(NORM)
         if norm is not None:
             y = norm(y)
-        y = combined(y, weights, routing).to(hidden_states.dtype)
+        y = combine(y, weights.to(y.dtype), rows).to(hidden_states.dtype)
         return y if shard is None else shard.left(y)
 
     def _between(self, x: Tensor, offsets: Tensor) -> Tensor:
@@ -217,7 +228,7 @@ class BlockSparseExperts(nn.Module):
         found = {}
         for own, layer in self.projections().items():
             name = f"{own}_proj"
-            dense = BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense()
+            dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
             weight = dense.view(self.num_experts, -1, layer.in_features)
             found[name] = weight.mT.contiguous() if self._transposed else weight
             if layer.bias is not None:
@@ -252,38 +263,15 @@ def experts_like(module: nn.Module, up: ExpertsLinear, down: ExpertsLinear) -> B
     return made.train(module.training)
 
 
-def _projection(module: nn.Module, name: str, weight: Tensor, pattern: BlockPattern) -> ExpertsLinear:
-    """Return the layer of a projection with the kept blocks of its dense weight."""
-    dense, bias = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-    layer = ExpertsLinear(
-        weight.shape[1],
-        weight.shape[0],
-        bias is not None,
-        experts=len(dense),
-        pattern=pattern,
-        device="meta",
-        dtype=weight.dtype,
-    ).to_empty(device=weight.device)
-    with torch.no_grad():
-        layer.pattern = pattern
-        layer.weight.copy_(BlockSparseMatrix.from_dense(weight, pattern.to(weight.device)).values)
-        layer.weight.requires_grad_(dense.requires_grad)
-        if bias is not None and layer.bias is not None:
-            layer.bias.copy_(bias.flatten())
-            layer.bias.requires_grad_(bias.requires_grad)
-    return layer.train(module.training)
-
-
 def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
     if hidden_states.dim() != 2:
         raise InvalidArgumentError(
             f"hidden_states must be [tokens, hidden], got shape {tuple(hidden_states.shape)}"
         )
-    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-        if tensor.dim() != 2 or tensor.shape[0] != hidden_states.shape[0]:
-            raise InvalidArgumentError(
-                f"{name} must be [{hidden_states.shape[0]}, k], got shape {tuple(tensor.shape)}"
-            )
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
+        raise InvalidArgumentError(
+            f"top_k_index must be [{hidden_states.shape[0]}, k], got shape {tuple(top_k_index.shape)}"
+        )
     if top_k_index.shape != top_k_weights.shape:
         raise InvalidArgumentError(
             f"top_k_weights must have the shape {tuple(top_k_index.shape)} of top_k_index, got "
@@ -312,7 +300,7 @@ class ExpertsLinear(BlockSparseLinear):
         options: as of `BlockSparseLinear`.
     """
 
-    of_experts = True
+    _of_experts = True
 
     def __init__(
         self,
@@ -335,7 +323,7 @@ class ExpertsLinear(BlockSparseLinear):
             drawn: Any = {"block_shape": block_shape, "density": density, "generator": generator}
             pattern = BlockPattern.random(shape, parts=(experts, 1), **drawn)
         super().__init__(in_features, out_features, bias, pattern=pattern, generator=generator, **options)
-        self.update_spec(experts=experts)
+        update_spec(self, experts=experts)
 
     @classmethod
     @torch.no_grad()
@@ -392,24 +380,20 @@ class ExpertsLinear(BlockSparseLinear):
         """
         if offsets is None:
             raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
-        shard: Any = self.shard
+        shard: Any = self._shard
         experts = self.experts if shard is None else shard.experts
         if offsets.numel() != experts + 1:
             raise InvalidArgumentError(f"offsets must have {experts + 1} entries, got {offsets.numel()}")
-        if self.origin.pending:
-            self.validate_pattern()
-        if getattr(self.weight, "main_grad", None) is not None or self.observe is not None:
+        if self._origin.pending:
+            self._validate_pattern()
+        if getattr(self.weight, "main_grad", None) is not None or self._observe is not None:
             raise UnsupportedError(
                 "weight must not have a main_grad, nor a schedule that looks at dense gradients: experts "
                 "have neither"
             )
-        whole = {
-            "weight": self.weight,
-            "bias": self.bias,
-            **{name: self._buffers[name] for name in STORED_NAMES},
-        }
+        whole = {**self._stored(), "bias": self.bias}
         tensors: Any = whole if shard is None else shard.tensors(self)
-        index = self.index() if shard is None else shard.index(self)
+        index = layer_index(self) if shard is None else shard.index(self)
         weight: Tensor = tensors["weight"]
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
@@ -418,24 +402,19 @@ class ExpertsLinear(BlockSparseLinear):
         added = tensors["bias"], activation, residual
         return linear_on(x, weight, index, *added, operands=operands, gate=gate)
 
+    def to_linear(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError, as `to_semi_structured` and `cut` do."""
+        raise UnsupportedError(
+            "to_linear, to_semi_structured and cut need one weight for all tokens, got those of "
+            "experts; use BlockSparseExperts.from_experts and to_dense"
+        )
+
+    to_semi_structured = cut = to_linear
+
     @classmethod
-    def from_linear(cls, linear: nn.Module, *args: Any, **options: Any) -> NoReturn:
+    def from_linear(cls, *_: Any, **__: Any) -> NoReturn:
         """Raise UnsupportedError; see `from_layers`."""
         raise UnsupportedError("from_linear makes one linear layer; use BlockSparseExperts.from_experts")
-
-    def to_linear(self) -> NoReturn:
-        """Raise UnsupportedError; see `BlockSparseExperts.to_dense`."""
-        raise UnsupportedError("to_linear needs one weight for all tokens; use BlockSparseExperts.to_dense")
-
-    def to_semi_structured(self) -> NoReturn:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("to_semi_structured needs one weight for all tokens, got those of experts")
-
-    def cut(
-        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
-    ) -> BlockSparseLinear:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("cut needs one weight for all tokens, got those of experts")
 
     def extra_repr(self) -> str:
         """Return the number of experts, and what `BlockSparseLinear` says."""
@@ -540,40 +519,15 @@ def stacked_in(model: nn.Module) -> dict[str, list[str]]:
     return {name: parameters for name, parameters in found.items() if parameters}
 
 
-class Routing(NamedTuple):
-    """Where the rows of a grouped product come from, and where they go."""
+def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the choices of tokens [tokens, k], from 0 to experts - 1, by expert.
 
-    offsets: Tensor  # int32 [experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1] - 1
-    rows: Tensor  # int64 [tokens, k]: the sorted row of each choice
-
-
-def routing_of(top_k_index: Tensor, experts: int) -> Routing:
-    """Sort the choices of tokens by expert.
-
-    Args:
-        top_k_index: [tokens, k] integers from 0 to experts - 1.
-        experts: how many there are.
+    Returns offsets, int32 [experts + 1]: the sorted rows of expert e are offsets[e] to offsets[e + 1] - 1;
+    and the row of each choice, int64 [tokens, k].
     """
     chosen = top_k_index.reshape(-1).to(torch.int16)  # a quarter of the passes that sorting int64 takes
     chosen, order = chosen.sort(stable=True)
     numbers = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(chosen, numbers, out_int32=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return Routing(offsets, rows.view(top_k_index.shape))
-
-
-def gathered(x: Tensor, routing: Routing, given: Tensor) -> Tensor:
-    """Return the rows [tokens * k, features] of x [tokens, features], sorted by expert.
-
-    Choices that are not ``given`` [tokens, k] get zeros: an expert is finite there, and so is zero times it.
-    The gradient of a token is the sum of those of its rows, in a fixed order.
-    """
-    return spread(x, given.to(x.dtype), routing.rows)
-
-
-def combined(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-    """Return the sum [tokens, features] over each token's rows of y, times its weights [tokens, k].
-
-    Sums are taken in float32 at least and rounded once, to the dtype of y.
-    """
-    return combine(y, weights.to(y.dtype), routing.rows)
+    return offsets, rows.view(top_k_index.shape)

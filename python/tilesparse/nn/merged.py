@@ -16,7 +16,8 @@ from .._runtime.torch_private import current_stream, is_exporting, transforms_ac
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
-from .linear import BlockSparseLinear, Stored, layer_like, stored_of
+from .linear import BlockSparseLinear, layer_like
+from .weight import Stored, layer_index, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
 
@@ -67,7 +68,7 @@ class MergedProduct:
             parent.register_forward_hook(self.finish, always_call=True),
         ]
         for number, layer in enumerate(layers):
-            layer.merged = self, number
+            layer._merged = self, number
 
     def begin(self, *_: object) -> None:
         """Begin a call of the parent."""
@@ -91,12 +92,20 @@ class MergedProduct:
             return None
         return left.results.pop(number, None)
 
+    def own_result(self, layer: BlockSparseLinear, *args: Any) -> Tensor:
+        """Return what a layer of these computes by itself."""
+        number, layer._merged = self.layers.index(layer), None
+        try:
+            return layer.forward(*args)
+        finally:
+            layer._merged = self, number
+
     def end(self) -> None:
         """Have every layer compute its own product from now on."""
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
-            layer.merged = None
+            layer._merged = None
         self.finish()
 
     @torch.no_grad()
@@ -130,7 +139,7 @@ class MergedProduct:
     def _can_share(self, number: int, x: Tensor) -> bool:
         """Return True if a layer is as it was merged, and nobody looks at its own product."""
         layer = self.layers[number]
-        if is_exporting() or records_gradient((layer.weight, layer.bias)) or layer.observe is not None:
+        if is_exporting() or records_gradient((layer.weight, layer.bias)) or layer._observe is not None:
             return False
         if is_compiling() or x.is_inference():
             if not all(map(_is_only_called, self.layers)):
@@ -145,10 +154,15 @@ class MergedProduct:
         """Return what differs once a tensor or setting of a layer is another, or its pattern is."""
         tensors = (layer._parameters.get(name, layer._buffers.get(name)) for name in _ROWS)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return *addresses, layer.policy == self.whole.policy, *content_of(layer.index())
+        return *addresses, layer.policy == self.whole.policy, *content_of(layer_index(layer))
 
     def __reduce__(self) -> Any:
         return MergedProduct, ()
+
+
+def product_of(layer: BlockSparseLinear) -> MergedProduct | None:
+    """Return the product that a layer shares with others, None for one of its own."""
+    return None if layer._merged is None else layer._merged[0]
 
 
 def _is_only_called(layer: BlockSparseLinear) -> bool:
@@ -190,7 +204,7 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     if not layers:
         raise InvalidArgumentError("layers must have at least one layer, got none")
     stored = [stored_of(layer, "concatenate") for layer in layers]
-    kinds = [_kind(each, layer.weight.device) for each, layer in zip(stored, layers, strict=True)]
+    kinds = [_kind(layer) for layer in layers]
     for number, kind in enumerate(kinds):
         for name, value in kind.items():
             if value != kinds[0][name]:
@@ -206,9 +220,15 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
         above += each.spec.shape[0]
     shape = above, stored[0].spec.shape[1]
     pattern = BlockPattern.from_blocks(torch.cat(blocks), shape=shape, block_shape=(bn, bk))
-    parts = _with_bias(stored)
-    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     spec = replace(stored[0].spec, shape=shape, nnz=pattern.nnz)
+    parts = [each.tensors for each in stored]
+    if any("bias" in part for part in parts):
+        zeros = [
+            torch.zeros(each.spec.shape[0], dtype=spec.dtype, device=layers[0].weight.device)
+            for each in stored
+        ]
+        parts = [{"bias": zero, **part} for zero, part in zip(zeros, parts, strict=True)]
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return layer_like(layers[0], Stored(spec, pattern, tensors))
 
 
@@ -217,33 +237,20 @@ def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
 
     Layers whose blocks differ could be one in smaller blocks, which take more time than that saves.
     """
-    dense = [type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear)]
-    if dense:
-        return f"a {dense[0]} is among them"
-    specs = [layer.spec for layer in layers if isinstance(layer, BlockSparseLinear)]
-    for name in ("block_shape", "dtype", "storage", "nm", "transposable", "scales", "activations", "policy"):
-        values = {getattr(spec, name): None for spec in specs}
+    sparse = [layer for layer in layers if isinstance(layer, BlockSparseLinear)]
+    if len(sparse) < len(layers):
+        dense = next(type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear))
+        return f"a {dense} is among them"
+    kinds = [{"block_shape": layer.block_shape, **_kind(layer)} for layer in sparse]
+    for name in kinds[0]:
+        values = {kind[name]: None for kind in kinds}
         if len(values) > 1:
             return f"they differ in {name}: {', '.join(map(str, values))}"
-    if len({(spec.shape[1], layer.weight.device) for spec, layer in zip(specs, layers, strict=True)}) > 1:
-        return "they differ in in_features or device"
     return None
 
 
-def _kind(stored: Stored, device: torch.device) -> dict[str, object]:
+def _kind(layer: BlockSparseLinear) -> dict[str, object]:
     """Return what layers have to agree in."""
     names = "dtype", "storage", "nm", "transposable", "scales", "activations", "policy"
-    of_spec = {name: getattr(stored.spec, name) for name in names}
-    return {"in_features": stored.spec.shape[1], "device": device, **of_spec}
-
-
-def _with_bias(stored: Sequence[Stored]) -> list[dict[str, Tensor]]:
-    """Return the tensors of all, with a bias of zeros for those that have none where others have one."""
-    if not any("bias" in each.tensors for each in stored):
-        return [each.tensors for each in stored]
-    found = []
-    for each in stored:
-        device = each.tensors["weight"].device
-        zeros = torch.zeros(each.spec.shape[0], dtype=each.spec.dtype, device=device)
-        found.append({"bias": zeros, **each.tensors})
-    return found
+    own = {name: getattr(layer.spec, name) for name in names}
+    return {**own, "in_features": layer.in_features, "device": layer.weight.device}

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from .._checks import shown
 from .._ops.autograd import autocast
 from .._ops.epilogue import constant
 from .._ops.linear import combined
@@ -88,6 +89,8 @@ class BlockSparseMLP(nn.Module):
         self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
         parts = up, down, gate, gate_up, activation, dropout, hidden_dropout
         for role, part in zip(_ROLES, parts, strict=True):
+            if "dropout" in role and not (part is None or isinstance(part, nn.Dropout)):
+                raise InvalidArgumentError(f"{role} must be a torch.nn.Dropout or None, got {shown(part)}")
             if isinstance(part, nn.Module):
                 self.add_module(self._names[role], part)
 
@@ -137,14 +140,10 @@ class BlockSparseMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Computes the function above.
+        """Compute the function above.
 
-        Args:
-            x: [..., in_features].
-            residual: [..., out_features], added to the result, or None.
-
-        Returns:
-            y [..., out_features], without ``down`` [..., hidden_features].
+        It takes x [..., in_features] and gives y [..., out_features], without ``down``
+        [..., hidden_features]; a residual of its shape is added.
         """
         hidden = self._hidden(x)
         down, dropout = self._part("down"), self._part("dropout")
@@ -161,7 +160,7 @@ class BlockSparseMLP(nn.Module):
         return combined(y, "none", residual, None)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """[..., hidden_features]: what ``down`` multiplies."""
+        """Return what ``down`` multiplies [..., hidden_features]."""
         up, gate, gate_up = (self._part(role) for role in ("up", "gate", "gate_up"))
         options = {"column_major_output": True} if self._is_column_major(x) else {}
         activation = self._part("activation")
@@ -215,7 +214,7 @@ class BlockSparseMLP(nn.Module):
         return is_measured and down.weight.itemsize == 2 and x.numel() > _FEW_TOKENS * x.shape[-1]
 
     def extra_repr(self) -> str:
-        """The activation where it is no module, for ``print(mlp)``."""
+        """Return the activation where it is no module, for ``print(mlp)``."""
         return "" if self._part("activation") is not None else f"activation={self.activation_name!r}"
 
 
@@ -223,7 +222,7 @@ def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
         needed = name == "up" and gate_up is None
         if not isinstance(layer, BlockSparseLinear) and (needed or layer is not None):
-            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {type(layer).__name__}")
+            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {shown(layer)}")
     if gate_up is not None and (up is not None or gate is not None):
         raise InvalidArgumentError("gate_up must be the only one of gate_up, up and gate")
     hidden = up.out_features if gate_up is None else gate_up.out_features // 2
@@ -264,29 +263,26 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def name_of_activation(activation: Any) -> str | None:
-    """The name of the activation that kernels have, if it is one."""
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise InvalidArgumentError(
-                f"activation must be one of {list(ACTIVATIONS)} or a module, got {activation!r}"
-            )
+    """Return the name of the activation that kernels have, if it is one."""
+    if isinstance(activation, str) and activation in ACTIVATIONS:
         return activation
     if not isinstance(activation, nn.Module):
         raise InvalidArgumentError(
-            f"activation must be one of {list(ACTIVATIONS)} or a module, got {type(activation).__name__}"
+            f"activation must be one of {list(ACTIVATIONS)} or a module, got {shown(activation)}"
         )
-    kind = type(activation)
-    if kind in (nn.ReLU, nn.SiLU, nn.Identity):
-        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(kind, "none")
-    if kind is nn.GELU:
-        return "gelu" if activation.approximate == "none" else None
-    of_transformers = kind.__module__ == "transformers.activations"
-    if of_transformers and kind.__name__ == "GELUActivation":
-        return "gelu" if getattr(activation, "act", None) is nn.functional.gelu else None
-    return "silu" if of_transformers and kind.__name__ == "SiLUActivation" else None
+    kind, name = type(activation), _NAMES.get(type(activation))
+    if kind.__module__ == "transformers.activations":
+        name = {"GELUActivation": "gelu", "SiLUActivation": "silu"}.get(kind.__name__)
+        if name == "gelu" and getattr(activation, "act", None) is not nn.functional.gelu:
+            name = None
+    return None if kind is nn.GELU and activation.approximate != "none" else name
+
+
+_NAMES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Identity: "none", nn.GELU: "gelu"}
 
 
 Form: TypeAlias = dict[str, str]  # names of layers and other parts, by their roles
+_PartCall: TypeAlias = tuple[Tensor, Tensor]  # x and y of a part of a module
 
 _SEQUENCES = (
     ("up", "activation", "down"),
@@ -338,13 +334,6 @@ def reason_not_fused(module: nn.Module) -> str | None:
     return None
 
 
-class _PartCall(NamedTuple):
-    """A call of a part of a module."""
-
-    x: Tensor
-    y: Tensor
-
-
 @torch.no_grad()
 def form_in_call(module: nn.Module, x: Tensor) -> Form:
     """Call a module, and return the roles of its parts by what each is called with.
@@ -359,7 +348,7 @@ def form_in_call(module: nn.Module, x: Tensor) -> Form:
             def note(_: nn.Module, args: Any, kwargs: Any, y: Any, name: str = name) -> None:
                 if name in calls or len(args) != 1 or kwargs or not isinstance(y, Tensor):
                     raise UnsupportedError(f"it calls {name} more than once, or with more than one tensor")
-                calls[name] = _PartCall(args[0], y)
+                calls[name] = args[0], y
 
             hook = part.register_forward_hook(note, with_kwargs=True)
             stack.callback(hook.remove)
@@ -373,25 +362,26 @@ def form_in_call(module: nn.Module, x: Tensor) -> Form:
 
 
 def _form(parts: Mapping[str, nn.Module], calls: Mapping[str, _PartCall], x: Tensor) -> Form:
+    xs, ys = ({name: call[side] for name, call in calls.items()} for side in (0, 1))
     layers = [name for name in calls if isinstance(parts[name], BlockSparseLinear)]
     dropouts = [name for name in calls if isinstance(parts[name], nn.Dropout)]
     (activation,) = calls.keys() - {*layers, *dropouts}
-    first = [name for name in layers if _is_same(calls[name].x, x)]
+    first = [name for name in layers if _is_same(xs[name], x)]
     rest = [name for name in layers if name not in first]
-    gates = [name for name in first if _is_same(calls[activation].x, calls[name].y)]
+    gates = [name for name in first if _is_same(xs[activation], ys[name])]
     form: Form = {"activation": activation}
     if len(first) == 2 and len(gates) == 1:
         form |= {"gate": gates[0], "up": next(name for name in first if name not in gates)}
     elif len(first) == 1 and gates:
         form["up"] = first[0]
-    elif len(first) == 1 and 2 * calls[activation].x.numel() == calls[first[0]].y.numel():
+    elif len(first) == 1 and 2 * xs[activation].numel() == ys[first[0]].numel():
         form["gate_up"] = first[0]
     if len(form) == 1 or len(rest) > 1:
         raise UnsupportedError("its layers take other inputs than those of an MLP")
     if rest:
         form["down"] = rest[0]
     for name in dropouts:
-        hidden = bool(rest) and _is_same(calls[name].y, calls[rest[0]].x)  # dropout gives what it takes here
+        hidden = bool(rest) and _is_same(ys[name], xs[rest[0]])  # dropout gives what it takes here
         form["hidden_dropout" if hidden else "dropout"] = name
     return form
 
@@ -404,13 +394,9 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 def check_same(
     module: nn.Module, x: Tensor, make: Callable[[nn.Module], nn.Module], down: str | None
 ) -> None:
-    """Compare a module with what takes its place, on x: in float32, in evaluation and in training.
+    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training.
 
-    Args:
-        module: the MLP.
-        x: its input.
-        make: makes the other one of an MLP.
-        down: name of the layer whose input is compared, too; or None.
+    The input of the layer called ``down`` is compared, too.
 
     Raises:
         UnsupportedError: they differ, or give nothing that shows it.
@@ -418,7 +404,7 @@ def check_same(
     layers = [layer for layer in module.children() if isinstance(layer, BlockSparseLinear)]
     tolerance = _COARSE if any(layer.activations is not None for layer in layers) else _TOLERANCE
     if x.dtype in (torch.float16, torch.bfloat16):
-        if any(layer.shard is not None or layer.spec.dtype != x.dtype for layer in layers):
+        if any(layer._shard is not None or layer.spec.dtype != x.dtype for layer in layers):
             tolerance = _COARSE  # they compute as they are
         else:
             module, x = copy.deepcopy(module).float(), x.float()

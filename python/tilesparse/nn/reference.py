@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._checks import check_activations
-from ..errors import InvalidArgumentError
+from .._checks import check_activations, is_tensor, shown
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize
 from ..storage.formats import storage_of
-from .linear import BlockSparseLinear, note_owner, representation
+from .linear import BlockSparseLinear, representation
+from .parameters import note_owner
+from .weight import dense_blocks
 
 
 class ReferenceBlockSparseLinear(nn.Module):
@@ -45,7 +47,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         self._grouped = layer.activations is not None and layer.spec.scales == "block"
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
-                values = layer.plain_values() if name == "weight" else parameter.detach().clone()
+                values = dense_blocks(layer) if name == "weight" else parameter.detach().clone()
                 parameter = nn.Parameter(values, parameter.requires_grad)
             self.register_parameter(name, parameter)
         for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
@@ -54,16 +56,10 @@ class ReferenceBlockSparseLinear(nn.Module):
         note_owner(self)
 
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Compute y = x Wᵀ + bias with the dense W.
-
-        Args:
-            input: x [..., in_features].
-            residual: [..., out_features], added to the result, or None.
-
-        Returns:
-            y [..., out_features].
-        """
-        check_activations("x", input, self.in_features)
+        """Return y [..., out_features] = x Wᵀ + bias by the dense W; a residual of its shape is added."""
+        if not is_tensor(input):
+            raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}")
+        check_activations("input", input, self.in_features)
         x = input
         if self.activations is not None:
             x = _rounded(x, storage_of(self.activations).dtype, self._grouped)

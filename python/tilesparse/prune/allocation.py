@@ -41,7 +41,7 @@ from ..model.targets import (
     reasons,
     shape_of,
 )
-from ..nn.linear import dense_weight
+from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.latency import LatencyTable
 from .driver import Run, check_numbers

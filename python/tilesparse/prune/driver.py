@@ -58,7 +58,7 @@ from ..model.targets import (
     reasons_against_experts,
     shape_of,
 )
-from ..nn.linear import INDEX_NAMES, is_conv1d
+from ..nn.weight import INDEX_NAMES
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from .obs import METHODS, Pruner, Solution, built

@@ -29,7 +29,8 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..model.targets import block_shape_of
-from ..nn.linear import BlockSparseLinear, dense_weight
+from ..nn.dense import dense_weight
+from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 from ..storage.quantize import two_of_four
 from . import scores

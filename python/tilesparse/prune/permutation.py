@@ -19,7 +19,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..model.targets import block_shape_of, checked_config, checked_configs, shape_of
-from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
 from .obs import Pruner
 
 # Names of layers within a module: those that give hidden features, and the one that takes them.

@@ -18,7 +18,7 @@ from ..calibrate.calibration import Forward, Loss, call_model, own_loss
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.targets import block_shape_of
-from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
 
 
 def magnitude(weight: Tensor, block_shape: tuple[int, int]) -> Tensor:

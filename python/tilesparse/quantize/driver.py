@@ -17,8 +17,9 @@ from ..errors import InvalidArgumentError
 from ..model.match import refusal_of
 from ..model.modules import matching, names_of_modules, owners_of_parameters, parsed, weight_reads
 from ..model.report import SkippedLayer, by_reason
-from ..nn.experts import stacked_parameters
-from ..nn.linear import BlockSparseLinear, check_whole
+from ..nn.experts import ExpertsLinear, stacked_parameters
+from ..nn.linear import BlockSparseLinear
+from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
 from .report import QuantizeReport
 from .smooth import Plan, is_linear
@@ -123,7 +124,7 @@ def quantize_(
             plan.apply()
         found, stack = plan.layers, plan.stack
     for layer, rounded in made:
-        layer.take_over(rounded)
+        take_over(layer, rounded)
     layers_changed(model)
     if activations is None:
         warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found})
@@ -199,7 +200,7 @@ def _reason_to_skip(
         return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if module.of_experts and activations is not None:
+    if isinstance(module, ExpertsLinear) and activations is not None:
         return (
             "weights of experts, which have no products with 8-bit activations; activations=None stores them"
         )

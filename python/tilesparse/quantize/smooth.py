@@ -18,7 +18,10 @@ from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..model.modules import names_of_modules, owners_of_parameters
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d, is_sharded, is_stored_otherwise
+from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.linear import BlockSparseLinear
+from ..nn.parameters import is_sharded
+from ..nn.weight import dense_blocks, take_over
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import CLIP_RATIOS, clip_limits
 from .report import QuantizedLayer
@@ -381,7 +384,7 @@ class Plan:
             for own, tensor in parameters.items():
                 module.get_parameter(own).copy_(tensor)
         for layer, other in made:
-            layer.take_over(other)
+            take_over(layer, other)
 
     def _parameters(self, name: str) -> dict[str, Tensor]:
         return scaled_parameters(self._module(name), self._rows.get(name), self._columns.get(name))
@@ -605,7 +608,7 @@ def sizes_of(module: Any) -> tuple[int, int]:
 def dense_of(layer: Any, device: torch.device) -> Tensor:
     """Return a float32 copy of W [out_features, in_features] on a device."""
     if isinstance(layer, BlockSparseLinear):
-        return BlockSparseMatrix(layer.plain_values(), layer.pattern).to_dense().to(device, torch.float32)
+        return BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense().to(device, torch.float32)
     return dense_weight(layer).to(device, torch.float32, copy=True)
 
 

@@ -15,6 +15,7 @@ from ..calibrate.moments import Damped, Moments, damped, exact_products, support
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..nn.linear import BlockSparseLinear
+from ..nn.weight import take_over
 from ..pattern import BlockPattern
 from ..storage.formats import QuantizedStorage
 from ..storage.quantize import CLIP_RATIOS
@@ -146,7 +147,7 @@ class WeightPlan:
         """Change the model; everything that can fail comes before the first change."""
         made = [(self._module(name), self._made(name)) for name in self._rounded]
         for layer, other in made:
-            layer.take_over(other)
+            take_over(layer, other)
 
     def _made(self, name: str) -> BlockSparseLinear:
         """Return a layer as one is to become; the pattern and the bias are the same tensors."""

@@ -33,7 +33,8 @@ from ..calibrate.stream import (
     tensor_of,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.dense import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from .distillation import Forward, autocasting, check_autocast
 
 

@@ -101,8 +101,6 @@ def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
                 f"model: layer {name!r}: the weight must be a parameter of its own, but is parametrized"
             )
         check_plain_weight(name, weight, "blocks of sharded weights stay where they are")
-        if layer.shard is not None:
-            raise UnsupportedError(f"model: layer {name!r}: the weight is sharded")
         check_plain_storage(name, layer)
         if weight.is_meta:
             raise InvalidArgumentError(f"model: layer {name!r}: its weight is on the meta device")

@@ -11,7 +11,8 @@ from torch.optim import swa_utils
 
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError
-from ..nn.linear import BlockSparseLinear, make_room
+from ..nn.linear import BlockSparseLinear
+from ..nn.weight import layer_index, make_room
 from ..storage.traits import STORED_DTYPES
 from ._layers import check_plain_storage, sparse_layers
 
@@ -69,7 +70,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 "model must be the one that is averaged, got one with other parameters"
             )
         for name, layer in layers.items():
-            content = content_of(layer.index())
+            content = content_of(layer_index(layer))
             if self._seen.get(name) != content:
                 _take_pattern(name, averages[name], layer)
                 self._seen[name] = content

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import checked_count, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import BlockSparseLinear, has_peers, keep_blocks
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import has_peers
+from ..nn.weight import keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
     Layers,

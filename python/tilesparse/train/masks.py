@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .._checks import check_compressible, checked_count, checked_number
 from ..config import check_nm
 from ..errors import InvalidArgumentError
-from ..nn.linear import BlockSparseLinear, check_whole
+from ..nn.linear import BlockSparseLinear
+from ..nn.weight import check_whole
 from ._layers import (
     Uncopied,
     check_keys,

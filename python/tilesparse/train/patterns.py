@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from .._checks import checked_count, checked_fraction, checked_number, checked_seed, shown
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
-from ..nn.linear import BlockSparseLinear, Source, has_peers, has_slots
+from ..nn.experts import ExpertsLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.origin import has_peers
+from ..nn.parameters import has_slots
+from ..nn.weight import declare_shared, observe
 from ._layers import (
     Layers,
     Uncopied,
@@ -352,10 +356,10 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         growth = growth.flatten().index_fill(0, kept, -torch.inf)
         free = growth.sort(descending=True, stable=True).indices[:count]
         places = torch.where(useful, free, kept.index_select(0, slots))
-        shared = layer.origin.source is Source.SHARED
+        shared = is_shared(layer)
         layer.pattern.move_blocks_(slots, torch.stack((places // cols, places % cols), 1), check=False)
         if shared:  # and so it is now: schedules of all processes decide alike
-            layer.declare_shared()
+            declare_shared(layer)
 
         old = weight.index_select(0, slots)
         new = torch.zeros_like(old)
@@ -387,14 +391,14 @@ class _GradientNorms:
         self, layers: Mapping[str, BlockSparseLinear], norm: float, group: dist.ProcessGroup | None
     ) -> None:
         for name, layer in layers.items():
-            if layer.of_experts:
+            if isinstance(layer, ExpertsLinear):
                 raise UnsupportedError(
                     f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
                     "choose blocks by other scores"
                 )
         self._layers, self._norm, self._group = layers, norm, group
-        self._observers: dict[str, partial[Tensor]] = {}
         self._probes: dict[str, Tensor] = {}
+        self._ends: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Take norms in the backward passes from now on."""
@@ -403,14 +407,13 @@ class _GradientNorms:
             dtype, device = precision_of(layer.weight), layer.weight.device
             probe = torch.zeros(layer.spec.grid, dtype=dtype, device=device, requires_grad=True)
             self._probes[name] = probe
-            self._observers[name] = layer.observe = partial(_observe, probe, layer.block_shape, self._norm)
+            self._ends.append(observe(layer, partial(_observe, probe, layer.block_shape, self._norm)))
 
     def stop(self) -> None:
         """Take no norms any more."""
-        for name, observer in self._observers.items():
-            if self._layers[name].observe is observer:  # and not that of a schedule made later
-                del self._layers[name].observe  # compiled code tells None from nothing
-        self._observers, self._probes = {}, {}
+        for end in self._ends:
+            end()
+        self._probes, self._ends = {}, []
 
     def taken(self) -> dict[str, Tensor]:
         """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
@@ -418,7 +421,7 @@ class _GradientNorms:
         Raises:
             InvalidArgumentError: no backward pass has reached a layer.
         """
-        if not self._observers:
+        if not self._probes:
             return {}
         if all(probe.grad is None for probe in self._probes.values()):
             raise InvalidArgumentError(

@@ -24,8 +24,9 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
 from ..model.modules import matching, names_of_modules, parsed
 from ..model.targets import chosen_layers, kept_blocks, reasons
+from ..nn.dense import dense_weight
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
-from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
+from ..nn.linear import BlockSparseLinear, evaluating
 from .measure import device_to_measure, layer_call
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded
 from .selection import is_converted_in_calls

@@ -18,7 +18,8 @@ from .._progress import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..model.targets import check_names, checked_config, checked_configs, dense_layers, described, shape_of
-from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.dense import is_conv1d
+from ..nn.linear import BlockSparseLinear
 from .measure import device_to_measure, layer_call
 from .product import Device, dtype_name, name_of_cpu, recorded
 from .store import MeasuredLayers, load_layers, save_layers, versions_of

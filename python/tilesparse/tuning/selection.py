@@ -20,7 +20,8 @@ from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
 from .._runtime.launch import prefer_kernels, preference
 from .._runtime.select import DEQUANTIZE_AND_RUN_DENSE
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..nn.linear import INDEX_NAMES, BlockSparseLinear
+from ..nn.linear import BlockSparseLinear
+from ..nn.weight import INDEX_NAMES, dense_blocks
 from ..storage.formats import storage_of
 from .product import KINDS, OPS, Device, Product, dtype_name
 
@@ -263,6 +264,6 @@ def stored_for_kernels(layer: BlockSparseLinear, tokens: int = 1) -> BlockSparse
         )
         own = {name: layer.get_buffer(name) for name in INDEX_NAMES}
         own |= {} if layer.bias is None else {"bias": layer.bias}
-        return type(layer).from_state(spec, {"weight": layer.plain_values(), **own})
+        return type(layer).from_state(spec, {"weight": dense_blocks(layer), **own})
     multiplied = storage_of(layer.storage).multiplied(layer.nm)
     return layer if multiplied == layer.storage else layer.to_storage(multiplied)

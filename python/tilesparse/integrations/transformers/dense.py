@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..._listeners import check_can_change, layers_changed
 from ...errors import UnsupportedError
 from ...model.modules import follow, set_submodule, share_hooks
+from ...nn.dense import is_conv1d
 from ...nn.experts import BlockSparseExperts, projections_of
-from ...nn.linear import BlockSparseLinear, is_conv1d
+from ...nn.linear import BlockSparseLinear
 from ...storage.formats import storage_of
 
 

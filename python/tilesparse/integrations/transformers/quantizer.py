@@ -29,7 +29,9 @@ from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError
 from ...io.manifest import VERSION, check_belongs, check_section, section
 from ...io.reader import prepare
 from ...model.replace import sparsify_
-from ...nn.linear import INDEX_NAMES, BlockSparseLinear, align
+from ...nn.linear import BlockSparseLinear
+from ...nn.parameters import align
+from ...nn.weight import INDEX_NAMES
 from ...storage.formats import STORED_NAMES, forms_of, storage_of
 from .dense import tensors_of, to_dense
 

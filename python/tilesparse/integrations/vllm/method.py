@@ -26,7 +26,7 @@ from ...config import METHOD, LayerSpec
 from ...errors import CheckpointError, UnsupportedError
 from ...io.manifest import parsed_layers
 from ...nn.experts import BlockSparseExperts
-from ...nn.linear import INDEX_NAMES
+from ...nn.weight import INDEX_NAMES
 from ...storage.formats import forms_of
 from .serving import (
     Span,
