@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .._checks import Index
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
-from ..nn.weight import stored_of
+from ..nn.weight import Stored, become, stored_of
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
 from .tensor_parallel import (

@@ -58,6 +58,7 @@ from ..model.targets import (
     reasons_against_experts,
     shape_of,
 )
+from ..nn.dense import is_conv1d
 from ..nn.weight import INDEX_NAMES
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of

@@ -18,7 +18,7 @@ from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import has_peers
 from ..nn.parameters import has_slots
-from ..nn.weight import declare_shared, observe
+from ..nn.weight import declare_shared, is_shared, observe
 from ._layers import (
     Layers,
     Uncopied,
