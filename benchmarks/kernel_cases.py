@@ -252,8 +252,8 @@ class Calls:
 
     def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
-        blocks, scales = storage.quantize(values, dtype, per="feature", pattern=self.pattern)
-        quantized, of_tokens = functional.quantize(x, dtype)
+        blocks, scales = storage.quantize_weights(values, dtype, granularity="feature", pattern=self.pattern)
+        quantized, of_tokens = functional.quantize_activations(x, dtype)
         options = (None, None, 0, False, scales, None, None)
         fast = name == "float8"
         return lambda: dds_quantized(x, blocks, self._kept, *options, quantized, of_tokens, fast)

@@ -72,7 +72,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def stored(pattern: BlockPattern, name: str, device: str = "cpu") -> tuple[Tensor, Tensor]:
     values = random_values(pattern, dtype=torch.float32)
-    quantized, scales = storage.quantize(values, EIGHT[name], per="feature", pattern=pattern)
+    quantized, scales = storage.quantize_weights(values, EIGHT[name], granularity="feature", pattern=pattern)
     return quantized.to(device), scales.to(device)
 
 
@@ -80,7 +80,7 @@ def expected(
     x: Tensor, values: Tensor, scales: Tensor, pattern: BlockPattern, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The product of the same operands in float64, and how far off sums in float32 may be."""
-    x_values, x_scales = (each.cpu() for each in functional.quantize(x, values.dtype))
+    x_values, x_scales = (each.cpu() for each in functional.quantize_activations(x, values.dtype))
     x_values, weight = x_values.double(), dense_weight(values.double(), pattern)
     of_both = x_scales.double()[..., None] * scales.cpu().double()
     y, magnitude = (x_values @ weight.t()) * of_both, (x_values.abs() @ weight.abs().t()) * of_both
@@ -218,7 +218,7 @@ def test_what_operands_must_be(name: str) -> None:
     if values.is_floating_point():
         with pytest.raises(UnsupportedError, match="values must be dense blocks to have a gradient"):
             linear(values=values.clone().requires_grad_())
-    index, (x_values, x_scales) = pattern.index_on(x.device), functional.quantize(x, EIGHT[name])
+    index, (x_values, x_scales) = pattern.index_on(x.device), functional.quantize_activations(x, EIGHT[name])
     for of_x, message in (
         ((x_values[:5], x_scales), "x_values must have shape"),
         ((x_values, x_scales[:5]), "x_scales must have shape"),
@@ -249,7 +249,7 @@ def test_opcheck(device: str, name: str) -> None:
     x = tokens(device=device).requires_grad_()
     bias = randn(OUT, dtype=torch.float32, device=device).requires_grad_()
     residual = randn(TOKENS, OUT, dtype=torch.float32, device=device).requires_grad_()
-    of_x, index = functional.quantize(x, EIGHT[name]), pattern.index_on(x.device)
+    of_x, index = functional.quantize_activations(x, EIGHT[name]), pattern.index_on(x.device)
     # PyTorch looks for writes by a product of each operand, which it has not for float8.
     checks = CHECKS if name == "int8" else CHECKS[1:]
     for arguments in (
@@ -469,34 +469,39 @@ def test_gradients_of_x_follow_scales_that_are_written_to(device: str, name: str
 @both
 def test_configs_and_specs(name: str) -> None:
     config = BlockSparseConfig(storage=name, activations=name)
-    assert config.scales == "feature" and config == BlockSparseConfig(
-        storage=name, activations=name, scales="feature"
+    assert config.granularity == "feature" and config == BlockSparseConfig(
+        storage=name, activations=name, granularity="feature"
     )
     other = next(one for one in EIGHT if one != name)
     for options, message in (
         ({"storage": name, "activations": other}, "activations must be None, or the dtype of the storage"),
         ({"activations": name}, "activations must be None.* with storage 'plain'"),
         ({"storage": name, "activations": 8}, "activations must be None"),
-        ({"storage": name, "activations": name, "scales": "block"}, "scales must be 'feature'"),
-        ({"storage": name, "scales": "feature"}, "scales must be 'row' or 'block'"),
+        ({"storage": name, "activations": name, "granularity": "block"}, "granularity must be 'feature'"),
+        ({"storage": name, "granularity": "feature"}, "granularity must be 'row' or 'block'"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             BlockSparseConfig(**options)
     plain = LayerSpec(shape=(64, 64), block_shape=(32, 32), nnz=2, dtype=torch.float32)
     spec = plain.with_storage(name, activations=name)
-    assert (spec.scales, spec.activations) == ("feature", name)
+    assert (spec.granularity, spec.activations) == ("feature", name)
     assert LayerSpec.from_json(spec.to_json()) == spec
     weight_only = plain.with_storage(name)
     assert "activations" not in weight_only.to_json() and weight_only.activations is None
     with pytest.raises(InvalidArgumentError, match="scales must be one of"):
         LayerSpec(
-            shape=(64, 64), block_shape=(32, 32), nnz=2, dtype=torch.float32, storage=name, scales="feature"
+            shape=(64, 64),
+            block_shape=(32, 32),
+            nnz=2,
+            dtype=torch.float32,
+            storage=name,
+            granularity="feature",
         )
     for forged in (
         {"activations": other},
         {"activations": "int4"},
         {"activations": [name]},
-        {"scales": "row"},
+        {"granularity": "row"},
         {"nm": [1, 4]},
         {"storage": "plain"},
         {"extra": 1},
@@ -535,8 +540,8 @@ def test_to_storage_there_and_back(name: str) -> None:
     assert exact.to_storage(name, activations=name).state_dict().keys() == before.keys()
     for options, message in (
         ({"storage": "plain", "activations": name}, "activations must be None"),
-        ({"storage": name, "activations": name, "per": "block"}, "per must be 'feature'"),
-        ({"storage": name, "per": "feature"}, "per must be 'row' or 'block'"),
+        ({"storage": name, "activations": name, "granularity": "block"}, "granularity must be 'feature'"),
+        ({"storage": name, "granularity": "feature"}, "granularity must be 'row' or 'block'"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             exact.to_storage(**options)
@@ -584,19 +589,19 @@ def test_copies_dtypes_devices_and_state_dicts(name: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("per", ["row", "block"])
-def test_states_of_other_scales_are_refused(per: str, name: str) -> None:
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_states_of_other_scales_are_refused(granularity: str, name: str) -> None:
     """Also those of as many blocks as there are features, which metadata tells apart."""
     full = BlockPattern.full((256, 1024), block_shape=32)  # 256 blocks
     options: Any = {"pattern": full, "generator": seeded()}
     layer = BlockSparseLinear(1024, 256, **options, storage=name, activations=name)
-    other = BlockSparseLinear(1024, 256, **options).to_storage(name, per=per)
+    other = BlockSparseLinear(1024, 256, **options).to_storage(name, granularity=granularity)
     for target, source in ((layer, other), (other, layer)):
         before = {key: tensor.clone() for key, tensor in target.state_dict().items()}
         with pytest.raises(RuntimeError, match=r"scales must be .* call to_storage"):
             target.load_state_dict(source.state_dict())
         target.load_state_dict(before)
-        if per == "row" and source is other:
+        if granularity == "row" and source is other:
             with pytest.raises(RuntimeError, match=r"scales must be .* call to_storage"):
                 target.load_state_dict(dict(source.state_dict()))
 

@@ -26,7 +26,9 @@ def stored(pattern: BlockPattern, name: str, device: str) -> tuple[Tensor, Tenso
     """(compressed, metadata, scales, the same values as dense blocks)."""
     values = random_values(pattern, dtype=torch.float32)
     mask = random_mask(tuple(values.shape))
-    quantized, scales = storage.quantize(values * mask, EIGHT[name], per="feature", pattern=pattern)
+    quantized, scales = storage.quantize_weights(
+        values * mask, EIGHT[name], granularity="feature", pattern=pattern
+    )
     compressed, metadata = storage.compress(quantized, mask)
     tensors = compressed, metadata, scales, quantized
     return tuple(each.to(device) for each in tensors)  # type: ignore[return-value]

@@ -90,8 +90,8 @@ def test_products_are_repeated_as_they_ran(
 ) -> None:
     product, kept = REPEATED[case]
     pattern = make_pattern("random 50%", (6, 4), (32, 32))
-    values, scales = storage.quantize(
-        random_values(pattern, dtype=torch.float32), EIGHT[name], per="feature", pattern=pattern
+    values, scales = storage.quantize_weights(
+        random_values(pattern, dtype=torch.float32), EIGHT[name], granularity="feature", pattern=pattern
     )
     values, scales = values.to(device), scales.to(device)
     x, bias = tokens(dtype=dtype, device=device), randn(OUT, dtype=dtype, device=device)
@@ -133,12 +133,12 @@ def test_both_ways_to_quantize_agree(device: str, native: bool, monkeypatch: pyt
         x[0, 0],
         x[None, None],
     ]
-    wanted = [functional.quantize(view.clone()) for view in views]
+    wanted = [functional.quantize_activations(view.clone()) for view in views]
     monkeypatch.setattr(TENSORS, "enabled", native)
     with torch.inference_mode():
-        of_inference = [functional.quantize(view) for view in views]
+        of_inference = [functional.quantize_activations(view) for view in views]
     for view, right, other in zip(views, wanted, of_inference, strict=True):
-        found = functional.quantize(view)
+        found = functional.quantize_activations(view)
         assert all(map(torch.equal, found, right)) and all(map(torch.equal, other, right))
         assert not any(each.is_inference() for each in found) and all(each.is_inference() for each in other)
         assert found[1].shape == view.shape[:-1] and found[0].is_contiguous()

@@ -535,11 +535,11 @@ def test_choices_for_each_layer() -> None:
 
 def test_a_config_is_as_the_arguments_that_it_stands_for() -> None:
     case, own = CASES["llama"](), CASES["llama"]()
-    config = Config(0.25, 32, (2, 4), "int8", scales="block", policy="auto")
+    config = Config(0.25, 32, (2, 4), "int8", granularity="block", policy="auto")
     report = prune_(case.model, config, case.batches, layers=".*mlp")
     layer = case.model.model.layers[0].mlp.up_proj
     assert all(one.config == config for one in report.layers)
-    assert layer.spec == replace(layer.spec, storage="int8", scales="block", policy="auto", nm=(2, 4))
+    assert layer.spec == replace(layer.spec, storage="int8", granularity="block", policy="auto", nm=(2, 4))
     named = {one.name: config for one in report.layers}
     assert prune_(own.model, named, own.batches).layers == report.layers
     now, then = case.model.state_dict(), own.model.state_dict()

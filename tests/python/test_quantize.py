@@ -32,7 +32,7 @@ def defined(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def assert_defined(x: Tensor, dtype: torch.dtype) -> None:
-    values, scales = functional.quantize(x, dtype)
+    values, scales = functional.quantize_activations(x, dtype)
     expected, expected_scales = defined(x, dtype)
     assert values.dtype == dtype and values.device == x.device and values.is_contiguous()
     assert torch.equal(values.cpu().view(torch.int8), expected.view(torch.int8))
@@ -83,7 +83,7 @@ def test_every_number_of_16_bits_is_rounded_as_pytorch_does(source: torch.dtype,
     x = numbers.view(source) if source != torch.float32 else numbers.float() / 7
     x = x[x.isfinite() & (x.float().abs() <= LARGEST[dtype])]
     x = torch.cat((x, x.new_full((16 - len(x) % 16,), LARGEST[dtype])))  # the scale is 1
-    values, scales = functional.quantize(x, dtype)
+    values, scales = functional.quantize_activations(x, dtype)
     assert scales == 1
     rounded = (x.float().round() if dtype == torch.int8 else x.float()).to(dtype)
     assert torch.equal(values.view(torch.int8), rounded.view(torch.int8))
@@ -107,7 +107,7 @@ def test_views_and_shapes(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_to_quantize(device: str) -> None:
-    values, scales = functional.quantize(torch.empty(0, 32, device=device))
+    values, scales = functional.quantize_activations(torch.empty(0, 32, device=device))
     assert values.shape == (0, 32) and scales.shape == (0,)
     for dtype in LARGEST:
         torch.full((5,), 7.0, device=device)  # where memory was freed
@@ -118,22 +118,22 @@ def test_nothing_to_quantize(device: str) -> None:
 def test_the_operator_is_traced(device: str) -> None:
     x = randn(4, 64, dtype=torch.float32, device=device)
     torch.library.opcheck(torch.ops.tilesparse.quantize.default, (x, QUANTIZED[torch.int8]))
-    compiled: Any = torch.compile(functional.quantize, backend="aot_eager", fullgraph=True)
-    for one, other in zip(compiled(x), functional.quantize(x), strict=True):
+    compiled: Any = torch.compile(functional.quantize_activations, backend="aot_eager", fullgraph=True)
+    for one, other in zip(compiled(x), functional.quantize_activations(x), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
 def test_a_graph_follows_what_it_reads() -> None:
     x = torch.zeros(64, 4096, dtype=torch.bfloat16, device="cuda")
-    functional.quantize(x)
+    functional.quantize_activations(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        values, scales = functional.quantize(x)
+        values, scales = functional.quantize_activations(x)
     x.copy_(randn(64, 4096, dtype=torch.bfloat16))
     values.fill_(77)
     graph.replay()
-    for one, other in zip((values, scales), functional.quantize(x), strict=True):
+    for one, other in zip((values, scales), functional.quantize_activations(x), strict=True):
         assert torch.equal(one, other)
 
 
@@ -145,6 +145,6 @@ def test_bad_arguments_are_named() -> None:
         (torch.ones(2, 32), torch.uint8, "dtype must be one of"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            functional.quantize(x, dtype)
+            functional.quantize_activations(x, dtype)
     with pytest.raises(tilesparse.errors.InvalidArgumentError, match="dtype"):
         torch.ops.tilesparse.quantize(torch.ones(2, 32), 3)

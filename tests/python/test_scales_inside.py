@@ -48,7 +48,7 @@ def stored(pattern: BlockPattern, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Blocks of magnitudes that differ, so that it shows which scale a block has."""
     values = random_values(pattern, dtype=torch.float32)
     values = values * 0.25 ** torch.arange(pattern.nnz).remainder(5)[:, None, None]
-    quantized, scales = storage.quantize(values, FLOAT8, per="block")
+    quantized, scales = storage.quantize_weights(values, FLOAT8, granularity="block")
     return quantized.to(device), scales[:, None].to(device)
 
 
@@ -61,7 +61,9 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def expected(x: Tensor, values: Tensor, scales: Tensor, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
     """The product of the same operands in float64, and how far off sums in float32 may be."""
-    x_values, x_scales = (each.cpu().double() for each in functional.quantize(x, FLOAT8, per="group"))
+    x_values, x_scales = (
+        each.cpu().double() for each in functional.quantize_activations(x, FLOAT8, granularity="group")
+    )
     left = x_values * x_scales.repeat_interleave(SIDE, -1)
     right = dense_weight(values.cpu().double() * scales.cpu().double()[..., None], pattern)
     unit = 2**-12 / 32 if x.is_cuda else 2**-24
@@ -70,7 +72,7 @@ def expected(x: Tensor, values: Tensor, scales: Tensor, pattern: BlockPattern) -
 
 def layer_of(device: str = "cpu", dtype: torch.dtype = torch.float32) -> BlockSparseLinear:
     layer = BlockSparseLinear(IN, OUT, pattern=some_pattern(), generator=seeded(), dtype=dtype)
-    return layer.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn").to(device)
+    return layer.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn").to(device)
 
 
 # ---- products ----
@@ -157,7 +159,10 @@ def test_what_operands_must_be() -> None:
         functional.quantized_linear(x, blocks.to(FLOAT8), small, torch.ones(small.nnz, 1))
     with pytest.raises(InvalidArgumentError, match="in blocks of 128 x 128"):
         functional.quantized_linear(x, values.float().to(torch.int8), pattern, scales)
-    index, (x_values, x_scales) = pattern.index_on(x.device), functional.quantize(x, FLOAT8, per="group")
+    index, (x_values, x_scales) = (
+        pattern.index_on(x.device),
+        functional.quantize_activations(x, FLOAT8, granularity="group"),
+    )
     for of_x in (x_scales[:, 0], x_scales[:, 1:], x_scales.double()):
         rest = None, None, 0, False, scales, None, None, x_values, of_x, False
         with pytest.raises(InvalidArgumentError, match="x_scales must have shape"):
@@ -181,7 +186,7 @@ def test_groups_have_the_bits_of_the_definition(device: str, source: torch.dtype
         finite = groups.isfinite().all(-1)
         scales = (groups.abs().amax(-1) / 448).clamp(min=2.0**-116)
         scaled = torch.where(finite[..., None], groups * (1 / scales)[..., None], 0.0)
-        values, found = functional.quantize(x, FLOAT8, per="group")
+        values, found = functional.quantize_activations(x, FLOAT8, granularity="group")
         assert torch.equal(values.cpu().float(), scaled.to(FLOAT8).float().view(shape))
         wanted = torch.where(finite, scales, torch.nan)
         torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
@@ -190,12 +195,12 @@ def test_groups_have_the_bits_of_the_definition(device: str, source: torch.dtype
 
 def test_bad_groups_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match="a multiple of 128 features"):
-        functional.quantize(torch.zeros(3, 192), FLOAT8, per="group")
-    with pytest.raises(InvalidArgumentError, match="per must be 'token', or 'group'"):
-        functional.quantize(torch.zeros(3, 128), torch.int8, per="group")
-    with pytest.raises(InvalidArgumentError, match="per must be 'token', or 'group'"):
-        functional.quantize(torch.zeros(3, 128), FLOAT8, per="block")
-    values, scales = functional.quantize(torch.zeros(0, 256), FLOAT8, per="group")
+        functional.quantize_activations(torch.zeros(3, 192), FLOAT8, granularity="group")
+    with pytest.raises(InvalidArgumentError, match="granularity must be 'token', or 'group'"):
+        functional.quantize_activations(torch.zeros(3, 128), torch.int8, granularity="group")
+    with pytest.raises(InvalidArgumentError, match="granularity must be 'token', or 'group'"):
+        functional.quantize_activations(torch.zeros(3, 128), FLOAT8, granularity="block")
+    values, scales = functional.quantize_activations(torch.zeros(0, 256), FLOAT8, granularity="group")
     assert values.shape == (0, 256) and scales.shape == (0, 2)
 
 
@@ -205,7 +210,7 @@ def test_opcheck(device: str) -> None:
     values, scales = stored(pattern, device)
     x = tokens(2, 35, device=device)
     torch.library.opcheck(OPS.quantize_groups.default, (x,), test_utils=CHECKS)
-    index, of_x = pattern.index_on(x.device), functional.quantize(x, FLOAT8, per="group")
+    index, of_x = pattern.index_on(x.device), functional.quantize_activations(x, FLOAT8, granularity="group")
     rest = None, None, 0, False, scales, None, None, *of_x, False
     arguments = x.clone().requires_grad_(), values, *index, *rest
     torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=CHECKS)
@@ -218,7 +223,7 @@ def test_opcheck(device: str) -> None:
 def test_layers_and_their_gradients(device: str) -> None:
     layer = layer_of(device)
     assert layer.scales is not None and layer.scales.shape == (layer.spec.nnz, 1)
-    assert (layer.spec.scales, layer.activations) == ("block", "float8_e4m3fn")
+    assert (layer.spec.granularity, layer.activations) == ("block", "float8_e4m3fn")
     x = tokens(2, 70, device=device).requires_grad_()
     y = layer(x)
     reference, tolerance = expected(x.detach(), layer.weight.detach(), layer.scales, layer.pattern)
@@ -250,12 +255,12 @@ def test_there_and_back_and_copies() -> None:
 
 def test_joined_layers_and_parts_of_layers() -> None:
     one, other, x = layer_of(), layer_of().to_storage("plain").to_storage("int8"), tokens()
-    other.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn")
+    other.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
     joined = tilesparse.nn.concatenate([one, other])
-    assert joined.spec.scales == "block"
+    assert joined.spec.granularity == "block"
     assert torch.equal(joined(x), torch.cat((one(x), other(x)), -1))
     part = one.cut(rows=(SIDE, OUT), columns=(0, 2 * SIDE))
-    assert part.spec.scales == "block"
+    assert part.spec.granularity == "block"
     whole = one.to_linear().weight[SIDE:, : 2 * SIDE]
     assert torch.equal(part.to_linear().weight, whole)
     with pytest.raises(InvalidArgumentError, match="scales must be one of"):
@@ -265,16 +270,16 @@ def test_joined_layers_and_parts_of_layers() -> None:
 def test_states_of_other_scales_are_refused() -> None:
     layer = layer_of()
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")
-    assert by_feature.spec.scales == "feature"
+    assert by_feature.spec.granularity == "feature"
     for one, other in ((layer, by_feature), (by_feature, layer)):
         with pytest.raises(RuntimeError, match=r"scales must be \[.* call to_storage"):
             one.load_state_dict(other.state_dict())
 
 
 def test_configs_and_specs() -> None:
-    options: Any = {"storage": "float8_e4m3fn", "activations": "float8_e4m3fn", "scales": "block"}
+    options: Any = {"storage": "float8_e4m3fn", "activations": "float8_e4m3fn", "granularity": "block"}
     config = BlockSparseConfig(block_shape=128, **options)
-    assert config.scales == "block"
+    assert config.granularity == "block"
     for wrong in ({"block_shape": 64}, {"storage": "int8", "activations": "int8"}):
         with pytest.raises(InvalidArgumentError, match="scales must be 'feature' with 8-bit activations, or"):
             BlockSparseConfig(**{"block_shape": 128, **options, **wrong})
@@ -285,7 +290,7 @@ def test_configs_and_specs() -> None:
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 2))
     sparsify_(model, {"0": config})
     (layer, _) = model
-    assert isinstance(layer, BlockSparseLinear) and layer.spec.scales == "block"
+    assert isinstance(layer, BlockSparseLinear) and layer.spec.granularity == "block"
 
 
 def test_compiled_exported_and_decomposed() -> None:
@@ -328,7 +333,7 @@ def test_whole_checkpoints_are_mapped_block_by_block() -> None:
     layer = from_block_scales(weight, scales, 1.0, bias=bias, dtype=torch.float32)
     assert torch.equal(layer.to_linear().weight.double(), dense.float().double())
     x = tokens()
-    values, of_x = functional.quantize(x, FLOAT8, per="group")
+    values, of_x = functional.quantize_activations(x, FLOAT8, granularity="group")
     left = values.double() * of_x.double().repeat_interleave(SIDE, 1)
     torch.testing.assert_close(layer(x).double(), left @ dense.t() + bias, rtol=1e-4, atol=1e-3)
 

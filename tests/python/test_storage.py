@@ -41,7 +41,7 @@ from tilesparse._ops.linear import linear_through
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.storage import compress, dequantize, quantize, quantize_int4, row_scales, two_of_four
+from tilesparse.storage import compress, dequantize, quantize_int4, quantize_weights, row_scales, two_of_four
 from tilesparse.storage.quantize import clip_limits
 
 OPS = torch.ops.tilesparse
@@ -313,16 +313,18 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("per", ["row", "block"])
+@pytest.mark.parametrize("granularity", ["row", "block"])
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 6e4, 3e38])
-def test_quantisation_rounds_to_the_nearest(device: str, dtype: torch.dtype, per: str, size: float) -> None:
+def test_quantisation_rounds_to_the_nearest(
+    device: str, dtype: torch.dtype, granularity: str, size: float
+) -> None:
     values = torch.randn(3, 16, 32, generator=seeded(1), dtype=torch.float64).to(device)
     values = (
         values / values.abs().max() * size * torch.rand(3, 16, 1, generator=seeded(2)).to(device)
     ).float()
-    quantized, scales = quantize(values, dtype, per=per)
+    quantized, scales = quantize_weights(values, dtype, granularity=granularity)
     assert quantized.shape == values.shape and quantized.dtype == dtype and quantized.is_contiguous()
-    assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
+    assert scales.shape == ((3, 16) if granularity == "row" else (3,)) and scales.dtype == torch.float32
     scale = scales.view(*scales.shape, *(1,) * (3 - scales.dim())).double()
     step = scale.expand(values.shape)
     if dtype == torch.float8_e4m3fn:  # with 3 bits behind the first one, down to 2^-6
@@ -332,7 +334,7 @@ def test_quantisation_rounds_to_the_nearest(device: str, dtype: torch.dtype, per
     restored = dequantize(quantized, None, scales, torch.float32)
     assert bool(restored.isfinite().all())
     if size > 1e-35:
-        largest = quantized.double().abs().amax((1, 2) if per == "block" else 2)
+        largest = quantized.double().abs().amax((1, 2) if granularity == "block" else 2)
         assert torch.equal(largest, torch.full_like(largest, LARGEST[dtype]))
 
 
@@ -342,21 +344,21 @@ def test_the_largest_numbers_stay_finite(dtype: torch.dtype, source: torch.dtype
     largest = min(torch.finfo(source).max, torch.finfo(torch.float32).max)
     for fraction in torch.linspace(0.5, 1, 200, dtype=torch.float64):
         values = torch.full((1, 16, 16), float(fraction) * largest, dtype=torch.float64).to(source)
-        quantized, scales = quantize(values, dtype)
+        quantized, scales = quantize_weights(values, dtype)
         assert bool(dequantize(quantized, None, scales, source).isfinite().all()), float(fraction)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("per", ["row", "block"])
-def test_zeros_and_no_blocks_are_quantised_without_nan(dtype: torch.dtype, per: str) -> None:
-    quantized, scales = quantize(torch.zeros(2, 16, 16), dtype, per=per)
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_zeros_and_no_blocks_are_quantised_without_nan(dtype: torch.dtype, granularity: str) -> None:
+    quantized, scales = quantize_weights(torch.zeros(2, 16, 16), dtype, granularity=granularity)
     assert not bool(quantized.float().any()) and bool((scales > 0).all())
-    quantized, scales = quantize(torch.zeros(0, 16, 16), dtype, per=per)
+    quantized, scales = quantize_weights(torch.zeros(0, 16, 16), dtype, granularity=granularity)
     assert quantized.shape == (0, 16, 16) and scales.shape[0] == 0
 
 
 def test_quantisation_records_no_gradient() -> None:
-    quantized, scales = quantize(torch.ones(1, 16, 16, requires_grad=True), torch.int8)
+    quantized, scales = quantize_weights(torch.ones(1, 16, 16, requires_grad=True), torch.int8)
     assert not quantized.requires_grad and not scales.requires_grad
 
 
@@ -368,7 +370,11 @@ def test_quantisation_records_no_gradient() -> None:
         (torch.full((1, 16, 16), 1e300, dtype=torch.float64), {"dtype": torch.int8}, "values must be finite"),
         (torch.ones(1, 16, 16), {"dtype": torch.float16}, r"dtype must be .*int8.*float8_e4m3fn.*float16"),
         (torch.ones(1, 16, 16), {"dtype": torch.uint8}, r"dtype must be .*uint8"),
-        (torch.ones(1, 16, 16), {"dtype": torch.int8, "per": "tensor"}, r"per must be 'row', .*'tensor'"),
+        (
+            torch.ones(1, 16, 16),
+            {"dtype": torch.int8, "granularity": "tensor"},
+            r"granularity must be 'row', .*'tensor'",
+        ),
         (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": torch.ones(1)}, r"limits must .*\[1, 16\]"),
         (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": torch.ones(1, 16).int()}, "limits .*int32"),
         (torch.ones(1, 16, 16), {"dtype": torch.int8, "limits": -torch.ones(1, 16)}, "limits .*at least 0"),
@@ -376,20 +382,20 @@ def test_quantisation_records_no_gradient() -> None:
 )
 def test_bad_quantisations_are_named(values: Tensor, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
-        quantize(values, **arguments)
+        quantize_weights(values, **arguments)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("per", ["row", "block", "feature"])
-def test_values_beyond_limits_are_clipped(dtype: torch.dtype, per: str) -> None:
+@pytest.mark.parametrize("granularity", ["row", "block", "feature"])
+def test_values_beyond_limits_are_clipped(dtype: torch.dtype, granularity: str) -> None:
     pattern = BlockPattern.random((32, 64), block_shape=16, density=0.5, generator=seeded(0))
     values = torch.randn(pattern.nnz, 16, 16, generator=seeded(1))
-    shape = {"row": (pattern.nnz, 16), "block": (pattern.nnz,), "feature": (32,)}[per]
+    shape = {"row": (pattern.nnz, 16), "block": (pattern.nnz,), "feature": (32,)}[granularity]
     limits = 0.5 + torch.rand(shape, generator=seeded(2))
-    own = {"pattern": pattern} if per == "feature" else {}
-    quantized, scales = quantize(values, dtype, per=per, limits=limits, **own)
+    own = {"pattern": pattern} if granularity == "feature" else {}
+    quantized, scales = quantize_weights(values, dtype, granularity=granularity, limits=limits, **own)
     torch.testing.assert_close(scales, limits / LARGEST[dtype])
-    if per == "feature":
+    if granularity == "feature":
         limits, scales = (row_scales(each, pattern) for each in (limits, scales))
     limits = limits.view(*limits.shape, *(1,) * (3 - limits.dim()))
     clipped = values.clamp(-limits, limits)
@@ -400,7 +406,10 @@ def test_values_beyond_limits_are_clipped(dtype: torch.dtype, per: str) -> None:
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_clipping_at_the_largest_magnitudes_is_no_clipping(dtype: torch.dtype) -> None:
     values = torch.randn(3, 16, 16, generator=seeded(1))
-    plain, limited = quantize(values, dtype), quantize(values, dtype, limits=values.abs().amax(2))
+    plain, limited = (
+        quantize_weights(values, dtype),
+        quantize_weights(values, dtype, limits=values.abs().amax(2)),
+    )
     assert torch.equal(plain[0].float(), limited[0].float()) and torch.equal(plain[1], limited[1])
 
 
@@ -442,39 +451,39 @@ def test_bad_clippings_are_named(inputs: tuple[int, ...], ratios: tuple[float, .
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per", ["row", "block"])
+@pytest.mark.parametrize("granularity", ["row", "block"])
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 3e38])
-def test_four_bits_are_rounded_to_the_nearest(device: str, per: str, size: float) -> None:
+def test_four_bits_are_rounded_to_the_nearest(device: str, granularity: str, size: float) -> None:
     values = torch.randn(3, 16, 32, generator=seeded(1), dtype=torch.float64).to(device)
     values = (values / values.abs().max() * size).float()
-    packed, scales = quantize_int4(values, per=per, search=False)
+    packed, scales = quantize_int4(values, granularity=granularity, search=False)
     assert packed.shape == (3, 16, 16) and packed.dtype == torch.uint8 and packed.is_contiguous()
-    assert scales.shape == ((3, 16) if per == "row" else (3,)) and scales.dtype == torch.float32
+    assert scales.shape == ((3, 16) if granularity == "row" else (3,)) and scales.dtype == torch.float32
     restored = dequantize(packed, None, scales)
     scale = scales.view(*scales.shape, *(1,) * (3 - scales.dim())).double()
     assert bool(((restored.double() - values.double()).abs() <= scale * (0.5 + 1e-5)).all())
     if size > 1e-35:
-        largest = (restored / scale).abs().amax((1, 2) if per == "block" else 2)
+        largest = (restored / scale).abs().amax((1, 2) if granularity == "block" else 2)
         torch.testing.assert_close(largest, torch.full_like(largest, 7))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per", ["row", "block"])
-def test_the_search_takes_the_best_of_eleven_scales(device: str, per: str) -> None:
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_the_search_takes_the_best_of_eleven_scales(device: str, granularity: str) -> None:
     values = torch.randn(4, 16, 64, generator=seeded(1)).to(device)
     values[0, 0, 5] = -40  # an outlier, which costs least where it is not clipped
     values[3] = 0
-    sides = (1, 2) if per == "block" else (2,)
+    sides = (1, 2) if granularity == "block" else (2,)
     found = []
     for fraction in torch.arange(11) * -0.04 + 1:
         scales = values.abs().amax(sides, keepdim=True) / 7 * fraction.to(device)
         rounded = (values / scales).nan_to_num().round().clamp(-8, 7) * scales
         found.append((rounded - values).square().sum(sides))
-    packed, scales = quantize_int4(values, per=per)
+    packed, scales = quantize_int4(values, granularity=granularity)
     error = (dequantize(packed, None, scales) - values).square().sum(sides)
     torch.testing.assert_close(error, torch.stack(found).amin(0), rtol=1e-4, atol=1e-6)
     assert not bool(packed[3].any()) and bool((scales > 0).all())
-    whole = quantize_int4(values, per=per, search=False)
+    whole = quantize_int4(values, granularity=granularity, search=False)
     assert float(error.sum()) < float((dequantize(whole[0], None, whole[1]) - values).square().sum())
 
 
@@ -484,8 +493,8 @@ def test_four_bits_of_much_and_of_nothing() -> None:
     packed, scales = quantize_int4(values)
     alone = quantize_int4(values[290:291])
     assert torch.equal(packed[290:291], alone[0]) and torch.equal(scales[290:291], alone[1])
-    for per, shape in (("row", (0, 16)), ("block", (0,))):
-        packed, scales = quantize_int4(torch.zeros(0, 16, 32), per=per)
+    for granularity, shape in (("row", (0, 16)), ("block", (0,))):
+        packed, scales = quantize_int4(torch.zeros(0, 16, 32), granularity=granularity)
         assert packed.shape == (0, 16, 16) and scales.shape == shape
 
 
@@ -495,7 +504,11 @@ def test_four_bits_of_much_and_of_nothing() -> None:
         (torch.full((1, 16, 16), math.nan), {}, "values must be finite: 4-bit storage"),
         (torch.ones(16, 16), {}, r"values must be a real tensor \[nnz, bn, bk\]"),
         (torch.ones(1, 16, 15), {}, r"values must be \[nnz, bn, bk\] with an even bk, got \[1, 16, 15\]"),
-        (torch.ones(1, 16, 16), {"per": "feature"}, "per must be 'row' or 'block', got 'feature'"),
+        (
+            torch.ones(1, 16, 16),
+            {"granularity": "feature"},
+            "granularity must be 'row' or 'block', got 'feature'",
+        ),
     ],
 )
 def test_bad_four_bits_are_named(values: Tensor, arguments: dict[str, Any], named: str) -> None:

@@ -78,7 +78,7 @@ def rounded(layer: Any, x: Tensor) -> Tensor:
     few = x.is_cuda and x.numel() // x.shape[-1] <= DECODE_TOKENS
     if layer.activations is None or layer.policy == "dense" or few:
         return x
-    values, scales = functional.quantize(x, getattr(torch, layer.activations))
+    values, scales = functional.quantize_activations(x, getattr(torch, layer.activations))
     return x + ((values.float() * scales[..., None]).to(x.dtype) - x).detach()
 
 
@@ -362,19 +362,19 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
     layer.to_storage(storage)
     rows, error = layer.scales, layer.storage_error
     assert rows.shape == (6, 32)
-    layer.to_storage(storage, per="block")
+    layer.to_storage(storage, granularity="block")
     assert layer.scales.shape == (6,), "other scales are made of what there is"
     assert float((layer.plain_values() - plain).norm() / plain.norm()) < 0.06
-    layer.to_storage(storage, per="row")
+    layer.to_storage(storage, granularity="row")
     assert layer.scales.shape == (6, 32)
-    by_block = make("masked").to_storage(storage, per="block")
+    by_block = make("masked").to_storage(storage, granularity="block")
     assert by_block.scales.shape == (6,) and by_block.storage_error > 0 < error
     loaded = make("2:4 int8" if storage == "int8" else "2:4 float8")
     loaded.load_state_dict(by_block.state_dict())
     assert same(states(loaded), states(by_block))
     assert_multiplies(loaded, by_block.plain_values())
-    with pytest.raises(InvalidArgumentError, match="per must be 'row' or 'block', got 'tensor'"):
-        layer.to_storage(storage, per="tensor")
+    with pytest.raises(InvalidArgumentError, match="granularity must be 'row' or 'block', got 'tensor'"):
+        layer.to_storage(storage, granularity="tensor")
 
 
 def test_to_storage_clips_at_limits() -> None:
@@ -546,7 +546,7 @@ def test_copies_are_equal_and_independent(name: str) -> None:
 @every_layer
 @on_every_device
 def test_a_layer_is_made_from_its_spec(device: str, name: str) -> None:
-    saved = make(name, device=device).to_storage(LAYERS[name].get("storage", "plain"), per="block")
+    saved = make(name, device=device).to_storage(LAYERS[name].get("storage", "plain"), granularity="block")
     spec = saved.spec
     assert LayerSpec.from_json(spec.to_json()) == spec
     assert spec.nnz == len(saved.weight) and spec.shape == (OUT, IN) and spec.storage == saved.storage

@@ -38,7 +38,7 @@ from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 from .moments import Moments
 
-_SAME = ("block_shape", "nm", "storage", "transposable", "scales", "policy", "activations")
+_SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
 
 
 class Place(NamedTuple):

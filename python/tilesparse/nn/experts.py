@@ -13,7 +13,7 @@ from .._checks import check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
 from .._ops.linear import grouped_linear_on
-from ..config import check_experts, checked_scales
+from ..config import check_experts, checked_granularity
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
@@ -88,7 +88,7 @@ class BlockSparseExperts(nn.Module):
         nm: Sequence[int] | None = None,
         transposable: bool = False,
         storage: str = "plain",
-        scales: str = "row",
+        granularity: str = "row",
     ) -> BlockSparseExperts:
         """Return experts with the best blocks of a module of Transformers, and its function.
 
@@ -110,7 +110,7 @@ class BlockSparseExperts(nn.Module):
             nm: (2, 4) or None.
             transposable: whether masks keep two of four weights in columns as well.
             storage: "plain", "compressed", "int8", "float8_e4m3fn" or "int4".
-            scales: what has a scale in 8 and 4 bits, a "row" of a block or a "block".
+            granularity: what has a scale in 8 and 4 bits, a "row" of a block or a "block".
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -125,7 +125,8 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        parts, scales = check_parts_beside(patterns, parts), checked_scales("scales", scales, None)
+        parts = check_parts_beside(patterns, parts)
+        checked_granularity(granularity, None)
         layers = []
         for name, own in found.layers().items():
             weight = dense_weight_of(module, name)
@@ -137,7 +138,7 @@ class BlockSparseExperts(nn.Module):
             layer = _projection(module, name, weight, pattern)
             if nm is not None:
                 layer.set_nm(nm, transposable=transposable)
-            layers.append(layer.to_storage(storage, per=scales))
+            layers.append(layer.to_storage(storage, granularity=granularity))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:

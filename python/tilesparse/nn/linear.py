@@ -52,7 +52,7 @@ from ..config import (
     check_nm_blocks,
     check_quantized_activations,
     check_storage,
-    checked_scales,
+    checked_granularity,
 )
 from ..errors import (
     InvalidArgumentError,
@@ -91,7 +91,7 @@ def from_spec(
         device="meta",
         dtype=spec.dtype,
         **own,
-    ).to_storage(spec.storage, per=spec.scales or "row", activations=spec.activations)
+    ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
     device = torch.empty(0, device=device).device
     return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -213,7 +213,7 @@ def convert_storage(
     """Store a layer's weight as a spec says that differs in nothing else; return the relative error."""
     storage = storage_of(spec.storage)
     for name, given in (("limits", limits), ("values", values)):
-        if given is not None and not storage.scales:
+        if given is not None and not storage.granularities:
             raise InvalidArgumentError(
                 f"{name} must be None with storage {spec.storage!r}, which has no scales"
             )
@@ -361,7 +361,9 @@ def reset(layer: BlockSparseLinear, generator: torch.Generator | None) -> None:
     if layer.mask is not None:
         fill(layer.mask, two_of_four(drawn.abs(), transposable=layer.transposable))
     if not sharded:
-        layer.to_storage(wanted.storage, per=wanted.scales or "row", activations=wanted.activations)
+        layer.to_storage(
+            wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
+        )
     if layer.bias is not None:
         _draw(layer.bias, bound.repeat_interleave(bn, output_size=layer.out_features), generator)
 
@@ -421,7 +423,7 @@ class Stored(NamedTuple):
 
     def is_by_feature(self, name: str) -> bool:
         """Return True for tensors [out_features]; others have one entry for each block."""
-        return name == "bias" or (name == "scales" and self.spec.scales == PER_FEATURE)
+        return name == "bias" or (name == "scales" and self.spec.granularity == PER_FEATURE)
 
 
 @torch.no_grad()
@@ -618,13 +620,15 @@ class StoredWeight(nn.Module):
             storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            scales=storage.scales_of(self.scales) if self._activations is None else self._scales_beside_x(),
+            granularity=storage.granularity_of(self.scales)
+            if self._activations is None
+            else self._granularity_beside_x(),
             policy=self._policy,
             activations=self._activations,
             experts=self._experts,
         )
 
-    def _scales_beside_x(self) -> str:
+    def _granularity_beside_x(self) -> str:
         return "block" if self.scales is not None and is_inside(self.scales) else PER_FEATURE
 
     def update_spec(self, **changes: Any) -> None:
@@ -783,7 +787,7 @@ class StoredWeight(nn.Module):
         self: _Weight,
         storage: str,
         *,
-        per: str = "row",
+        granularity: str = "row",
         activations: str | None = None,
         limits: Tensor | None = None,
         values: Tensor | None = None,
@@ -796,13 +800,13 @@ class StoredWeight(nn.Module):
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
                 8 bits and scales, of 2:4 the kept half alone; "int4": 4 bits and scales, not of 2:4.
-            per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With `activations`
-                an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of 128 x 128, and
-                x then has a scale for each 128 features of a token.
+            granularity: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With
+                `activations` an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of
+                128 x 128, and x then has a scale for each 128 features of a token.
             activations: the name of the storage, where that has 8 bits: products then quantize x as well, see
                 `functional.quantized_linear`. None multiplies x in its dtype.
             limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
-                `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
+                `storage.quantize_weights`; `quantize_` finds good ones. None clips nothing in 8 bits.
             values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded
                 already, so that errors make up for each other; `quantize_` finds good ones.
 
@@ -817,9 +821,9 @@ class StoredWeight(nn.Module):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_scales("per", per, activations, self._block_shape)
+        checked_granularity(granularity, activations, self._block_shape)
         spec = self.spec
-        wanted = spec.with_storage(storage, per, activations)
+        wanted = spec.with_storage(storage, granularity, activations)
         if wanted != spec or limits is not None or values is not None:
             self._storage_error = convert_storage(self, wanted, limits, values)
         return self
@@ -1015,7 +1019,7 @@ class BlockSparseLinear(StoredWeight):
         mask: bools [nnz, bn, bk] of plain 2:4, otherwise None.
         metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
         scales: float32 [nnz, bn] or [nnz] of 8 and 4 bits, [out_features] with `activations`, otherwise None;
-            see `storage.quantize` and `storage.quantize_int4`.
+            see `storage.quantize_weights` and `storage.quantize_int4`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
@@ -1374,7 +1378,7 @@ def load(
     try:
         pattern = _checked(layer, own, noted)
         if pattern is not None:
-            make_room(layer, pattern, own, _scales(layer, own))
+            make_room(layer, pattern, own, _granularity(layer, own))
     except (ValueError, TypeError, RuntimeError) as error:
         errors.append(f"{prefix}{error}")
         for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
@@ -1402,7 +1406,9 @@ def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, 
     spec, pattern = layer.spec, None
     if there:
         pattern = _checked_pattern(layer, state, there[0])
-        spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=_scales(layer, state))
+        spec = replace(
+            spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=_granularity(layer, state)
+        )
         if layer.shard is not None:
             layer.shard.check(pattern)
     _check_shapes(layer, state, spec)
@@ -1484,16 +1490,16 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
             )
 
 
-def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
+def _granularity(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     """Return what has a scale of its own in a saved layer."""
     if layer.activations is not None:
-        return layer.spec.scales
-    return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
+        return layer.spec.granularity
+    return storage_of(layer.storage).granularity_of(state.get("scales", layer.scales))
 
 
 @with_normal_tensors
 def make_room(
-    layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], scales: str | None = None
+    layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], granularity: str | None = None
 ) -> None:
     """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs.
 
@@ -1504,10 +1510,15 @@ def make_room(
         layer: keeps its storage.
         pattern: has another number of blocks, or other ones, perhaps.
         contents: what tensors of another size are filled with, by name; others are zeros.
-        scales: as of `LayerSpec`; None keeps them.
+        granularity: as of `LayerSpec`; None keeps them.
     """
     before = layer.spec
-    spec = replace(before, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=scales or before.scales)
+    spec = replace(
+        before,
+        nnz=pattern.nnz,
+        block_shape=pattern.block_shape,
+        granularity=granularity or before.granularity,
+    )
     resized = before.values_shape != spec.values_shape
     made: dict[str, Tensor] = {}
     for name, (shape, _) in forms_of(spec).items():

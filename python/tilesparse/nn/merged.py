@@ -19,6 +19,8 @@ from ..storage.formats import STORED_NAMES
 from .linear import BlockSparseLinear, Stored, layer_like, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
+# Fields of specs in which layers agree.
+_COMMON = ("dtype", "storage", "nm", "transposable", "granularity", "activations", "policy")
 
 
 class _Left(NamedTuple):
@@ -221,7 +223,7 @@ def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
     if dense:
         return f"a {dense[0]} is among them"
     specs = [layer.spec for layer in layers if isinstance(layer, BlockSparseLinear)]
-    for name in ("block_shape", "dtype", "storage", "nm", "transposable", "scales", "activations", "policy"):
+    for name in ("block_shape", *_COMMON):
         values = {getattr(spec, name): None for spec in specs}
         if len(values) > 1:
             return f"they differ in {name}: {', '.join(map(str, values))}"
@@ -232,8 +234,7 @@ def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
 
 def _kind(stored: Stored, device: torch.device) -> dict[str, object]:
     """Return what layers have to agree in."""
-    names = "dtype", "storage", "nm", "transposable", "scales", "activations", "policy"
-    of_spec = {name: getattr(stored.spec, name) for name in names}
+    of_spec = {name: getattr(stored.spec, name) for name in _COMMON}
     return {"in_features": stored.spec.shape[1], "device": device, **of_spec}
 
 

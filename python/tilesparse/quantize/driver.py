@@ -53,7 +53,7 @@ def quantize_(
       Scales that change what the model gives for any batch are left out, and the report says so.
       Scales are powers of two, so the model computes the same before it is quantized, but for what float16
       rounds near its smallest numbers.
-    - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
+    - **Clipping** of the largest weights of an output feature, see `storage.quantize_weights`.
 
     Scales of activations stay those of each token, found in every call: kernels take no others.
 

@@ -16,8 +16,8 @@ from .quantize import (
     compress,
     dequantize,
     limits_int4,
-    quantize,
     quantize_int4,
+    quantize_weights,
     rounded,
     rounded_int4,
     row_scales,
@@ -49,7 +49,7 @@ class Storage(ABC):
     """
 
     def __init__(self, traits: Traits) -> None:
-        self.name, self.dtype, self.scales = traits.name, traits.dtype, traits.scales
+        self.name, self.dtype, self.granularities = traits.name, traits.dtype, traits.granularities
         self.trainable, self.needs_finite = traits.trainable, traits.needs_finite
         self.needs_nm, self.allows_nm = traits.needs_nm, traits.allows_nm
 
@@ -102,8 +102,8 @@ class Storage(ABC):
         """Return (bn, bk) of the blocks that a stored weight holds."""
         return weight.shape[1], weight.shape[2]
 
-    def scales_of(self, scales: Tensor | None) -> str | None:
-        """Return what has a scale of its own in stored values, as `LayerSpec.scales` names it."""
+    def granularity_of(self, scales: Tensor | None) -> str | None:
+        """Return what has a scale of its own in stored values, as `LayerSpec.granularity` names it."""
         return None
 
     def multiplied(self, nm: tuple[int, int] | None) -> str:
@@ -117,7 +117,7 @@ class Storage(ABC):
 
     def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
-        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.scales else SCALES_PER_BLOCK
+        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.granularities else SCALES_PER_BLOCK
         if activations is not None:
             granularity = SCALES_PER_FEATURE
         return {
@@ -239,7 +239,7 @@ class QuantizedStorage(Storage):
             forms = COMPRESSED.forms(spec)
         of_blocks = (nnz,) if spec.activations is None else (nnz, 1)
         shapes = {"block": of_blocks, PER_FEATURE: spec.shape[:1]}
-        return {**forms, "scales": (shapes.get(spec.scales or "row", (nnz, bn)), torch.float32)}
+        return {**forms, "scales": (shapes.get(spec.granularity or "row", (nnz, bn)), torch.float32)}
 
     def store(
         self,
@@ -250,12 +250,16 @@ class QuantizedStorage(Storage):
         limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
-        per = spec.scales or "row"
-        weight, scales = quantize(
-            blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None, limits=limits
+        granularity = spec.granularity or "row"
+        weight, scales = quantize_weights(
+            blocks,
+            self.dtype,
+            granularity=granularity,
+            pattern=pattern if granularity == PER_FEATURE else None,
+            limits=limits,
         )
         stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec, pattern)
-        inside = spec.activations is not None and per == "block"
+        inside = spec.activations is not None and granularity == "block"
         return {**stored, "scales": scales[:, None] if inside else scales}
 
     def dense_blocks(
@@ -264,9 +268,9 @@ class QuantizedStorage(Storage):
         """Return a copy [nnz, bn, bk] of the weight, dequantized to the spec's dtype."""
         scales = tensors["scales"]
         if spec.activations is not None and scales is not None:
-            if spec.scales == PER_FEATURE and pattern is not None:
+            if spec.granularity == PER_FEATURE and pattern is not None:
                 scales = row_scales(scales, pattern)
-            elif spec.scales == "block":
+            elif spec.granularity == "block":
                 scales = scales.flatten()
             tensors = {**tensors, "scales": scales}
         return super().dense_blocks(tensors, spec)
@@ -295,9 +299,9 @@ class QuantizedStorage(Storage):
         else:
             stored = COMPRESSED.refined(tensors, spec, block_shape)
         (bn, bk), (rows, columns), scales = spec.block_shape, block_shape, tensors["scales"]
-        if spec.scales == "block":
+        if spec.granularity == "block":
             scales = scales.repeat_interleave(bn // rows * (bk // columns))
-        elif spec.scales == "row":
+        elif spec.granularity == "row":
             of_rows = scales.reshape(-1, bn // rows, 1, rows).expand(-1, -1, bk // columns, -1)
             scales = of_rows.reshape(-1, rows)
         return {**stored, "scales": scales}
@@ -310,7 +314,7 @@ class QuantizedStorage(Storage):
         """Return the mask of 2:4, None without 2:4."""
         return None if tensors.get("metadata") is None else COMPRESSED.mask(tensors)
 
-    def scales_of(self, scales: Tensor | None) -> str | None:
+    def granularity_of(self, scales: Tensor | None) -> str | None:
         """Return "row" or "block" for what has a scale of its own where x has none."""
         return None if scales is None else "block" if scales.dim() == 1 else "row"
 
@@ -336,7 +340,7 @@ class PackedStorage(QuantizedStorage):
         limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
-        weight, scales = quantize_int4(blocks, per=spec.scales or "row", limits=limits)
+        weight, scales = quantize_int4(blocks, granularity=spec.granularity or "row", limits=limits)
         return {"weight": weight, "scales": scales}
 
     def limits_of(self, groups: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from .._ops.linear import row_scales_on
 from .._ops.products import COMPRESS, dequantize_values
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from .traits import PER_FEATURE, SCALES
+from .traits import GRANULARITIES, PER_FEATURE
 
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
@@ -127,11 +127,11 @@ def dequantize(
     return dequantize_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
-def quantize(
+def quantize_weights(
     values: Tensor,
     dtype: torch.dtype,
     *,
-    per: str = "row",
+    granularity: str = "row",
     pattern: BlockPattern | None = None,
     limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -140,8 +140,8 @@ def quantize(
     Args:
         values: [nnz, bn, bk or less], finite.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        per: what has a scale of its own, "row" of a block, "block", or "feature", an output feature over all
-            its blocks, as `functional.quantized_linear` takes them.
+        granularity: what has a scale of its own, "row" of a block, "block", or "feature", an output feature
+            over all its blocks, as `functional.quantized_linear` takes them.
         pattern: where the blocks lie; with "feature" alone.
         limits: the magnitude that becomes the largest of the dtype, 127 or 448, for each scale and of its
             shape; values beyond are clipped. None is the largest magnitude there.
@@ -150,16 +150,16 @@ def quantize(
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
 
     Raises:
-        InvalidArgumentError: another dtype or `per`, a value that is not finite, another pattern, or limits
-            of another shape, below 0 or not finite.
+        InvalidArgumentError: another dtype or `granularity`, a value that is not finite, another pattern, or
+            limits of another shape, below 0 or not finite.
     """
     if dtype not in LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
-    if per not in (*SCALES, PER_FEATURE):
-        raise InvalidArgumentError(f"per must be 'row', 'block' or 'feature', got {per!r}")
+    if granularity not in (*GRANULARITIES, PER_FEATURE):
+        raise InvalidArgumentError(f"granularity must be 'row', 'block' or 'feature', got {granularity!r}")
     values = checked_finite(values, "8-bit")
-    largest = values.abs().amax((1, 2) if per == "block" else 2)
-    rows = _rows_of_features(values, per, pattern)
+    largest = values.abs().amax((1, 2) if granularity == "block" else 2)
+    rows = _rows_of_features(values, granularity, pattern)
     if rows is not None and pattern is not None:
         features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
         largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
@@ -216,11 +216,13 @@ def checked_limits(limits: Tensor, largest: Tensor) -> Tensor:
     return limits
 
 
-def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) -> Tensor | None:
+def _rows_of_features(values: Tensor, granularity: str, pattern: BlockPattern | None) -> Tensor | None:
     """Return the block row of each block where features have scales, otherwise None."""
-    if (pattern is not None) != (per == PER_FEATURE):
+    if (pattern is not None) != (granularity == PER_FEATURE):
         wanted = "a BlockPattern" if pattern is None else "None"
-        raise InvalidArgumentError(f"pattern must be {wanted} with per={per!r}, got {shown(pattern)}")
+        raise InvalidArgumentError(
+            f"pattern must be {wanted} with granularity={granularity!r}, got {shown(pattern)}"
+        )
     if pattern is None:
         return None
     check_values("values", values, pattern.index_on(values.device))
@@ -299,13 +301,13 @@ _AT_A_TIME = 1 << 22  # elements, of which several copies in float32 are made
 
 
 def quantize_int4(
-    values: Tensor, *, per: str = "row", search: bool = True, limits: Tensor | None = None
+    values: Tensor, *, granularity: str = "row", search: bool = True, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize values to int4, -8 to 7: rounded to the nearest, without calibration.
 
     Args:
         values: [nnz, bn, bk], finite, with an even bk.
-        per: what has a scale of its own, a "row" of a block or a "block".
+        granularity: what has a scale of its own, a "row" of a block or a "block".
         search: False takes the scale by which the largest magnitude there becomes 7. True takes the one with
             the least sum of squared errors, among that and ten smaller ones, down to .6 of it, which clip.
         limits: the magnitude that becomes 7, for each scale and of its shape, in place of a search; values
@@ -316,20 +318,20 @@ def quantize_int4(
         bits and that of 2 j + 1 in the high ones, both in two's complement; and float32 [nnz, bn] or [nnz].
 
     Raises:
-        InvalidArgumentError: another shape or `per`, a value that is not finite, or limits of another shape,
-            below 0 or not finite.
+        InvalidArgumentError: another shape or `granularity`, a value that is not finite, or limits of another
+            shape, below 0 or not finite.
     """
-    if per not in SCALES:
-        raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
+    if granularity not in GRANULARITIES:
+        raise InvalidArgumentError(f"granularity must be 'row' or 'block', got {granularity!r}")
     values = checked_finite(values, "4-bit")
     if values.shape[2] % 2:
         raise InvalidArgumentError(f"values must be [nnz, bn, bk] with an even bk, got {list(values.shape)}")
     if limits is not None:
-        limits = checked_limits(limits, values.abs().amax((1, 2) if per == "block" else 2))
+        limits = checked_limits(limits, values.abs().amax((1, 2) if granularity == "block" else 2))
         scales = clamped_scales(limits, _LARGEST_INT4)
         return _packed(values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))), scales
     blocks = max(1, _AT_A_TIME // max(1, values[:1].numel()))
-    parts = [_quantize(part, per, search) for part in torch.split(values, blocks)]
+    parts = [_quantize(part, granularity, search) for part in torch.split(values, blocks)]
     stored, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return stored, scales
 
@@ -350,8 +352,8 @@ def rounded_int4(groups: Tensor, limits: Tensor) -> Tensor:
     return _rounded(groups.float() / scales) * scales
 
 
-def _quantize(values: Tensor, per: str, search: bool) -> tuple[Tensor, Tensor]:
-    sides = (1, 2) if per == "block" else (2,)
+def _quantize(values: Tensor, granularity: str, search: bool) -> tuple[Tensor, Tensor]:
+    sides = (1, 2) if granularity == "block" else (2,)
     scales = clamped_scales(values.abs().amax(sides, keepdim=True), _LARGEST_INT4)
     if search:
         scales = (scales * _best_fractions(values / scales, sides)).clamp(min=torch.finfo(torch.float32).tiny)
