@@ -527,7 +527,7 @@ CASES: dict[str, Callable[[], Any]] = {
         {"contender": None},
     ),
     "tuning.MeasuredLayers.time": lambda: (advised().layers[0].time, {"way": None}),
-    "quantize_": lambda: {"model": sparse(), "batches": batches()},
+    "quantize_": lambda: {"model": sparse(), "config": BlockSparseConfig.w8a8(), "batches": batches()},
     "prune_": pruned,
     "prune.prune_": pruned,
     "prune.refit": lambda: {

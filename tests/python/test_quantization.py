@@ -21,6 +21,7 @@ from tilesparse.storage.formats import QuantizedStorage, storage_of
 
 WIDTH, HIDDEN, HEADS, SHARED, HEAD = 64, 96, 4, 2, 16
 OUTLIERS = 40.0
+W8A8 = BlockSparseConfig.w8a8()
 
 
 def linear(in_features: int, out_features: int, **options: Any) -> BlockSparseLinear:
@@ -156,7 +157,7 @@ def only_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_smoothing_keeps_every_bit_of_the_function(device: str, dtype: torch.dtype) -> None:
     made = model(dtype=dtype).to(device)
     before, x = copy.deepcopy(made), batches(3, dtype)[2].to(device)
-    report = quantize_(made, batches(2, dtype))
+    report = quantize_(made, W8A8, batches(2, dtype))
     assert [layer.reason for layer in report.layers] == 14 * [None]
     for block, old in zip(made.blocks, before.blocks, strict=True):
         for name in ("before.weight", "between.bias", "attention.v.weight", "attention.o.weight"):
@@ -175,7 +176,7 @@ def test_models_of_transformers_keep_their_function(name: str) -> None:
     ts.sparsify_(made, BlockSparseConfig(density=1, block_shape=16), strict=False)
     with torch.no_grad():
         expected = [tensor.clone() for tensor in tensors_in(made(**kind.batch(7)))]
-        report = quantize_(made, [kind.batch(seed) for seed in range(2)])
+        report = quantize_(made, W8A8, [kind.batch(seed) for seed in range(2)])
         assert any(layer.smoothed_by for layer in report.layers)
         for tensor, before in zip(tensors_in(made(**kind.batch(7))), expected, strict=True):
             torch.testing.assert_close(tensor, before, rtol=1e-6, atol=1e-6)
@@ -186,13 +187,13 @@ def test_errors_of_planted_outliers_fall_by_a_factor_of_ten() -> None:
     for layer in naive.modules():
         if isinstance(layer, BlockSparseLinear):
             layer.to_storage("int8", activations="int8")
-    report = quantize_(made, batches())
+    report = quantize_(made, W8A8, batches())
     assert loss(made, dense) < 0.1 * loss(naive, dense)
     assert sum(layer.error for layer in report.layers) < 0.1 * sum(
         layer.error_before for layer in report.layers
     )
     without = model()
-    report = quantize_(without, batches(), smooth=False, clip=False)
+    report = quantize_(without, W8A8, batches(), smooth=False, clip=False)
     assert torch.equal(without(batches(1)[0]), naive(batches(1)[0]))
     assert all(layer.error == layer.error_before for layer in report.layers)
 
@@ -205,8 +206,8 @@ def test_clipping_lowers_the_error_of_large_weights_that_matter_little() -> None
     for x in data:
         x[..., 5] *= 1e-3
     plain, clipped = copy.deepcopy(made), copy.deepcopy(made)
-    quantize_(plain, data, smooth=False, clip=False)
-    report = quantize_(clipped, data, smooth=False)
+    quantize_(plain, W8A8, data, smooth=False, clip=False)
+    report = quantize_(clipped, W8A8, data, smooth=False)
     assert report.layers[0].clipped > 0.8 and report.layers[0].error < 0.5 * report.layers[0].error_before
     with torch.no_grad():
         wrong = [float((each(data[0]) - made(data[0])).square().sum()) for each in (clipped, plain)]
@@ -221,7 +222,7 @@ def test_a_few_tokens_with_large_activations_cost_the_others_nothing(name: str) 
     storage, samples = storage_of(name), Samples(torch.device("cpu"))
     assert isinstance(storage, QuantizedStorage)
     samples.add(x, 0)
-    found = Search(samples, {"layer": weight}, storage).best(torch.arange(WIDTH), clip=True)
+    found = Search(samples, {"layer": weight}, {"layer": storage}).best(torch.arange(WIDTH), clip=True)
     columns = torch.ones(WIDTH) if found.columns is None else found.columns
 
     def error(columns: Tensor, limits: Tensor) -> float:
@@ -236,7 +237,7 @@ def test_a_few_tokens_with_large_activations_cost_the_others_nothing(name: str) 
 @pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
 def test_errors_of_the_report_are_those_of_the_layers(storage: str) -> None:
     dense, made = model(), model()
-    report = quantize_(made, batches(), storage=storage, activations=storage)
+    report = quantize_(made, BlockSparseConfig.w8a8(storage), batches())
     inputs: dict[str, Tensor] = {}
     names = [layer.name for layer in report.layers]
     for name in names:
@@ -265,13 +266,38 @@ def test_patterns_with_gaps_and_layers_that_stay_dense_take_part() -> None:
         block.mlp.up = linear(WIDTH, HIDDEN, density=0.25)  # perhaps with features that are always 0
         block.mlp.up.bias = None
     before, keys = copy.deepcopy(made), made.blocks[0].attention.k.weight.detach().clone()
-    report = quantize_(made, batches())
+    report = quantize_(made, W8A8, batches())
     names = {layer.name: layer for layer in report.layers}
     assert len(names) == 12 and names["blocks.0.attention.q"].smoothed_by == "blocks.0.before"
     assert not torch.equal(made.blocks[0].attention.k.weight, keys)
     assert [layer.name for layer in report.skipped] == ["blocks.0.attention.k", "blocks.1.attention.k"]
     assert "sparsify_ with density=1" in report.skipped[0].reason
     assert loss(made, before) < 1e-3
+
+
+def test_layers_have_configs_of_their_own() -> None:
+    made = model()
+    before = copy.deepcopy(made)
+    configs = {
+        r"blocks\.1\.mlp\.(up|gate)": BlockSparseConfig.w4a16(),
+        "attention.o": None,
+        "mlp": BlockSparseConfig.w8a8("float8_e4m3fn"),
+        "attention": W8A8,
+    }
+    report = quantize_(made, configs, batches())
+    for layer in report.layers:
+        module, block = made.get_submodule(layer.name), layer.name.split(".")[1]
+        four = block == "1" and layer.name.endswith(("up", "gate"))
+        wanted = "int4" if four else "int8 W8A8" if "attention" in layer.name else "float8_e4m3fn W8A8"
+        assert layer.stored_as == wanted
+        assert (module.storage, module.activations) == (layer.storage, layer.activations)
+        assert (layer.smoothed_by is None) == (four or layer.name == "blocks.1.mlp.down"), layer
+    assert [layer.name for layer in report.skipped] == [f"blocks.{i}.attention.o" for i in range(2)]
+    assert {layer.reason for layer in report.skipped} == {"its config is None"}
+    assert "2 layers stored as int4" in str(report) and "6 layers stored as int8 W8A8" in str(report)
+    # Nothing has scaled what is rounded, whose inputs are those of the layers before as they were.
+    assert torch.equal(made.blocks[1].between.weight, before.blocks[1].between.weight)
+    assert loss(made, before) < 0.02
 
 
 def test_fused_mlps_hooks_and_modes_stay() -> None:
@@ -281,7 +307,7 @@ def test_fused_mlps_hooks_and_modes_stay() -> None:
     layer = made.blocks[0].attention.q
     layer.register_forward_hook(lambda *_: calls.append("q"))
     bias = layer.bias
-    quantize_(made, batches())
+    quantize_(made, W8A8, batches())
     assert made.training and made.blocks[0].attention.q is layer and layer.training
     assert layer.bias is bias and not layer.weight.requires_grad
     calls.clear()
@@ -306,7 +332,7 @@ class Shared(nn.Module):
 def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
     made = Shared()
     norm = made.norm.weight.detach().clone()
-    report = quantize_(made, batches())
+    report = quantize_(made, W8A8, batches())
     assert [layer.smoothed_by for layer in report.layers] == [None, None]
     assert report.layers[0].reason == "something else reads what norm gives"
     assert report.layers[1].reason == "no module before it can take its scales"
@@ -351,7 +377,7 @@ def test_scales_that_change_any_output_of_the_model_are_undone_and_reported(outs
     data = [torch.randn(size, 32, WIDTH, generator=seeded(size)) for size in (2, 4)]
     norms = [block.norm.weight.detach().clone() for block in made.blocks]
     expected = [made(x)["y"].detach() for x in data]
-    report = quantize_(made, data)
+    report = quantize_(made, W8A8, data)
     for x, y in zip(data, expected, strict=True):
         assert (made(x)["y"] - y).norm() < 0.05 * y.norm()
     blocks = zip(norms, made.blocks, strict=True)
@@ -363,17 +389,17 @@ def test_scales_that_change_any_output_of_the_model_are_undone_and_reported(outs
 
 def test_outputs_that_differ_from_run_to_run_are_not_relied_on() -> None:
     made = model()
-    report = quantize_(made, batches(), forward=lambda m, x: m(x) + torch.rand(()))
+    report = quantize_(made, W8A8, batches(), forward=lambda m, x: m(x) + torch.rand(()))
     assert {"two runs give different tensors" in str(layer.reason) for layer in report.layers[:3]} == {True}
 
 
-@pytest.mark.parametrize("activations", ["auto", None])
-def test_tokens_that_are_all_masked_are_refused(activations: str | None) -> None:
+@pytest.mark.parametrize("config", [W8A8, BlockSparseConfig.w8a16()])
+def test_tokens_that_are_all_masked_are_refused(config: BlockSparseConfig) -> None:
     made = model()
     before = copy.deepcopy(made)
     data = [{"x": x, "attention_mask": torch.zeros(4, 32)} for x in batches()]
     with pytest.raises(InvalidArgumentError, match="batches must have tokens at every layer, got none for"):
-        quantize_(made, data, activations=activations, forward=lambda m, b: m(b["x"]))
+        quantize_(made, config, data, forward=lambda m, b: m(b["x"]))
     assert_unchanged(made, before)
 
 
@@ -401,13 +427,13 @@ class Named(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("activations", ["auto", None])
+@pytest.mark.parametrize("config", [W8A8, BlockSparseConfig.w8a16()])
 @pytest.mark.parametrize("shared", ["norm", "in", "block"])
-def test_modules_with_two_names_keep_their_parameters(shared: str, activations: str | None) -> None:
+def test_modules_with_two_names_keep_their_parameters(shared: str, config: BlockSparseConfig) -> None:
     made, data = Named(shared).eval(), batches()
     norm, weight = made.blocks[0]["norm"], made.blocks[0]["norm"].weight  # type: ignore[index]
     expected = made(data[0]).detach()
-    quantize_(made, data, activations=activations)
+    quantize_(made, config, data)
     assert norm.weight is weight
     assert (made(data[0]) - expected).norm() < 0.03 * expected.norm()
 
@@ -418,7 +444,7 @@ def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     made.blocks[0].attention.v.to_storage("int8", activations="int8")
     made.blocks[1].mlp.down.to_storage("float8_e4m3fn")
     made.blocks[1].mlp.gate.weight = made.blocks[1].mlp.up.weight
-    report = quantize_(made, batches())
+    report = quantize_(made, W8A8, batches())
     found = {layer.name: layer.reason for layer in report.layers}
     cannot = "no module before it can take its scales; {} cannot: {}"
     shared = cannot.format("blocks.1.before", "it shares a parameter with another module")
@@ -446,11 +472,11 @@ def assert_unchanged(made: nn.Module, before: nn.Module) -> None:
 
 def test_a_second_call_says_what_is_stored_already() -> None:
     made = model()
-    quantize_(made, batches(1))
+    quantize_(made, W8A8, batches(1))
     before = copy.deepcopy(made)
     with pytest.raises(InvalidArgumentError, match=r"no layer is left to quantize.*already stored as int8"):
-        quantize_(made, batches(1))
-    report = quantize_(made, batches(1), strict=False)
+        quantize_(made, W8A8, batches(1))
+    report = quantize_(made, W8A8, batches(1), strict=False)
     assert not report.layers and len(report.skipped) == 14
     assert_unchanged(made, before)
 
@@ -458,8 +484,13 @@ def test_a_second_call_says_what_is_stored_already() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"storage": "plain", "activations": "plain"}, "storage must have 8 or 4 bits"),
-        ({"storage": "float8_e4m3fn", "activations": "int8"}, "activations must be .*float8_e4m3fn"),
+        ({"config": BlockSparseConfig()}, "config must have a storage of 8 or 4 bits"),
+        ({"config": BlockSparseConfig.w8a16(granularity="block")}, "config must not have granularity"),
+        ({"config": "int8"}, "config must be a BlockSparseConfig"),
+        ({"config": {"mlp": W8A8, "between": W8A8}}, "config must each name .* got 'between'"),
+        ({"config": {"mlp": W8A8, "mlp.up": None, "blocks.0.mlp.up": None}}, "got 'mlp.up'"),
+        ({"config": {"mlp": W8A8}, "layers": "mlp"}, "layers must be None"),
+        ({"config": {}}, "config must have a config"),
         ({"layers": "nothing"}, "layers must each name a layer to quantize, got 'nothing'"),
         ({"layers": ["mlp", "between"]}, "got 'between'"),
         ({"batches": []}, "batches must have at least one"),
@@ -470,7 +501,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
     made = model()
     before = copy.deepcopy(made)
     with pytest.raises((InvalidArgumentError, TypeError), match=named):
-        quantize_(made, **{"batches": batches(1), **arguments})
+        quantize_(made, **{"config": W8A8, "batches": batches(1), **arguments})
     assert_unchanged(made, before)
 
 
@@ -479,12 +510,12 @@ def test_errors_midway_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, data = copy.deepcopy(made), batches()
     data[2][0, 0, 0] = torch.nan
     with pytest.raises(InvalidArgumentError, match=r"batch 2 \(counted from 0\).*'blocks.0.attention.q'"):
-        quantize_(made, data)
+        quantize_(made, W8A8, data)
     assert_unchanged(made, before)
     made.unused = linear(WIDTH, WIDTH)
     before = copy.deepcopy(made)
     with pytest.raises(InvalidArgumentError, match="batches must run layer 'unused'"):
-        quantize_(made, batches(1))
+        quantize_(made, W8A8, batches(1))
     assert_unchanged(made, before)
     calls, to_storage = [], BlockSparseLinear.to_storage
 
@@ -496,7 +527,7 @@ def test_errors_midway_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(BlockSparseLinear, "to_storage", failing)
     with pytest.raises(MemoryError):
-        quantize_(made, batches(1), layers="blocks")
+        quantize_(made, W8A8, batches(1), layers="blocks")
     assert_unchanged(made, before)
 
 
@@ -504,7 +535,7 @@ def test_2_4_layers_keep_their_masks() -> None:
     made = model()
     made.blocks[0].mlp.up = linear(WIDTH, HIDDEN, block_shape=32, nm=(2, 4))
     mask = made.blocks[0].mlp.up.kept_mask()
-    report = quantize_(made, batches(1))
+    report = quantize_(made, W8A8, batches(1))
     assert not report.skipped
     layer = made.blocks[0].mlp.up
     assert (layer.nm, layer.activations) == ((2, 4), layer.storage)
@@ -515,4 +546,4 @@ def test_weights_under_norms_are_refused() -> None:
     made = model()
     nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
     with pytest.raises(UnsupportedError, match=r"weight_norm|WeightNorm"):
-        quantize_(made, batches(1))
+        quantize_(made, W8A8, batches(1))

@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICES, seeded
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear, BlockSparseMatrix, quantize_
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.moments import damped
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.quantize.weights import RoundedWeight, round_weight
@@ -18,6 +18,7 @@ from tilesparse.storage.formats import QuantizedStorage, storage_of
 
 STORAGES = ("int4", "int8", "float8_e4m3fn")
 IN, OUT, BLOCK = 128, 64, 16
+W4A16 = BlockSparseConfig.w4a16()
 
 
 def stored_as(name: str) -> QuantizedStorage:
@@ -213,8 +214,8 @@ def test_models_lose_less_than_by_to_storage(name: str, dtype: torch.dtype) -> N
         if isinstance(layer, BlockSparseLinear):
             layer.to_storage(name)
     bias = made.head.bias
-    report = quantize_(made, batches(dtype=dtype), storage=name, activations=None)
-    assert report.activations is None and report.storage == name
+    report = quantize_(made, BlockSparseConfig(storage=name), batches(dtype=dtype))
+    assert {(layer.storage, layer.activations) for layer in report.layers} == {(name, None)}
     assert [layer.name for layer in report.layers] == [
         *(f"blocks.{block}.{layer}" for block in (0, 1) for layer in (0, 2)),
         "head",
@@ -231,7 +232,7 @@ def test_models_lose_less_than_by_to_storage(name: str, dtype: torch.dtype) -> N
 def test_errors_of_the_report_are_those_of_the_stored_layers() -> None:
     dense, data = model(), batches()
     made = copy.deepcopy(dense)
-    report = quantize_(made, data, storage="int4")
+    report = quantize_(made, W4A16, data)
     inputs: dict[str, Tensor] = {}
     names = [layer.name for layer in report.layers]
     for name in names:  # layers are rounded by inputs behind those that are rounded before
@@ -247,16 +248,9 @@ def test_errors_of_the_report_are_those_of_the_stored_layers() -> None:
             assert float(of_tokens.mean()) == pytest.approx(layer.error, rel=1e-3), layer.name
 
 
-def test_int4_is_weights_alone_and_8_bits_are_not_by_default() -> None:
-    for storage, activations in (("int4", None), ("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
-        made = model()
-        assert quantize_(made, batches(2), storage=storage).activations == activations
-        assert made.head.activations == activations
-
-
 def test_clip_false_takes_the_scales_of_to_storage() -> None:
     made = model()
-    report = quantize_(made, batches(), storage="int8", activations=None, clip=False)
+    report = quantize_(made, BlockSparseConfig.w8a16(), batches(), clip=False)
     assert all(layer.clipped == 0 for layer in report.layers)
     assert all(layer.error < layer.error_before for layer in report.layers)
 
@@ -268,7 +262,7 @@ def test_layers_of_2_4_are_skipped() -> None:
         ("int8", "2:4, whose weights are rounded one by one"),
         ("int4", "nm must be None"),
     ):
-        report = quantize_(copy.deepcopy(made), batches(2), storage=storage, activations=None)
+        report = quantize_(copy.deepcopy(made), BlockSparseConfig(storage=storage), batches(2))
         assert [layer.name for layer in report.skipped] == ["head"]
         assert reason in report.skipped[0].reason
 
@@ -281,16 +275,14 @@ def assert_unchanged(made: nn.Module, before: nn.Module) -> None:
 def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model()
     before, data = copy.deepcopy(made), batches()
-    with pytest.raises(InvalidArgumentError, match="activations must be None"):
-        quantize_(made, data, storage="int4", activations="int8")
     data[2][0, 0, 0] = torch.nan
     with pytest.raises(InvalidArgumentError, match=r"batch 2 \(counted from 0\).*'blocks.0.0'"):
-        quantize_(made, data, storage="int4")
+        quantize_(made, W4A16, data)
     assert_unchanged(made, before)
     made.unused = BlockSparseLinear(IN, IN, density=1, block_shape=BLOCK)
     before = copy.deepcopy(made)
     with pytest.raises(InvalidArgumentError, match="batches must run layer 'unused'"):
-        quantize_(made, batches(2), storage="int4")
+        quantize_(made, W4A16, batches(2))
     assert_unchanged(made, before)
     calls, to_storage = [], BlockSparseLinear.to_storage
 
@@ -302,7 +294,7 @@ def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(BlockSparseLinear, "to_storage", failing)
     with pytest.raises(MemoryError):
-        quantize_(made, batches(2), storage="int4", layers=["blocks", "head"])
+        quantize_(made, W4A16, batches(2), layers=["blocks", "head"])
     assert_unchanged(made, before)
 
 
@@ -311,14 +303,14 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
     with torch.no_grad():
         made.head.weight[0, 0, 0] = torch.inf
     with pytest.raises(InvalidArgumentError, match=r"layer 'head': weight must be finite"):
-        quantize_(made, batches(2), storage="int4")
+        quantize_(made, W4A16, batches(2))
 
 
 def test_few_tokens_are_warned_of() -> None:
     with pytest.warns(
         UserWarning, match=r"at least as many tokens as it has inputs.*got 128 of 129 at blocks"
     ):
-        quantize_(model(), batches(1), storage="int4")
+        quantize_(model(), W4A16, batches(1))
 
 
 # ---- values of to_storage ----
