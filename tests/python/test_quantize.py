@@ -10,7 +10,6 @@ import torch
 from helpers import DEVICES, randn
 from torch import Tensor
 
-import tilesparse
 from tilesparse import functional
 from tilesparse._checks import QUANTIZED
 from tilesparse.errors import InvalidArgumentError
@@ -137,14 +136,43 @@ def test_a_graph_follows_what_it_reads() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_have_the_bits_of_the_definition(device: str, source: torch.dtype) -> None:
+    for shape in ((256,), (1, 128), (5, 384), (2, 3, 1152), (33, 4096)):
+        x = randn(*shape, dtype=source, device=device, seed=len(shape))
+        flat = x.view(-1, 128)
+        flat[-1] = 0
+        flat[0, 7] *= 100
+        if len(flat) > 2:
+            flat[1, 3] = torch.nan
+        groups = x.float().cpu().unflatten(-1, (-1, 128))  # PyTorch does not divide by a number on a GPU
+        finite = groups.isfinite().all(-1)
+        scales = (groups.abs().amax(-1) / 448).clamp(min=2.0**-116)
+        scaled = torch.where(finite[..., None], groups * (1 / scales)[..., None], 0.0)
+        values, found = functional.quantize_activations(x, torch.float8_e4m3fn, granularity="group")
+        assert torch.equal(values.cpu().float(), scaled.to(torch.float8_e4m3fn).float().view(shape))
+        wanted = torch.where(finite, scales, torch.nan)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+        assert found.stride(-1) % 4 == 0 and (found.dim() == 1 or found.stride(-2) == 1)
+
+
 def test_bad_arguments_are_named() -> None:
-    for x, dtype, message in (
-        (torch.ones(2, 24), torch.int8, "x must be .* multiple of 16 features"),
-        (torch.ones(()), torch.int8, "x must be"),
-        (torch.ones(2, 32, dtype=torch.float64), torch.int8, "x must be float32, float16 or bfloat16"),
-        (torch.ones(2, 32), torch.uint8, "dtype must be one of"),
+    two = torch.ones(2, 32)
+    for x, dtype, granularity, message in (
+        (torch.ones(2, 24), torch.int8, "token", "x must be .* multiple of 16 features"),
+        (torch.ones(()), torch.int8, "token", "x must be"),
+        (two.double(), torch.int8, "token", "x must be float32, float16 or bfloat16"),
+        (two, torch.uint8, "token", "dtype must be one of"),
+        (torch.zeros(3, 192), torch.float8_e4m3fn, "group", "a multiple of 128 features"),
+        (torch.zeros(3, 128), torch.int8, "group", "granularity must be"),
+        (torch.zeros(3, 128), torch.float8_e4m3fn, "block", "granularity must be"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            functional.quantize_activations(x, dtype)
-    with pytest.raises(tilesparse.errors.InvalidArgumentError, match="dtype"):
-        torch.ops.tilesparse.quantize(torch.ones(2, 32), 3)
+            functional.quantize_activations(x, dtype, granularity=granularity)
+    with pytest.raises(InvalidArgumentError, match="dtype"):
+        torch.ops.tilesparse.quantize(two, 3)
+    values, scales = functional.quantize_activations(
+        torch.zeros(0, 256), torch.float8_e4m3fn, granularity="group"
+    )
+    assert values.shape == (0, 256) and scales.shape == (0, 2)
