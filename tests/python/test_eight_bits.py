@@ -481,9 +481,11 @@ def test_nothing_but_the_weight_is_saved_for_the_gradient_of_x() -> None:
 @both
 @on_every_device
 def test_layers_of_2_4_have_the_gradient_of_their_dequantized_weight(device: str, name: str) -> None:
-    layer = make(name, block_shape=64, nm=NM, device=device)
-    x = randn(100, IN, dtype=torch.float32, device=device).requires_grad_()
-    grad = randn(100, OUT, dtype=torch.float32, device=device)
+    layer = BlockSparseLinear(
+        256, 384, block_shape=64, nm=NM, storage=name, activations=name, device=device, generator=seeded()
+    )
+    x = randn(100, 256, dtype=torch.float32, device=device).requires_grad_()
+    grad = randn(100, 384, dtype=torch.float32, device=device)
     layer(x).backward(grad)
     weight = layer.to_linear().weight
     assert x.grad is not None
@@ -979,26 +981,6 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=0.02, atol=0.02)
         generated = loaded.generate(tokens, max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 15)
-
-
-@both
-def test_lora_beside_such_layers(name: str) -> None:
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    settings = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    model = transformers.LlamaForCausalLM(settings)
-    sparsify_(model, BlockSparseConfig(0.5, 32, storage=name, activations=name))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
-    batch, losses = torch.arange(24)[None], []
-    for _ in range(8):
-        loss = adapted(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
 
 
 # ---- float8 checkpoints with a scale for each block ----

@@ -300,7 +300,7 @@ def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_extreme_numbers(row: Row, tokens: int) -> None:
-    """Where sums of two products of bytes do not fit into 16 bits, with a sign or without."""
+    """Sums of two products of bytes that do not fit into 16 bits, with a sign or without."""
     if row.dtype != INT8:
         pytest.skip("of int8")
     pattern = make_pattern("banded", (3, 5), (16, 64))

@@ -70,7 +70,7 @@ def any_bits(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def first_two(mask: Tensor) -> Tensor:
-    """Of each four neighbours in a row, no more than the first two of the mask."""
+    """No more than the first two that the mask keeps of each four neighbours in a row."""
     fours = mask.unflatten(-1, (-1, 4))
     return (fours & (fours.cumsum(-1) <= 2)).flatten(-2)
 
@@ -167,7 +167,7 @@ PAIRS = list(combinations(range(4), 2))
 
 
 def best_two(scores: list[float]) -> list[bool]:
-    """By definition: the pair before which no other comes, the first one of equal ones."""
+    """The definition: the pair before which no other comes, the first one of equal ones."""
 
     def key(pair: tuple[int, int]) -> tuple[list[float], list[int]]:
         ranked = sorted(range(4), key=lambda i: (-scores[i], i))
@@ -381,7 +381,7 @@ ONES = torch.ones(1, 16, 16)
     ],
 )
 def test_bad_quantisations_are_named(values: Tensor, arguments: dict[str, Any], named: str) -> None:
-    """Of 4 bits without a dtype."""
+    """Four bits have no dtype here."""
     with pytest.raises(InvalidArgumentError, match=named):
         (quantize_weights if "dtype" in arguments else quantize_int4)(values, **arguments)
 
@@ -554,7 +554,7 @@ def test_eight_and_four_bits_need_no_wide_blocks(device: str, block: int, storag
 def test_few_tokens_of_four_bits_on_the_cpu(
     dtype: torch.dtype, storage: str, block_shape: tuple[int, int], kernel: str
 ) -> None:
-    """By every instruction set of this machine, without an expansion."""
+    """Every instruction set of this machine, without an expansion."""
     number = next((i for i, each in enumerate(_C.kernels()) if each.name == kernel), None)
     if number is None:
         pytest.skip("of another architecture")
@@ -963,7 +963,7 @@ def test_mixed_devices(storage: str, name: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_stored_values_at_any_address(device: str, storage: str) -> None:
-    """Those that vectors cannot read are copied, and none is taken for what ran before."""
+    """Tensors that vectors cannot read are copied, and none is taken for what ran before."""
     o = Operands(storage, device=device)
     expected = o.linear(), o.dds(o.y, transpose=False)
 

@@ -83,7 +83,7 @@ def rounded(layer: Any, x: Tensor) -> Tensor:
 
 
 def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> None:
-    """That a layer computes, and differentiates by x, as a dense one with these values."""
+    """Check that a layer computes, and differentiates by x, as a dense one with these values."""
     dense = nn.Linear(IN, OUT, device=layer.weight.device, dtype=values.dtype)
     blocks = torch.zeros(*layer.pattern.grid, *layer.block_shape, dtype=values.dtype, device=values.device)
     blocks[layer.pattern.block_indices()] = values
@@ -211,7 +211,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
 
 @pytest.fixture(params=[False, True], ids=["expanded", "compressed"])
 def compressed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether masked layers multiply compressed values, as where a kernel reads them."""
+    """True where masked layers multiply compressed values, as where a kernel reads them."""
     if request.param:
         monkeypatch.setattr("tilesparse.nn.linear.multiplies_compressed", lambda x, index: True)
     return bool(request.param)
@@ -717,7 +717,7 @@ def test_transforms(name: str) -> None:
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.usefixtures("compressed")
 def test_second_derivatives_of_masked_layers(name: str) -> None:
-    """By x they are those of the product; by the weight, as if there were no mask."""
+    """With respect to x they are those of the product; by the weight, as if there were no mask."""
     layer = BlockSparseLinear(32, 32, density=1, block_shape=32, dtype=torch.float64, **LAYERS[name])
     x = randn(2, 32, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda t: layer(t).tanh(), (x,), fast_mode=True)

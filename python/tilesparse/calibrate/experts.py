@@ -42,7 +42,7 @@ _SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy"
 
 
 class Place(NamedTuple):
-    """Where an expert's layer is: the module of experts, the projection's name in it, and which expert."""
+    """Place of an expert's layer: the module of experts, the projection's name in it, and which expert."""
 
     experts: str
     projection: str

@@ -545,7 +545,7 @@ class Input(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What only the same tensor has, as long as nothing has written to it."""
+        """Key that only the same tensor has, as long as nothing has written to it."""
         return id(self.tensor), self.written, self.address
 
 
