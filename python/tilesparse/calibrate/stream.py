@@ -105,7 +105,7 @@ class Stream:
             ran.append(name)
             calls.append(call)
             if first_only:
-                raise _FirstBlockReached
+                raise ForwardEnded
 
         def after(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             nonlocal last
@@ -113,18 +113,13 @@ class Stream:
             taken = {id(one) for one in tensors_in((args, kwargs))}  # handed on, not made here
             given.update((id(one), one) for one in tensors_in(output) if id(one) not in taken)
 
-        with contextlib.ExitStack() as stack:
-            for name in self._blocks:
-                module = self._model.get_submodule(name)
-                hook = module.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: before(name, args, kwargs),
-                    with_kwargs=True,
-                    prepend=True,  # sees what the block before it gave, and not a copy on another device
-                )
-                stack.callback(hook.remove)
+        modules = {name: self._model.get_submodule(name) for name in self._blocks}
+        # Before hooks that move the arguments to another device: `before` compares identities.
+        with listening(modules, before, prepend=True), contextlib.ExitStack() as stack:
+            for module in modules.values():
                 hook = module.register_forward_hook(lambda _, *given: after(*given), with_kwargs=True)
                 stack.callback(hook.remove)
-            with contextlib.suppress(_FirstBlockReached):
+            with contextlib.suppress(ForwardEnded):
                 self._run(self._model, batch)
         self.order = self.order or ran
         self.is_chain &= ran == self.order[: 1 if first_only else None]
@@ -140,9 +135,7 @@ class Stream:
     def results(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> Iterator[Any]:
         """Run the next block on one batch after the other, on the device.
 
-        Args:
-            block: its name.
-            parameters: tensors in place of the model's parameters, by their names in the model.
+        ``parameters``: tensors in place of the model's own, by their names in the model.
         """
         module = self._model.get_submodule(block)
         # By identity: the model may know a layer by another name than that of the block and its own in it.
@@ -194,19 +187,22 @@ class Stream:
 
 @contextlib.contextmanager
 def listening(
-    modules: Mapping[str, nn.Module], note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    modules: Mapping[str, nn.Module],
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+    *,
+    prepend: bool = False,
 ) -> Iterator[None]:
-    """Call ``note(name, args, kwargs)`` before each call of a module."""
+    """Call ``note(name, args, kwargs)`` before each call of a module, with prepend before other hooks."""
     with contextlib.ExitStack() as stack:
         for name, module in modules.items():
             hook = module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True, prepend=prepend
             )
             stack.callback(hook.remove)
         yield
 
 
-class _FirstBlockReached(BaseException):
+class ForwardEnded(BaseException):
     """Ends a forward pass; no Exception, which a model or its caller might catch."""
 
 
@@ -418,13 +414,9 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return names of modules that may be stacks of blocks, the most promising first.
+    """Return names of modules that may be stacks of blocks with layers, the most promising first.
 
     A stack is the better, the more of the layers are not in its largest item.
-
-    Args:
-        model: any.
-        layers: names of its layers.
     """
     found = []
     for name, module in model.named_modules():
