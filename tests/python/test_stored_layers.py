@@ -154,12 +154,6 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
     assert torch.equal(by_block.kept_mask(), two_of_four(magnitudes))
 
 
-def test_from_linear_keeps_frozen_weights_frozen() -> None:
-    linear = nn.Linear(IN, OUT).requires_grad_(False)
-    layer = BlockSparseLinear.from_linear(linear, nm=NM, block_shape=32)
-    assert not layer.weight.requires_grad and layer.mask is not None
-
-
 @every_layer
 def test_what_a_layer_holds(name: str) -> None:
     layer, options = make(name), LAYERS[name]
@@ -270,19 +264,14 @@ def test_masks_stay_until_they_are_chosen_anew(device: str, name: str) -> None:
     assert layer.update_mask_() is layer and layer.mask is mask
     assert not torch.equal(mask, before)
     assert torch.equal(mask, two_of_four(layer.weight.detach().abs(), transposable=layer.transposable))
+    chosen = mask.clone()
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(layer.update_mask_().mask, chosen)
     assert_multiplies(layer, layer.weight.detach() * mask)
     scores = torch.rand(mask.shape, generator=seeded(5)).to(device)
     layer.update_mask_(scores)
     assert torch.equal(layer.mask, two_of_four(scores, transposable=layer.transposable))
     assert_multiplies(layer, layer.weight.detach() * layer.mask)
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_masks_are_chosen_alike_under_autocast(name: str) -> None:
-    layer = make(name)
-    before = layer.mask.clone()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer.update_mask_().mask, before)
 
 
 @on_every_device
@@ -795,6 +784,8 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
     assert layer.to_storage("plain").weight.requires_grad is trained
     stored = BlockSparseLinear(64, 64, storage="int8", device=device, block_shape=32)
     assert stored.to_storage("plain").weight.requires_grad
+    linear = nn.Linear(IN, OUT).requires_grad_(trained)
+    assert BlockSparseLinear.from_linear(linear, nm=NM, block_shape=32).weight.requires_grad is trained
 
 
 # ---- the plain weight that `prepack` keeps on the CPU ----

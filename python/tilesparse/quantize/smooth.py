@@ -211,6 +211,7 @@ class SmoothPlan(Plan):
                 self._refused[group.layers] = ScaleGroup(group.layers, reason=reason)
             self._make_all()
         self._rows, self._columns = self._factors(self._scaled)
+        del self._calibration  # whose data take memory
 
     def _make_all(self) -> None:
         self._calibration = self._calibrated()

@@ -39,6 +39,7 @@ class WeightPlan(Plan):
         self.stack = self._calibration.stack
         for unit in self._calibration.units():
             self._make(unit)
+        del self._calibration  # whose data take memory
 
     def _make(self, unit: Unit) -> None:
         # Layers outside the stack come last, and run with everything before them rounded.
