@@ -555,52 +555,35 @@ def recording(
         once, with the same tensor as their only argument; None for a child that it did not call. Children
         are in the order of their first calls; one that was called in any other way is left out.
     """
-    found: dict[nn.Module, dict[str, list[object]]] = {}
-    handles = []
-    for module, names in children.items():
-        record = _Record(list(names))
-        found[module] = record.entries
-        handles += record.watch(module)
-    try:
+    found: dict[nn.Module, dict[str, list[object]]] = {
+        module: {name: [] for name in names} for module, names in children.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for module, entries in found.items():
+            _record(module, entries, stack)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class _Record:
-    """The calls of a module under way, and what each of its children was called with in all of them."""
+def _record(module: nn.Module, entries: dict[str, list[object]], stack: contextlib.ExitStack) -> None:
+    """Have every call of a module add to the entries of its children, see `recording`."""
+    calls: list[dict[str, Input]] = []  # under way
+    number = 0
 
-    def __init__(self, names: list[str]) -> None:
-        self.entries: dict[str, list[object]] = {name: [] for name in names}
-        self._calls: list[dict[str, Input]] = []
-        self._number = 0
-
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Return the handles of hooks of a module and its children."""
-        handles = [
-            module.register_forward_pre_hook(lambda *_: self._calls.append({}), prepend=True),
-            module.register_forward_hook(lambda *_: self._end(), always_call=True),
-        ]
-        for name in self.entries:
-            child = module.get_submodule(name)
-            hook = child.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: self._note(name, args, kwargs), with_kwargs=True
-            )
-            handles.append(hook)
-        return handles
-
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in self.entries and not any(self.entries[name]):
-            self.entries[name] = self.entries.pop(name)  # in the order of first calls
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in entries and not any(entries[name]):
+            entries[name] = entries.pop(name)  # in the order of first calls
         alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if alone and self._calls and name not in self._calls[-1]:
-            self._calls[-1][name] = Input.of(args[0])
+        if alone and calls and name not in calls[-1]:
+            calls[-1][name] = Input.of(args[0])
         else:
-            self.entries.pop(name, None)
+            entries.pop(name, None)
 
-    def _end(self) -> None:
-        call = self._calls.pop()
-        self._number += 1
-        for name, entries in self.entries.items():
-            entries.append((self._number, call[name].key) if name in call else None)
+    def end(*_: object) -> None:
+        nonlocal number
+        call, number = calls.pop(), number + 1
+        for name, own in entries.items():
+            own.append((number, call[name].key) if name in call else None)
+
+    stack.callback(module.register_forward_pre_hook(lambda *_: calls.append({}), prepend=True).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    stack.enter_context(listening({name: module.get_submodule(name) for name in entries}, note))
