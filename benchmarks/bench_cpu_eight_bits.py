@@ -108,7 +108,7 @@ class Sparse:
         self._workspace = torch.empty(self._product.workspace_size() + 256, dtype=torch.uint8)
 
     def __call__(self) -> torch.Tensor:
-        q, x_scales = functional.quantize(self.x, torch.int8)
+        q, x_scales = functional.quantize_activations(self.x, torch.int8)
         y = torch.empty(len(q), len(self._scales))
         workspace = self._workspace.data_ptr()
         self._product.run(

@@ -80,8 +80,10 @@ class Layer:
         self.inside = case.precision == "float8_scaled"  # scales of the sums
         self.quantized = self.quantize()
         self.weight = randn(*self.pattern.shape)  # of the dense layer
-        per, pattern = ("block", None) if self.inside else ("feature", self.pattern)
-        self.values, scales = storage.quantize(self.blocks, self.dtype, per=per, pattern=pattern)
+        granularity, pattern = ("block", None) if self.inside else ("feature", self.pattern)
+        self.values, scales = storage.quantize_weights(
+            self.blocks, self.dtype, granularity=granularity, pattern=pattern
+        )
         self.scales = scales[:, None] if self.inside else scales
         self.compressible = not self.inside and case.block_shape[1] >= LEAST_COLUMNS
         if self.compressible:
@@ -90,7 +92,9 @@ class Layer:
             self.compressed = storage.compress(self.values, kept)
 
     def quantize(self) -> tuple[Tensor, Tensor]:
-        return functional.quantize(self.x, self.dtype, per="group" if self.inside else "token")
+        return functional.quantize_activations(
+            self.x, self.dtype, granularity="group" if self.inside else "token"
+        )
 
     def sparse(self, fast: bool = True) -> Tensor:
         """Multiply x that is there in 8 bits."""
@@ -138,7 +142,7 @@ def scaled_call(layer: Layer) -> Callable[[], Tensor]:
     x, of_x = layer.quantized
     out_features, in_features = layer.weight.shape
     tiles = layer.weight.view(out_features // GROUP, GROUP, in_features // GROUP, GROUP).transpose(1, 2)
-    stored, of_w = storage.quantize(tiles.reshape(-1, GROUP, GROUP), layer.dtype, per="block")
+    stored, of_w = storage.quantize_weights(tiles.reshape(-1, GROUP, GROUP), layer.dtype, granularity="block")
     w = stored.view(tiles.shape).transpose(1, 2).reshape(layer.weight.shape)
     of_w = of_w.view(tiles.shape[:2])
     recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
@@ -147,8 +151,8 @@ def scaled_call(layer: Layer) -> Callable[[], Tensor]:
 
 def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     """PyTorch's products with a scale for each row of both factors."""
-    x, of_x = functional.quantize(layer.x, torch.float8_e4m3fn)
-    w, of_w = functional.quantize(layer.weight, torch.float8_e4m3fn)
+    x, of_x = functional.quantize_activations(layer.x, torch.float8_e4m3fn)
+    w, of_w = functional.quantize_activations(layer.weight, torch.float8_e4m3fn)
     factors = x, w.t(), of_x[:, None], of_w[None]
     multiply = partial(torch._scaled_mm, *factors, out_dtype=torch.bfloat16)
     return {

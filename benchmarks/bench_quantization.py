@@ -168,7 +168,8 @@ def measure(
             with static_scales(model, subject.calibration):
                 note(storage=storage, activations="int8, static", calibrated=True, **subject.measured(model))
         model, start = copy.deepcopy(sparse), time.perf_counter()
-        report = ts.quantize_(model, subject.calibration, layers=subject.layers, **stored)
+        config = ts.BlockSparseConfig(storage=storage, activations=activations)
+        report = ts.quantize_(model, config, subject.calibration, layers=subject.layers)
         seconds, layers = time.perf_counter() - start, report.layers
         note(
             **stored,

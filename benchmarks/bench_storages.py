@@ -152,7 +152,7 @@ class Layer:
         if kind == FOUR_BITS:
             plain = storage.dequantize(*self.stored(name), DTYPE)
         elif kind in BITS:
-            values, scales = storage.quantize(plain, getattr(torch, kind))
+            values, scales = storage.quantize_weights(plain, getattr(torch, kind))
             plain = (values.float() * scales[:, :, None]).to(DTYPE)
         return BlockSparseMatrix(plain, self.pattern).to_dense().float()
 

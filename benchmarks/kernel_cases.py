@@ -253,8 +253,8 @@ class Calls:
 
     def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
-        blocks, scales = storage.quantize(values, dtype, per="feature", pattern=self.pattern)
-        quantized, of_tokens = functional.quantize(x, dtype)
+        blocks, scales = storage.quantize_weights(values, dtype, granularity="feature", pattern=self.pattern)
+        quantized, of_tokens = functional.quantize_activations(x, dtype)
         fast = name == "float8"
         operands = Operands(scales=scales, fast=fast, x_values=quantized, x_scales=of_tokens)
         return lambda: dds(OPS.index("dds_nt"), x, blocks, self._kept, operands=operands)

@@ -325,14 +325,16 @@ class Float8Linear(nn.Module):
     def __init__(self, linear: nn.Linear, compiled: bool) -> None:
         super().__init__()
         self._compiled = compiled
-        weight, scales = functional.quantize(linear.weight.detach(), torch.float8_e4m3fn)
+        weight, scales = functional.quantize_activations(linear.weight.detach(), torch.float8_e4m3fn)
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales[None])
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         x, shape = x.flatten(0, -2), x.shape[:-1]
-        rows, scales = rounded(x) if self._compiled else functional.quantize(x, torch.float8_e4m3fn)
+        rows, scales = (
+            rounded(x) if self._compiled else functional.quantize_activations(x, torch.float8_e4m3fn)
+        )
         y = torch._scaled_mm(
             rows,
             self.weight.t(),

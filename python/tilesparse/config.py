@@ -23,7 +23,7 @@ from ._checks import (
     shown,
 )
 from .errors import InvalidArgumentError
-from .storage.traits import PER_FEATURE, SCALES, STORAGES, traits_of
+from .storage.traits import GRANULARITIES, PER_FEATURE, STORAGES, traits_of
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -48,7 +48,7 @@ class BlockSparseConfig:
             `BlockSparseLinear.to_storage`.
         transposable: keep two of each four weights in a column as well, so that the gradient of x is a 2:4
             product, too.
-        scales: what has a scale of its own in 8 and 4 bits, a "row" of a block or a "block". With
+        granularity: what has a scale of its own in 8 and 4 bits, a "row" of a block or a "block". With
             `activations` "row" becomes "feature", and "block" is for float8_e4m3fn in blocks of 128 x 128:
             x has a scale for each 128 features of a token then, as in the float8 checkpoints of DeepSeek.
         policy: "sparse", "auto" or "dense", see `functional.linear`.
@@ -71,7 +71,7 @@ class BlockSparseConfig:
     storage: str = "plain"
     _: KW_ONLY
     transposable: bool = False
-    scales: str = "row"
+    granularity: str = "row"
     policy: str = "sparse"
     activations: str | None = None
 
@@ -85,17 +85,52 @@ class BlockSparseConfig:
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
         check_quantized_activations(self.activations, self.storage)
-        scales = checked_scales("scales", self.scales, self.activations, block_shape)
-        check_inside(self.activations, scales, self.nm)
+        granularity = checked_granularity(self.granularity, self.activations, block_shape)
+        check_inside(self.activations, granularity, self.nm)
         check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
-        own = {"density": density, "block_shape": block_shape, "nm": as_nm(self.nm), "scales": scales}
+        own = {
+            "density": density,
+            "block_shape": block_shape,
+            "nm": as_nm(self.nm),
+            "granularity": granularity,
+        }
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
         return {"quant_method": METHOD, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> BlockSparseConfig:
+        """Return the config that `to_dict` describes; what is left out has its default.
+
+        Raises:
+            InvalidArgumentError: a field is unknown, or has a value that is not allowed.
+        """
+        own = {**entry}
+        method = own.pop("quant_method", METHOD)
+        if "scales" in own:  # the field's name in files of earlier versions
+            own["granularity"] = own.pop("scales")
+        if method != METHOD or not own.keys() <= {field.name for field in fields(cls)}:
+            raise InvalidArgumentError(f"entry must have the fields of `to_dict` alone, got {shown(entry)}")
+        return cls(**own)
+
+    @classmethod
+    def w8a8(cls, storage: str = "int8", **options: Any) -> BlockSparseConfig:
+        """Return a config of weights and activations in 8 bits; `options` are the other fields."""
+        return cls(storage=storage, activations=storage, **options)
+
+    @classmethod
+    def w8a16(cls, storage: str = "int8", **options: Any) -> BlockSparseConfig:
+        """Return a config of weights in 8 bits, multiplied in the dtype of x; `options` as of `w8a8`."""
+        return cls(storage=storage, **options)
+
+    @classmethod
+    def w4a16(cls, **options: Any) -> BlockSparseConfig:
+        """Return a config of weights in 4 bits, multiplied in the dtype of x; `options` as of `w8a8`."""
+        return cls(storage="int4", **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +143,7 @@ class LayerSpec:
         nnz: number of kept blocks.
         dtype: of the dense blocks: float64, float32, float16 or bfloat16.
         storage, nm, transposable, policy, activations: as in `BlockSparseConfig`.
-        scales: "row" or "block" where the storage has 8 or 4 bits, with activations "feature" or
+        granularity: "row" or "block" where the storage has 8 or 4 bits, with activations "feature" or
             "block", else None.
         experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
             `BlockSparseExperts`; None is an ordinary layer.
@@ -124,7 +159,7 @@ class LayerSpec:
     storage: str = "plain"
     nm: tuple[int, int] | None = None
     transposable: bool = False
-    scales: str | None = None
+    granularity: str | None = None
     policy: str = "sparse"
     activations: str | None = None
     experts: int | None = None
@@ -140,15 +175,15 @@ class LayerSpec:
         check_nm_blocks(self.nm, self.transposable, block_shape)
         check_storage(self.storage, self.nm)
         check_quantized_activations(self.activations, self.storage, shape[1])
-        check_inside(self.activations, self.scales, self.nm)
-        allowed = traits_of(self.storage).scales or (None,)
+        check_inside(self.activations, self.granularity, self.nm)
+        allowed = traits_of(self.storage).granularities or (None,)
         if self.activations is not None:
             inside = _may_be_inside(self.activations, block_shape)
             allowed = (PER_FEATURE, "block") if inside else (PER_FEATURE,)
-        if self.scales not in allowed:
+        if self.granularity not in allowed:
             raise InvalidArgumentError(
-                f"scales must be one of {list(allowed)} with storage {self.storage!r} and activations "
-                f"{self.activations!r}, got {shown(self.scales)}"
+                f"granularity must be one of {list(allowed)} with storage {self.storage!r} and activations "
+                f"{self.activations!r}, got {shown(self.granularity)}"
             )
         check_policy(self.policy)
         if self.experts is not None:
@@ -183,13 +218,15 @@ class LayerSpec:
         """The dtype in which values are stored."""
         return traits_of(self.storage).dtype or self.dtype
 
-    def with_storage(self, storage: str, scales: str = "row", activations: str | None = None) -> LayerSpec:
-        """Return the spec of the same layer in another storage; `scales` counts where it has any."""
+    def with_storage(
+        self, storage: str, granularity: str = "row", activations: str | None = None
+    ) -> LayerSpec:
+        """Return the spec of the same layer in another storage; `granularity` counts where it has scales."""
         check_storage(storage, self.nm)
         check_quantized_activations(activations, storage, self.shape[1])
-        has_scales = traits_of(storage).scales
-        own = checked_scales("scales", scales, activations, self.block_shape) if has_scales else None
-        return replace(self, storage=storage, scales=own, activations=activations)
+        has_scales = traits_of(storage).granularities
+        own = checked_granularity(granularity, activations, self.block_shape) if has_scales else None
+        return replace(self, storage=storage, granularity=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a checkpoint's manifest for this layer; what is newer is in it only if set."""
@@ -201,7 +238,7 @@ class LayerSpec:
             "storage": self.storage,
             "nm": None if self.nm is None else list(self.nm),
             "transposable": self.transposable,
-            "scales": self.scales,
+            "scales": self.granularity,  # the format's name of the field
             "policy": self.policy,
         }
         newer = {name: getattr(self, name) for name in NEWER}
@@ -214,7 +251,7 @@ class LayerSpec:
         Raises:
             InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
         """
-        names = [field.name for field in fields(cls)]
+        names = ["scales" if field.name == "granularity" else field.name for field in fields(cls)]
         if not isinstance(entry, Mapping) or {*entry, *NEWER} != {*names}:
             raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")
         pairs = {name: entry[name] for name in ("shape", "block_shape")}
@@ -230,7 +267,8 @@ class LayerSpec:
         for name, allowed in (("dtype", tuple(_DTYPES)), ("policy", POLICIES)):
             if not isinstance(entry[name], str) or entry[name] not in allowed:
                 raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
-        return cls(**{**entry, "dtype": _DTYPES[entry["dtype"]]})
+        own = {**entry, "dtype": _DTYPES[entry["dtype"]]}
+        return cls(granularity=own.pop("scales"), **own)
 
 
 def check_experts(experts: object, rows: int, block_rows: int) -> None:
@@ -255,29 +293,29 @@ def check_quantized_activations(activations: object, storage: str, in_features: 
         check_exact_sums("in_features", in_features, traits_of(storage).dtype)
 
 
-def checked_scales(
-    name: str, scales: object, activations: str | None, block_shape: tuple[int, int] | None = None
+def checked_granularity(
+    granularity: object, activations: str | None, block_shape: tuple[int, int] | None = None
 ) -> str:
     """Return what has a scale of its own: with 8-bit activations a feature in place of a row."""
-    if activations is not None and scales in ("row", PER_FEATURE):
+    if activations is not None and granularity in ("row", PER_FEATURE):
         return PER_FEATURE
-    if scales == "block" and (activations is None or _may_be_inside(activations, block_shape)):
+    if granularity == "block" and (activations is None or _may_be_inside(activations, block_shape)):
         return "block"
-    if activations is not None or scales not in SCALES:
+    if activations is not None or granularity not in GRANULARITIES:
         allowed = (
             f"{PER_FEATURE!r} with 8-bit activations, or 'block' with float8_e4m3fn in blocks of 128 x 128"
             if activations
             else "'row' or 'block'"
         )
-        raise InvalidArgumentError(f"{name} must be {allowed}, got {shown(scales)}")
-    return str(scales)
+        raise InvalidArgumentError(f"granularity must be {allowed}, got {shown(granularity)}")
+    return str(granularity)
 
 
-def check_inside(activations: str | None, scales: str | None, nm: object) -> None:
+def check_inside(activations: str | None, granularity: str | None, nm: object) -> None:
     """Raise InvalidArgumentError where scales inside of the sums meet 2:4: there is no such product."""
-    if activations is not None and scales == "block" and nm is not None:
+    if activations is not None and granularity == "block" and nm is not None:
         raise InvalidArgumentError(
-            f"nm must be None with activations={activations!r} and scales='block', got {shown(nm)}"
+            f"nm must be None with activations={activations!r} and granularity='block', got {shown(nm)}"
         )
 
 

@@ -89,7 +89,7 @@ def linear(
             and compiled code settles on one when it is traced.
         metadata: of 2:4 values, int32 [nnz, bk / 32, bn], see `storage.compress`.
         scales: of int8, float8_e4m3fn or int4 (uint8) values, float32 [nnz, bn] or [nnz], see
-            `storage.quantize` and `storage.quantize_int4`.
+            `storage.quantize_weights` and `storage.quantize_int4`.
         gate: [..., out_features], the shape of the result, or None; in the place of a residual. Where no
             gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
@@ -135,8 +135,8 @@ def quantized_linear(
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
         values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8 for in_features < 2¹⁷.
         pattern: positions of the blocks.
-        scales: float32 [out_features], see `storage.quantize` with ``per="feature"``; or of values in
-            float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
+        scales: float32 [out_features], see `storage.quantize_weights` with ``granularity="feature"``; or of
+            values in float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
         bias: [out_features] or None.
         activation: as in `linear`.
         residual: [..., out_features], or None.
@@ -235,27 +235,29 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
     return epilogue.gated(y, gate, activation)
 
 
-def quantize(x: Tensor, dtype: torch.dtype = torch.int8, *, per: str = "token") -> tuple[Tensor, Tensor]:
+def quantize_activations(
+    x: Tensor, dtype: torch.dtype = torch.int8, *, granularity: str = "token"
+) -> tuple[Tensor, Tensor]:
     """Quantize activations to 8 bits with a scale for each token, in one pass over memory.
 
     ``scales = max(|x|.amax(-1) / m, 2⁻¹¹⁶)`` with m = 127 for int8 and 448 for float8, and ``values`` is
     ``x * (1 / scales)`` rounded to the nearest, ties to even. CPU and CUDA give the same bits. A token of
     zeros has zeros. One with an infinity or a NaN has zeros and the scale NaN, so that whatever is computed
-    of it is NaN. With ``per="group"`` so does each 128 features of a token. Results have no gradient.
+    of it is NaN. With ``granularity="group"`` so does each 128 features of a token. Results have no gradient.
 
     Args:
         x: [..., features] of float32, float16 or bfloat16; features is a multiple of 16, with "group" of 128.
         dtype: torch.int8 or torch.float8_e4m3fn, with "group" the latter.
-        per: what has a scale of its own, a "token" or a "group" of 128 features of it.
+        granularity: what has a scale of its own, a "token" or a "group" of 128 features of it.
 
     Returns:
         (values, scales): [..., features], row-major, and float32 [...], of groups [..., features / 128].
 
     Raises:
-        InvalidArgumentError: another dtype or `per`, or another number of features.
+        InvalidArgumentError: another dtype or `granularity`, or another number of features.
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
-    return epilogue.quantize(x, dtype, per)
+    return epilogue.quantize_activations(x, dtype, granularity)
 
 
 def dds(

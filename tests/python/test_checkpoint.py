@@ -69,13 +69,15 @@ def sparse_layer(
     form: str = "plain", dtype: torch.dtype = torch.float32, **options: Any
 ) -> BlockSparseLinear:
     """64 by 64, with two blocks in its first block row, and blocks at other slots than entries."""
-    nm, storage, per = FORMS[form]
+    nm, storage, granularity = FORMS[form]
     block_shape = options.pop("block_shape", (32, 32))
     mask = torch.rand(64 // block_shape[0], 64 // block_shape[1], generator=seeded(1)) < 0.4
     mask[0, :2] = True
     pattern = shuffled(BlockPattern.from_block_mask(mask, block_shape=block_shape))
     layer = BlockSparseLinear(64, 64, pattern=pattern, nm=nm, dtype=dtype, **options)
-    return layer.to_storage(storage, per=per, activations=storage if per == "feature" else None)
+    return layer.to_storage(
+        storage, granularity=granularity, activations=storage if granularity == "feature" else None
+    )
 
 
 def sparse_net(form: str = "int8 by row", dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:

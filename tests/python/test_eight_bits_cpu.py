@@ -72,20 +72,25 @@ class Problem:
     gated: bool = False  # the residual is a gate
 
 
-def refusal(row: Row) -> str:
-    """Why this machine cannot run a kernel; empty if it can."""
+def choose(dtype: torch.dtype, result: torch.dtype = torch.float32, kernel: int = 0) -> int:
+    """The index of the kernel that is chosen."""
     product = _C.Product(
         descriptor(BlockPattern.full((16, 16), block_shape=(16, 16))),
         DDS_NT,
-        CODES[row.dtype],
+        CODES[dtype],
         CPU,
         1,
-        kernel=row.number,
+        kernel=kernel,
         granularity=SCALES_PER_FEATURE,
-        result_dtype=DTYPES[torch.float32],
+        result_dtype=DTYPES[result],
     )
+    return product.select(_C.device_info(CPU))[0]
+
+
+def refusal(row: Row) -> str:
+    """Why this machine cannot run a kernel; empty if it can."""
     try:
-        product.select(_C.device_info(CPU))
+        choose(row.dtype, kernel=row.number)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -259,15 +264,18 @@ def check(operands: Operands) -> None:
         assert_within(y, *close(operands))
 
 
+def drawn(row: Row, draw: random.Random, pattern: BlockPattern, tokens: int) -> None:
+    """Check a problem whose options are drawn."""
+    options, gap = draw.choice(OPTIONS[DDS_NT]), draw.choice((0, 1, 5))
+    check(Operands(row, Problem(pattern, tokens, draw.choice(RESULTS), draw.choice((0, 1)), gap, **options)))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 7, 8, 11, 12, 17, 127])
 def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
     draw = random.Random(f"{row} {tokens}")
     for block_shape in product(BLOCK_SIZES, BLOCK_SIZES):
-        pattern = random_pattern(draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)]), block_shape, 0.6)
-        options, gap = draw.choice(OPTIONS[DDS_NT]), draw.choice((0, 1, 5))
-        check(
-            Operands(row, Problem(pattern, tokens, draw.choice(RESULTS), draw.choice((0, 1)), gap, **options))
-        )
+        grid = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
+        drawn(row, draw, random_pattern(grid, block_shape, 0.6), tokens)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -275,19 +283,16 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
     """With rows of more blocks than are multiplied in a row."""
     draw = random.Random(f"{row} {name}")
     for tokens, grid in ((5, (3, 40)), (70, (7, 10))):
-        pattern = make_pattern(name, grid, draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3]))))
-        options = draw.choice(OPTIONS[DDS_NT])
-        check(Operands(row, Problem(pattern, tokens, draw.choice(RESULTS), draw.choice((0, 1)), **options)))
+        block_shape = draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3])))
+        drawn(row, draw, make_pattern(name, grid, block_shape), tokens)
 
 
 def test_options_and_results(row: Row) -> None:
     draw = random.Random(f"{row} options")
     for i, options in enumerate(OPTIONS[DDS_NT]):
         pattern = make_pattern("random 50%", (4, 3), draw.choice([(16, 32), (32, 16), (64, 16)]))
-        result = RESULTS[i % 3]
-        check(
-            Operands(row, Problem(pattern, draw.choice((5, 37)), result, draw.choice((0, 1)), 3, **options))
-        )
+        tokens, layout = draw.choice((5, 37)), draw.choice((0, 1))
+        check(Operands(row, Problem(pattern, tokens, RESULTS[i % 3], layout, 3, **options)))
 
 
 @pytest.mark.parametrize("more", [-1, 0, 500])
@@ -298,11 +303,16 @@ def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
         check(Operands(row, Problem(random_pattern((2, 3), block_shape, 0.6), tokens)))
 
 
+of_int8 = pytest.mark.parametrize("row", [row for row in ROWS if row.dtype == INT8], ids=str, indirect=True)
+of_float8 = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.dtype == FLOAT8], ids=str, indirect=True
+)
+
+
+@of_int8
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_extreme_numbers(row: Row, tokens: int) -> None:
-    """Where sums of two products of bytes do not fit into 16 bits, with a sign or without."""
-    if row.dtype != INT8:
-        pytest.skip("of int8")
+    """Sums of two products of bytes that do not fit into 16 bits, with a sign or without."""
     pattern = make_pattern("banded", (3, 5), (16, 64))
     for x, w, others in product((-128, -127, 127), (-128, 127), (-128, 127)):
         xs = torch.full((tokens, pattern.shape[1]), x, dtype=torch.int8)
@@ -311,11 +321,10 @@ def test_extreme_numbers(row: Row, tokens: int) -> None:
         check(Operands(row, Problem(pattern, tokens), xs, ws))
 
 
+@of_int8
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_the_largest_sums(row: Row, tokens: int) -> None:
     """2^14 times the most features: a bit more, and they would not fit into 32 bits."""
-    if row.dtype != INT8:
-        pytest.skip("of int8")
     pattern = BlockPattern.full((16, 2**17 - 16), block_shape=(16, 16))
     size = (pattern.nnz, *pattern.block_shape)
     for x, w in ((-128, -128), (-128, 127), (127, -128)):
@@ -333,9 +342,8 @@ def test_tokens_without_a_scale_are_nan(row: Row, tokens: int) -> None:
     assert not bool(y[torch.arange(tokens) != 1].isnan().any())
 
 
+@of_float8
 def test_nan_of_float8_stays(row: Row) -> None:
-    if row.dtype != FLOAT8:
-        pytest.skip("of float8")
     pattern = BlockPattern.full((16, 32), block_shape=(16, 32))
     x = torch.zeros(20, 32, dtype=torch.int8)
     x[3, 5] = 127
@@ -358,21 +366,6 @@ def test_no_features_are_zero(row: Row) -> None:
     pattern = make_pattern("empty", (2, 2), (16, 16))
     operands = Operands(row, Problem(pattern, 9, bias=True))
     assert torch.equal(run(operands), operands["bias"].expand(9, -1))
-
-
-def choose(dtype: torch.dtype, result: torch.dtype = torch.float32, kernel: int = 0) -> int:
-    """The index of the kernel that is chosen."""
-    product = _C.Product(
-        descriptor(BlockPattern.full((16, 16), block_shape=(16, 16))),
-        DDS_NT,
-        CODES[dtype],
-        CPU,
-        1,
-        kernel=kernel,
-        granularity=SCALES_PER_FEATURE,
-        result_dtype=DTYPES[result],
-    )
-    return product.select(_C.device_info(CPU))[0]
 
 
 @pytest.mark.parametrize("dtype", CODES)

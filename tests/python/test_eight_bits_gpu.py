@@ -235,8 +235,8 @@ def test_groups_are_quantized_as_on_the_cpu(shape: tuple[int, ...], dtype: torch
     x.view(-1, 128)[::5] *= 1e-4
     x.view(-1)[7] = torch.inf
     x.view(-1, 128)[-1] = 0
-    values, scales = functional.quantize(x, torch.float8_e4m3fn, per="group")
-    found, of_found = functional.quantize(x.to(DEVICE), torch.float8_e4m3fn, per="group")
+    values, scales = functional.quantize_activations(x, torch.float8_e4m3fn, granularity="group")
+    found, of_found = functional.quantize_activations(x.to(DEVICE), torch.float8_e4m3fn, granularity="group")
     assert torch.equal(found.cpu().view(torch.uint8), values.view(torch.uint8))
     torch.testing.assert_close(of_found.cpu(), scales, rtol=0, atol=0, equal_nan=True)
     assert of_found.stride() == scales.stride()
@@ -244,7 +244,7 @@ def test_groups_are_quantized_as_on_the_cpu(shape: tuple[int, ...], dtype: torch
 
 def test_layers_with_scales_inside_agree_with_those_on_the_cpu() -> None:
     layer = BlockSparseLinear(1024, 640, density=0.5, block_shape=128, dtype=torch.bfloat16)
-    layer.to_storage("float8_e4m3fn", per="block", activations="float8_e4m3fn")
+    layer.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
     here = copy.deepcopy(layer).to(DEVICE)
     for tokens in (5, 65, 300):  # few tokens are multiplied in their own dtype
         x = torch.randn(2, tokens, 1024, dtype=torch.bfloat16)

@@ -90,8 +90,8 @@ def test_products_are_repeated_as_they_ran(
 ) -> None:
     product, kept = REPEATED[case]
     pattern = make_pattern("random 50%", (6, 4), (32, 32))
-    values, scales = storage.quantize(
-        random_values(pattern, dtype=torch.float32), EIGHT[name], per="feature", pattern=pattern
+    values, scales = storage.quantize_weights(
+        random_values(pattern, dtype=torch.float32), EIGHT[name], granularity="feature", pattern=pattern
     )
     values, scales = values.to(device), scales.to(device)
     x, bias = tokens(dtype=dtype, device=device), randn(OUT, dtype=dtype, device=device)
@@ -133,12 +133,12 @@ def test_both_ways_to_quantize_agree(device: str, native: bool, monkeypatch: pyt
         x[0, 0],
         x[None, None],
     ]
-    wanted = [functional.quantize(view.clone()) for view in views]
+    wanted = [functional.quantize_activations(view.clone()) for view in views]
     monkeypatch.setattr(TENSORS, "enabled", native)
     with torch.inference_mode():
-        of_inference = [functional.quantize(view) for view in views]
+        of_inference = [functional.quantize_activations(view) for view in views]
     for view, right, other in zip(views, wanted, of_inference, strict=True):
-        found = functional.quantize(view)
+        found = functional.quantize_activations(view)
         assert all(map(torch.equal, found, right)) and all(map(torch.equal, other, right))
         assert not any(each.is_inference() for each in found) and all(each.is_inference() for each in other)
         assert found[1].shape == view.shape[:-1] and found[0].is_contiguous()
@@ -283,7 +283,7 @@ def test_memory_that_is_used_again_holds_another_input() -> None:
 
 
 def test_modes_do_not_disturb_each_other() -> None:
-    """What inference mode has made cannot be saved for a gradient, and is made anew outside."""
+    """Results of inference mode cannot be saved for a gradient, and are made anew outside."""
     layers = [make("int8", seed) for seed in range(3)]
     x = tokens().requires_grad_()
     wanted = [layer(x.detach().clone()) for layer in layers]
@@ -353,8 +353,7 @@ def compiled_anew() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("write", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("mode", "write"), [(torch.no_grad, False), (torch.inference_mode, True)])
 def test_compiled_inference_quantizes_a_shared_input_once(
     mode: Callable[[], Any], write: bool, compiled_anew: None
 ) -> None:
@@ -381,28 +380,21 @@ def test_exported_programs_have_one_quantization_after_cse() -> None:
 # ---- MLPs ----
 
 
+def mlp_of(name: str, gated: bool = True, bias: bool = True, **options: Any) -> BlockSparseMLP:
+    wide, back = (make(name, 0, bias=bias), make(name, 2, (OUT, IN), bias=bias))
+    return BlockSparseMLP(wide, back, make(name, 1, bias=bias) if gated else None, **options)
+
+
 @both
-def test_mlps(name: str, counted: list[int]) -> None:
-    options: Any = {"block_shape": 32, "storage": name, "activations": name}
-    up, gate, down = (
-        BlockSparseLinear(*sizes, generator=seeded(seed), **options)
-        for seed, sizes in enumerate(((IN, OUT), (IN, OUT), (OUT, IN)))
-    )
-    mlp, x = BlockSparseMLP(up, down, gate, activation="silu"), tokens(5, 14)
+def test_mlps_have_a_gradient(name: str) -> None:
+    mlp, x = mlp_of(name, activation="silu"), tokens(5, 14)
     with torch.no_grad():
         y = mlp(x)
-        assert len(counted) == 2, "x once, and what down multiplies"
-        hidden = up(x, gate=gate(x), activation="silu")
-        assert torch.equal(y, down(hidden))
+        assert torch.equal(y, mlp.down(mlp.up(x, gate=mlp.gate(x), activation="silu")))
     recorded = mlp(x.requires_grad_())
     torch.testing.assert_close(recorded, y, rtol=0.02, atol=0.02)
     recorded.sum().backward()
     assert x.grad is not None
-
-
-def mlp_of(name: str, gated: bool = True, bias: bool = True, **options: Any) -> BlockSparseMLP:
-    wide, back = (make(name, 0, bias=bias), make(name, 2, (OUT, IN), bias=bias))
-    return BlockSparseMLP(wide, back, make(name, 1, bias=bias) if gated else None, **options)
 
 
 @both

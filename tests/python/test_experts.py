@@ -370,8 +370,8 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
     patcher.add_pattern(".*router", {"density": 0.5, "block_shape": BLOCK})
     batches, sparse = [torch.randn(80, 64)], copy.deepcopy(model)
     assert "gate_up_proj" in str(patcher.patch_model(sparse))
-    for storage in ("int8", "int4"):
-        quantized = ts.quantize_(copy.deepcopy(sparse), batches, storage=storage)
+    for config in (ts.BlockSparseConfig.w8a8(), ts.BlockSparseConfig.w4a16()):
+        quantized = ts.quantize_(copy.deepcopy(sparse), config, batches)
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
     prepared = ts.prepare_for_inference_(copy.deepcopy(sparse), batches[0])
@@ -565,7 +565,7 @@ def test_experts_are_quantized_saved_and_loaded_in_a_new_process(
     kind = "qwen2_moe"
     model, batches = sparsified(kind, 1.0, 32, also="o_proj"), calibration(kind)
     expected = model(**batches[0]).logits
-    report = ts.quantize_(model, batches, storage=storage, activations=None)
+    report = ts.quantize_(model, ts.BlockSparseConfig(storage=storage), batches)
     named = {layer.name: layer for layer in report.layers}
     for name, experts in sparse_experts_of(model).items():
         for own, layer in experts.projections().items():

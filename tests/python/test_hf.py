@@ -321,7 +321,7 @@ def test_without_tilesparse_loading_is_refused(tmp_path: Path) -> None:
 def test_what_is_written_follows_the_layers(tmp_path: Path) -> None:
     model = patched("llama")
     layer = model.model.layers[0].mlp.up_proj
-    layer.to_storage("int8", per="block")
+    layer.to_storage("int8", granularity="block")
     layer.policy = "auto"
     model.model.layers[1].mlp.up_proj.set_nm((2, 4))
     model.model.layers[1].mlp.down_proj = BlockSparseLinear(128, 64, bias=False, density=0.25, block_shape=32)

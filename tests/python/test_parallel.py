@@ -367,16 +367,16 @@ def tensor_parallel_storages(rank: int) -> None:
     assert model[0].prepack()(x).shape == (8, HIDDEN // world())
     with torch.autocast(torch.device(here()).type, torch.bfloat16):
         alike(model(x), alone(x), 0.02)
-    for density, per in ((0.5, "block"), (0.0, "row")):
+    for density, granularity in ((0.5, "block"), (0.0, "row")):
         alone, model = make(density=density).eval(), make(density=density).eval()
         for layer in (*layers_of(alone), *layers_of(model)):
-            layer.to_storage("int8", per=per)
+            layer.to_storage("int8", granularity=granularity)
         alike(parallelize_module(model, mesh(), PLAN)(x), alone(x))
     for mine, theirs in (("row", "block"), ("block", "row")):
         model, other = make().eval(), make(5).eval()
-        for cut, per in ((model, mine), (other, theirs)):
+        for cut, granularity in ((model, mine), (other, theirs)):
             for layer in layers_of(cut):
-                layer.to_storage("int8", per=per)
+                layer.to_storage("int8", granularity=granularity)
             parallelize_module(cut, mesh(), PLAN)
         model.load_state_dict(other.state_dict())
         alike(model(x), other(x))

@@ -80,11 +80,11 @@ def test_parts_along_columns_add_up() -> None:
     torch.testing.assert_close(parts[0](x[:, :96]) + parts[1](x[:, 96:]), layer(x))
 
 
-@pytest.mark.parametrize("per", ["row", "block"])
-def test_scales_are_those_of_the_larger_blocks(per: str) -> None:
-    layer = make().to_storage("int8", per=per)
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_scales_are_those_of_the_larger_blocks(granularity: str) -> None:
+    layer = make().to_storage("int8", granularity=granularity)
     part = layer.cut((16, 176), (16, 48))
-    assert part.block_shape == (16, 16) and part.spec.scales == per
+    assert part.block_shape == (16, 16) and part.spec.granularity == granularity
     assert torch.equal(weight(part), weight(layer)[16:176, 16:48])
 
 

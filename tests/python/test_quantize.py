@@ -10,7 +10,6 @@ import torch
 from helpers import DEVICES, randn
 from torch import Tensor
 
-import tilesparse
 from tilesparse import functional
 from tilesparse._checks import QUANTIZED
 from tilesparse.errors import InvalidArgumentError
@@ -32,7 +31,7 @@ def defined(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def assert_defined(x: Tensor, dtype: torch.dtype) -> None:
-    values, scales = functional.quantize(x, dtype)
+    values, scales = functional.quantize_activations(x, dtype)
     expected, expected_scales = defined(x, dtype)
     assert values.dtype == dtype and values.device == x.device and values.is_contiguous()
     assert torch.equal(values.cpu().view(torch.int8), expected.view(torch.int8))
@@ -83,7 +82,7 @@ def test_every_number_of_16_bits_is_rounded_as_pytorch_does(source: torch.dtype,
     x = numbers.view(source) if source != torch.float32 else numbers.float() / 7
     x = x[x.isfinite() & (x.float().abs() <= LARGEST[dtype])]
     x = torch.cat((x, x.new_full((16 - len(x) % 16,), LARGEST[dtype])))  # the scale is 1
-    values, scales = functional.quantize(x, dtype)
+    values, scales = functional.quantize_activations(x, dtype)
     assert scales == 1
     rounded = (x.float().round() if dtype == torch.int8 else x.float()).to(dtype)
     assert torch.equal(values.view(torch.int8), rounded.view(torch.int8))
@@ -107,7 +106,7 @@ def test_views_and_shapes(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_to_quantize(device: str) -> None:
-    values, scales = functional.quantize(torch.empty(0, 32, device=device))
+    values, scales = functional.quantize_activations(torch.empty(0, 32, device=device))
     assert values.shape == (0, 32) and scales.shape == (0,)
     for dtype in LARGEST:
         torch.full((5,), 7.0, device=device)  # where memory was freed
@@ -118,33 +117,62 @@ def test_nothing_to_quantize(device: str) -> None:
 def test_the_operator_is_traced(device: str) -> None:
     x = randn(4, 64, dtype=torch.float32, device=device)
     torch.library.opcheck(torch.ops.tilesparse.quantize.default, (x, QUANTIZED[torch.int8]))
-    compiled: Any = torch.compile(functional.quantize, backend="aot_eager", fullgraph=True)
-    for one, other in zip(compiled(x), functional.quantize(x), strict=True):
+    compiled: Any = torch.compile(functional.quantize_activations, backend="aot_eager", fullgraph=True)
+    for one, other in zip(compiled(x), functional.quantize_activations(x), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
 def test_a_graph_follows_what_it_reads() -> None:
     x = torch.zeros(64, 4096, dtype=torch.bfloat16, device="cuda")
-    functional.quantize(x)
+    functional.quantize_activations(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        values, scales = functional.quantize(x)
+        values, scales = functional.quantize_activations(x)
     x.copy_(randn(64, 4096, dtype=torch.bfloat16))
     values.fill_(77)
     graph.replay()
-    for one, other in zip((values, scales), functional.quantize(x), strict=True):
+    for one, other in zip((values, scales), functional.quantize_activations(x), strict=True):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_have_the_bits_of_the_definition(device: str, source: torch.dtype) -> None:
+    for shape in ((256,), (1, 128), (5, 384), (2, 3, 1152), (33, 4096)):
+        x = randn(*shape, dtype=source, device=device, seed=len(shape))
+        flat = x.view(-1, 128)
+        flat[-1] = 0
+        flat[0, 7] *= 100
+        if len(flat) > 2:
+            flat[1, 3] = torch.nan
+        groups = x.float().cpu().unflatten(-1, (-1, 128))  # PyTorch does not divide by a number on a GPU
+        finite = groups.isfinite().all(-1)
+        scales = (groups.abs().amax(-1) / 448).clamp(min=2.0**-116)
+        scaled = torch.where(finite[..., None], groups * (1 / scales)[..., None], 0.0)
+        values, found = functional.quantize_activations(x, torch.float8_e4m3fn, granularity="group")
+        assert torch.equal(values.cpu().float(), scaled.to(torch.float8_e4m3fn).float().view(shape))
+        wanted = torch.where(finite, scales, torch.nan)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+        assert found.stride(-1) % 4 == 0 and (found.dim() == 1 or found.stride(-2) == 1)
+
+
 def test_bad_arguments_are_named() -> None:
-    for x, dtype, message in (
-        (torch.ones(2, 24), torch.int8, "x must be .* multiple of 16 features"),
-        (torch.ones(()), torch.int8, "x must be"),
-        (torch.ones(2, 32, dtype=torch.float64), torch.int8, "x must be float32, float16 or bfloat16"),
-        (torch.ones(2, 32), torch.uint8, "dtype must be one of"),
+    two = torch.ones(2, 32)
+    for x, dtype, granularity, message in (
+        (torch.ones(2, 24), torch.int8, "token", "x must be .* multiple of 16 features"),
+        (torch.ones(()), torch.int8, "token", "x must be"),
+        (two.double(), torch.int8, "token", "x must be float32, float16 or bfloat16"),
+        (two, torch.uint8, "token", "dtype must be one of"),
+        (torch.zeros(3, 192), torch.float8_e4m3fn, "group", "a multiple of 128 features"),
+        (torch.zeros(3, 128), torch.int8, "group", "granularity must be"),
+        (torch.zeros(3, 128), torch.float8_e4m3fn, "block", "granularity must be"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            functional.quantize(x, dtype)
-    with pytest.raises(tilesparse.errors.InvalidArgumentError, match="dtype"):
-        torch.ops.tilesparse.quantize(torch.ones(2, 32), 3)
+            functional.quantize_activations(x, dtype, granularity=granularity)
+    with pytest.raises(InvalidArgumentError, match="dtype"):
+        torch.ops.tilesparse.quantize(two, 3)
+    values, scales = functional.quantize_activations(
+        torch.zeros(0, 256), torch.float8_e4m3fn, granularity="group"
+    )
+    assert values.shape == (0, 256) and scales.shape == (0, 2)

@@ -87,7 +87,7 @@ def model() -> Any:
             (OUT, IN), block_shape=block_shape, density=density, generator=seeded(seed)
         )
         layers[name] = BlockSparseLinear(IN, OUT, pattern=shuffled(pattern), **options)
-    layers["int8"].to_storage("int8", per="block")
+    layers["int8"].to_storage("int8", granularity="block")
     return nn.ModuleDict(layers)
 
 

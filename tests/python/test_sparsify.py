@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import weakref
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import DEFAULT_OPTIONS, BlockSparseModelPatcher, sparsify_
 from tilesparse.model.modules import NamePattern, matching
 from tilesparse.prune import prune_
+from tilesparse.storage.formats import storage_of
 from tilesparse.tuning.product import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
@@ -86,7 +88,7 @@ def test_the_filter_takes_the_layer_and_its_name() -> None:
 
 def test_each_name_has_a_config_of_its_own() -> None:
     model = llama()
-    quarter = BlockSparseConfig(0.25, (32, 16), storage="int8", scales="block", policy="auto")
+    quarter = BlockSparseConfig(0.25, (32, 16), storage="int8", granularity="block", policy="auto")
     sparsify_(model, {"mlp.up_proj": quarter, r"model\.layers\.1": CONFIG})
     layers = {name: model.get_submodule(name) for name in sparse(model)}
     assert {name for name in layers if layers[name].density == 0.25} == {
@@ -250,8 +252,10 @@ def test_ten_layers_and_one() -> None:
 
 
 def test_options_are_a_config_or_a_mapping() -> None:
-    config = BlockSparseConfig(0.25, (16, 32), nm=(2, 4), storage="int8", scales="block", policy="auto")
-    fields = {name: getattr(config, name) for name in ("density", "block_shape", "nm", "storage", "scales")}
+    config = BlockSparseConfig(0.25, (16, 32), nm=(2, 4), storage="int8", granularity="block", policy="auto")
+    fields = {
+        name: getattr(config, name) for name in ("density", "block_shape", "nm", "storage", "granularity")
+    }
     models = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     given: list[Any] = [config, {**fields, "policy": "auto"}]
@@ -263,6 +267,24 @@ def test_options_are_a_config_or_a_mapping() -> None:
     assert first.policy == second.policy == "auto"
     state = second.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in first.state_dict().items())
+
+
+def test_configs_by_name_and_from_a_dictionary() -> None:
+    presets = {
+        "int8 W8A8": BlockSparseConfig.w8a8(density=0.25),
+        "float8_e4m3fn W8A8": BlockSparseConfig.w8a8("float8_e4m3fn", block_shape=128, granularity="block"),
+        "int8": BlockSparseConfig.w8a16(nm=(2, 4)),
+        "int4": BlockSparseConfig.w4a16(granularity="block"),
+    }
+    for name, config in presets.items():
+        assert storage_of(config.storage).describe(None, config.activations) == name
+        entry = json.loads(json.dumps(config.to_dict()))
+        assert BlockSparseConfig.from_dict(entry) == config
+        entry["scales"] = entry.pop("granularity")  # as earlier versions wrote it
+        assert BlockSparseConfig.from_dict(entry) == config
+    for wrong in ({"rows": 3}, {"quant_method": "other"}, {"scales": "token"}):
+        with pytest.raises(InvalidArgumentError, match=r"entry|granularity"):
+            BlockSparseConfig.from_dict(wrong)
 
 
 def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:

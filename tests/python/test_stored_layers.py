@@ -79,12 +79,12 @@ def rounded(layer: Any, x: Tensor) -> Tensor:
     few = x.is_cuda and x.numel() // x.shape[-1] <= DECODE_TOKENS
     if layer.activations is None or layer.policy == "dense" or few:
         return x
-    values, scales = functional.quantize(x, getattr(torch, layer.activations))
+    values, scales = functional.quantize_activations(x, getattr(torch, layer.activations))
     return x + ((values.float() * scales[..., None]).to(x.dtype) - x).detach()
 
 
 def assert_multiplies(layer: Any, values: Tensor, tolerance: float = 1e-4) -> None:
-    """That a layer computes, and differentiates by x, as a dense one with these values."""
+    """Check that a layer computes, and differentiates by x, as a dense one with these values."""
     dense = nn.Linear(IN, OUT, device=layer.weight.device, dtype=values.dtype)
     blocks = torch.zeros(*layer.pattern.grid, *layer.block_shape, dtype=values.dtype, device=values.device)
     blocks[layer.pattern.block_indices()] = values
@@ -155,12 +155,6 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
     assert torch.equal(kept_mask(by_block), two_of_four(magnitudes))
 
 
-def test_from_linear_keeps_frozen_weights_frozen() -> None:
-    linear = nn.Linear(IN, OUT).requires_grad_(False)
-    layer = BlockSparseLinear.from_linear(linear, nm=NM, block_shape=32)
-    assert not layer.weight.requires_grad and layer.mask is not None
-
-
 @every_layer
 def test_what_a_layer_holds(name: str) -> None:
     layer, options = make(name), LAYERS[name]
@@ -212,7 +206,7 @@ def test_reset_parameters_draws_anew_in_the_same_storage(name: str) -> None:
 
 @pytest.fixture(params=[False, True], ids=["expanded", "compressed"])
 def compressed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether masked layers multiply compressed values, as where a kernel reads them."""
+    """True where masked layers multiply compressed values, as where a kernel reads them."""
     if request.param:
         monkeypatch.setattr("tilesparse.nn.linear.multiplies_compressed", lambda x, index: True)
     return bool(request.param)
@@ -271,19 +265,14 @@ def test_masks_stay_until_they_are_chosen_anew(device: str, name: str) -> None:
     assert layer.update_mask_() is layer and layer.mask is mask
     assert not torch.equal(mask, before)
     assert torch.equal(mask, two_of_four(layer.weight.detach().abs(), transposable=layer.transposable))
+    chosen = mask.clone()
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(layer.update_mask_().mask, chosen)
     assert_multiplies(layer, layer.weight.detach() * mask)
     scores = torch.rand(mask.shape, generator=seeded(5)).to(device)
     layer.update_mask_(scores)
     assert torch.equal(layer.mask, two_of_four(scores, transposable=layer.transposable))
     assert_multiplies(layer, layer.weight.detach() * layer.mask)
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_masks_are_chosen_alike_under_autocast(name: str) -> None:
-    layer = make(name)
-    before = layer.mask.clone()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer.update_mask_().mask, before)
 
 
 @on_every_device
@@ -363,19 +352,19 @@ def test_scales_of_rows_and_of_blocks(storage: str) -> None:
     layer.to_storage(storage)
     rows, error = layer.scales, layer.storage_error
     assert rows.shape == (6, 32)
-    layer.to_storage(storage, per="block")
+    layer.to_storage(storage, granularity="block")
     assert layer.scales.shape == (6,), "other scales are made of what there is"
     assert float((dense_blocks(layer) - plain).norm() / plain.norm()) < 0.06
-    layer.to_storage(storage, per="row")
+    layer.to_storage(storage, granularity="row")
     assert layer.scales.shape == (6, 32)
-    by_block = make("masked").to_storage(storage, per="block")
+    by_block = make("masked").to_storage(storage, granularity="block")
     assert by_block.scales.shape == (6,) and by_block.storage_error > 0 < error
     loaded = make("2:4 int8" if storage == "int8" else "2:4 float8")
     loaded.load_state_dict(by_block.state_dict())
     assert same(states(loaded), states(by_block))
     assert_multiplies(loaded, dense_blocks(by_block))
-    with pytest.raises(InvalidArgumentError, match="per must be 'row' or 'block', got 'tensor'"):
-        layer.to_storage(storage, per="tensor")
+    with pytest.raises(InvalidArgumentError, match="granularity must be 'row' or 'block', got 'tensor'"):
+        layer.to_storage(storage, granularity="tensor")
 
 
 def test_to_storage_clips_at_limits() -> None:
@@ -547,7 +536,7 @@ def test_copies_are_equal_and_independent(name: str) -> None:
 @every_layer
 @on_every_device
 def test_a_layer_is_made_from_its_spec(device: str, name: str) -> None:
-    saved = make(name, device=device).to_storage(LAYERS[name].get("storage", "plain"), per="block")
+    saved = make(name, device=device).to_storage(LAYERS[name].get("storage", "plain"), granularity="block")
     spec = saved.spec
     assert LayerSpec.from_json(spec.to_json()) == spec
     assert spec.nnz == len(saved.weight) and spec.shape == (OUT, IN) and spec.storage == saved.storage
@@ -718,7 +707,7 @@ def test_transforms(name: str) -> None:
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.usefixtures("compressed")
 def test_second_derivatives_of_masked_layers(name: str) -> None:
-    """By x they are those of the product; by the weight, as if there were no mask."""
+    """With respect to x they are those of the product; by the weight, as if there were no mask."""
     layer = BlockSparseLinear(32, 32, density=1, block_shape=32, dtype=torch.float64, **LAYERS[name])
     x = randn(2, 32, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda t: layer(t).tanh(), (x,), fast_mode=True)
@@ -796,6 +785,8 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
     assert layer.to_storage("plain").weight.requires_grad is trained
     stored = BlockSparseLinear(64, 64, storage="int8", device=device, block_shape=32)
     assert stored.to_storage("plain").weight.requires_grad
+    linear = nn.Linear(IN, OUT).requires_grad_(trained)
+    assert BlockSparseLinear.from_linear(linear, nm=NM, block_shape=32).weight.requires_grad is trained
 
 
 # ---- the plain weight that `prepack` keeps on the CPU ----

@@ -343,13 +343,14 @@ _SPREAD = _operator("spread", launch.spread, _spread_fake, _of_spread)
 _GRADIENT = _operator("combine_gradient", launch.combine_gradient, _gradient_fake, _of_gradient)
 
 
-def quantize(x: Tensor, dtype: torch.dtype, per: str = "token") -> tuple[Tensor, Tensor]:
-    """Quantize activations to 8 bits, see `functional.quantize`."""
-    if per != "token" and (per != "group" or dtype != torch.float8_e4m3fn):
+def quantize_activations(x: Tensor, dtype: torch.dtype, granularity: str = "token") -> tuple[Tensor, Tensor]:
+    """Quantize activations to 8 bits, see `functional.quantize_activations`."""
+    if granularity != "token" and (granularity != "group" or dtype != torch.float8_e4m3fn):
         raise InvalidArgumentError(
-            f"per must be 'token', or 'group' with dtype torch.float8_e4m3fn, got {shown(per)} with {dtype}"
+            "granularity must be 'token', or 'group' with dtype torch.float8_e4m3fn, got "
+            f"{shown(granularity)} with {dtype}"
         )
-    return _quantized(x, dtype if per == "token" else None, is_plain((x,)))
+    return _quantized(x, dtype if granularity == "token" else None, is_plain((x,)))
 
 
 def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from ..nn.dense import dense_weight
 from .experts import ExpertMoments, LinearExperts, Place
 from .moments import Moments
 from .stream import (
+    ForwardEnded,
     Input,
     Stream,
     call_apart,
@@ -46,6 +47,9 @@ class Calibration:
 
     Where the model has a stack of blocks, each of which takes what the one before gives, the data wait before
     the first block and go on block by block. Everything else runs with the model as a whole.
+
+    Methods take the next unit and names of layers in it. ``parameters`` are tensors in place of the model's
+    own, by their names.
 
     Args:
         model: in evaluation mode.
@@ -112,31 +116,22 @@ class Calibration:
     def moments_of_experts(
         self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]
     ) -> ExpertMoments | None:
-        """Return the moments of all experts of a layer's projection, None for a layer of another kind.
-
-        Args:
-            unit: the next one.
-            layer: the name of one expert's.
-            parameters: what takes the places of the model's own, by their names.
-        """
+        """Return the moments of all experts of a layer's projection, None for a layer of another kind."""
         projection = self._projection(layer)
         if projection is None:
             return None
         experts = self._model.get_submodule(projection[0])
         assert isinstance(experts, LinearExperts)
-        found, number = ExpertMoments(self._device), 0
+        found = ExpertMoments(self._device)
 
-        def note(name: str, x: Tensor) -> None:
-            keep = self._keep[number]
+        def note(name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
             if keep is not None and keep.numel() == experts.rows:
                 keep = keep.reshape(-1)[experts.tokens]
             found.add(name, x, number, keep)
 
         prefix = ".".join(projection)
         names = [f"{prefix}.{key}" for key, _ in self._model.get_submodule(prefix).named_children()]
-        with self._listening(names, note):
-            for current, _ in enumerate(self._results(unit, parameters), 1):
-                number = min(current, len(self._batches) - 1)
+        self.visit(unit, names, note, parameters)
         return found
 
     def trial(
@@ -150,20 +145,16 @@ class Calibration:
     ) -> Any:
         """Run the next unit on the first batch; return its output.
 
-        Args:
-            unit: the next one.
-            layers: names of layers in it.
-            note: called with the name and the input of a layer at each of its calls.
-            parameters: what takes the places of the model's own, by their names.
-            until: one of the layers, whose first call ends the run; there is no output then.
+        ``note(name, x)`` is called at each call of a layer. The first call of the layer ``until`` ends the
+        run; there is no output then.
         """
 
         def tell(name: str, x: Tensor) -> None:
             note(name, x)
             if name == until:
-                raise _LayerReached
+                raise ForwardEnded
 
-        with self._listening(layers, tell), contextlib.suppress(_LayerReached):
+        with self._listening(layers, tell), contextlib.suppress(ForwardEnded):
             return next(self._results(unit, parameters))
 
     def visit(
@@ -175,12 +166,8 @@ class Calibration:
     ) -> None:
         """Run the next unit on all batches.
 
-        Args:
-            unit: the next one.
-            layers: names of layers in it.
-            note: called with the name and the input of a layer at each of its calls, the number of the batch,
-                and which of its tokens count, [sequences, tokens] of bools or None.
-            parameters: what takes the places of the model's own, by their names.
+        ``note(name, x, number, keep)`` is called at each call of a layer: with its input, the number of the
+        batch, and which of its tokens count, [sequences, tokens] of bools or None.
         """
         number = 0
         with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
@@ -188,13 +175,7 @@ class Calibration:
                 number = min(current, len(self._batches) - 1)
 
     def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
-        """Return the moments of the inputs of a layer, and so of its group; None if nothing calls it.
-
-        Args:
-            unit: the next one.
-            layer: its name.
-            parameters: what takes the places of the model's own, by their names.
-        """
+        """Return the moments of the inputs of a layer, and so of its group; None if nothing calls it."""
         found: list[Moments] = []
         dense: list[Tensor] = []
         number, in_dense = 0, False
@@ -221,7 +202,7 @@ class Calibration:
         return found[0] if found else None
 
     def advance(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
-        """Move the data on behind a unit, with other parameters as in `moments`."""
+        """Move the data on behind a unit."""
         if unit.number is None:
             return
         self._pruned.advance(self._blocks[unit.number], parameters)
@@ -229,7 +210,7 @@ class Calibration:
             self._dense.advance(self._blocks[unit.number])
 
     def outputs(self, parameters: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Yield what the whole model gives for each batch, with other parameters as in `moments`."""
+        """Yield what the whole model gives for each batch."""
         return self._results(Unit(None, []), parameters)
 
     def _listening(
@@ -259,10 +240,6 @@ class Calibration:
             with swapped(self._model, given), visiting(blocks, self._device, home):
                 output = self._forward(self._model, batch)
             yield output
-
-
-class _LayerReached(BaseException):
-    """Ends a forward pass; no Exception, which a model or its caller might catch."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -38,11 +38,11 @@ from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 from .moments import Moments
 
-_SAME = ("block_shape", "nm", "storage", "transposable", "scales", "policy", "activations")
+_SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
 
 
 class Place(NamedTuple):
-    """Where an expert's layer is: the module of experts, the projection's name in it, and which expert."""
+    """Place of an expert's layer: the module of experts, the projection's name in it, and which expert."""
 
     experts: str
     projection: str

@@ -105,7 +105,7 @@ class Stream:
             ran.append(name)
             calls.append(call)
             if first_only:
-                raise _FirstBlockReached
+                raise ForwardEnded
 
         def after(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             nonlocal last
@@ -113,18 +113,13 @@ class Stream:
             taken = {id(one) for one in tensors_in((args, kwargs))}  # handed on, not made here
             given.update((id(one), one) for one in tensors_in(output) if id(one) not in taken)
 
-        with contextlib.ExitStack() as stack:
-            for name in self._blocks:
-                module = self._model.get_submodule(name)
-                hook = module.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: before(name, args, kwargs),
-                    with_kwargs=True,
-                    prepend=True,  # sees what the block before it gave, and not a copy on another device
-                )
-                stack.callback(hook.remove)
+        modules = {name: self._model.get_submodule(name) for name in self._blocks}
+        # Before hooks that move the arguments to another device: `before` compares identities.
+        with listening(modules, before, prepend=True), contextlib.ExitStack() as stack:
+            for module in modules.values():
                 hook = module.register_forward_hook(lambda _, *given: after(*given), with_kwargs=True)
                 stack.callback(hook.remove)
-            with contextlib.suppress(_FirstBlockReached):
+            with contextlib.suppress(ForwardEnded):
                 self._run(self._model, batch)
         self.order = self.order or ran
         self.is_chain &= ran == self.order[: 1 if first_only else None]
@@ -140,9 +135,7 @@ class Stream:
     def results(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> Iterator[Any]:
         """Run the next block on one batch after the other, on the device.
 
-        Args:
-            block: its name.
-            parameters: tensors in place of the model's parameters, by their names in the model.
+        ``parameters``: tensors in place of the model's own, by their names in the model.
         """
         module = self._model.get_submodule(block)
         # By identity: the model may know a layer by another name than that of the block and its own in it.
@@ -194,19 +187,22 @@ class Stream:
 
 @contextlib.contextmanager
 def listening(
-    modules: Mapping[str, nn.Module], note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    modules: Mapping[str, nn.Module],
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+    *,
+    prepend: bool = False,
 ) -> Iterator[None]:
-    """Call ``note(name, args, kwargs)`` before each call of a module."""
+    """Call ``note(name, args, kwargs)`` before each call of a module, with prepend before other hooks."""
     with contextlib.ExitStack() as stack:
         for name, module in modules.items():
             hook = module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True, prepend=prepend
             )
             stack.callback(hook.remove)
         yield
 
 
-class _FirstBlockReached(BaseException):
+class ForwardEnded(BaseException):
     """Ends a forward pass; no Exception, which a model or its caller might catch."""
 
 
@@ -418,13 +414,9 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return names of modules that may be stacks of blocks, the most promising first.
+    """Return names of modules that may be stacks of blocks with layers, the most promising first.
 
     A stack is the better, the more of the layers are not in its largest item.
-
-    Args:
-        model: any.
-        layers: names of its layers.
     """
     found = []
     for name, module in model.named_modules():
@@ -545,7 +537,7 @@ class Input(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What only the same tensor has, as long as nothing has written to it."""
+        """Key that only the same tensor has, as long as nothing has written to it."""
         return id(self.tensor), self.written, self.address
 
 
@@ -563,52 +555,35 @@ def recording(
         once, with the same tensor as their only argument; None for a child that it did not call. Children
         are in the order of their first calls; one that was called in any other way is left out.
     """
-    found: dict[nn.Module, dict[str, list[object]]] = {}
-    handles = []
-    for module, names in children.items():
-        record = _Record(list(names))
-        found[module] = record.entries
-        handles += record.watch(module)
-    try:
+    found: dict[nn.Module, dict[str, list[object]]] = {
+        module: {name: [] for name in names} for module, names in children.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for module, entries in found.items():
+            _record(module, entries, stack)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class _Record:
-    """The calls of a module under way, and what each of its children was called with in all of them."""
+def _record(module: nn.Module, entries: dict[str, list[object]], stack: contextlib.ExitStack) -> None:
+    """Have every call of a module add to the entries of its children, see `recording`."""
+    calls: list[dict[str, Input]] = []  # under way
+    number = 0
 
-    def __init__(self, names: list[str]) -> None:
-        self.entries: dict[str, list[object]] = {name: [] for name in names}
-        self._calls: list[dict[str, Input]] = []
-        self._number = 0
-
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Return the handles of hooks of a module and its children."""
-        handles = [
-            module.register_forward_pre_hook(lambda *_: self._calls.append({}), prepend=True),
-            module.register_forward_hook(lambda *_: self._end(), always_call=True),
-        ]
-        for name in self.entries:
-            child = module.get_submodule(name)
-            hook = child.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: self._note(name, args, kwargs), with_kwargs=True
-            )
-            handles.append(hook)
-        return handles
-
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in self.entries and not any(self.entries[name]):
-            self.entries[name] = self.entries.pop(name)  # in the order of first calls
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in entries and not any(entries[name]):
+            entries[name] = entries.pop(name)  # in the order of first calls
         alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if alone and self._calls and name not in self._calls[-1]:
-            self._calls[-1][name] = Input.of(args[0])
+        if alone and calls and name not in calls[-1]:
+            calls[-1][name] = Input.of(args[0])
         else:
-            self.entries.pop(name, None)
+            entries.pop(name, None)
 
-    def _end(self) -> None:
-        call = self._calls.pop()
-        self._number += 1
-        for name, entries in self.entries.items():
-            entries.append((self._number, call[name].key) if name in call else None)
+    def end(*_: object) -> None:
+        nonlocal number
+        call, number = calls.pop(), number + 1
+        for name, own in entries.items():
+            own.append((number, call[name].key) if name in call else None)
+
+    stack.callback(module.register_forward_pre_hook(lambda *_: calls.append({}), prepend=True).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    stack.enter_context(listening({name: module.get_submodule(name) for name in entries}, note))

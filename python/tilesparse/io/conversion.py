@@ -435,7 +435,7 @@ def _stored(
         dtype=dtype if weight.scales is not None else weight.values.dtype,
         storage=storage,
         nm=nm,
-        scales=granularity,
+        granularity=granularity,
         activations=activations,
     )
     return tensors, spec

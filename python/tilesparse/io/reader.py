@@ -502,7 +502,7 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
     if METHOD not in config and not is_method(config.get("quantization_config")):
         return []
     forms, _, files = read_section(folder)
-    scaled = [name for name, form in forms.items() if form.scales is not None]
+    scaled = [name for name, form in forms.items() if form.granularity is not None]
     if scaled and dtype not in (None, torch.float32):
         raise UnsupportedError(
             f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has scales "

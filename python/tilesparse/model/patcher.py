@@ -77,7 +77,7 @@ class BlockSparseModelPatcher:
                 regular expression, which has other special characters than dots, is matched against the start
                 of the names of ``model.named_modules()`` (`re.match`).
             options: a `BlockSparseConfig`, or a mapping with any of its fields (``density``, ``block_shape``,
-                ``nm``, ``storage``, ``transposable``, ``scales``, ``policy``) and of
+                ``nm``, ``storage``, ``transposable``, ``granularity``, ``policy``) and of
 
                 - ``pattern``: the `BlockPattern` to use, which also sets density and block shape. Layers
                   on the meta device need one, as there is nothing to choose blocks by.

@@ -146,7 +146,7 @@ def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
         _check_can_be_stored(dense_weight(module), config.storage)
     layer = BlockSparseLinear.from_linear(
         module, pattern=pattern, policy=config.policy, nm=config.nm, transposable=config.transposable
-    ).to_storage(config.storage, per=config.scales, activations=config.activations)
+    ).to_storage(config.storage, granularity=config.granularity, activations=config.activations)
     return ReferenceBlockSparseLinear(layer) if options.reference_layers else layer
 
 
@@ -167,7 +167,7 @@ def _sparse_experts(module: nn.Module, projections: Projections, options: LayerO
         nm=config.nm,
         transposable=config.transposable,
         storage=config.storage,
-        scales=config.scales,
+        granularity=config.granularity,
     )
 
 

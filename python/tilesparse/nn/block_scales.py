@@ -70,7 +70,7 @@ def from_block_scales(
         nnz=pattern.nnz,
         dtype=dtype,
         storage="float8_e4m3fn",
-        scales="block",
+        granularity="block",
         activations="float8_e4m3fn",
     )
     return BlockSparseLinear.from_state(spec, tensors)

@@ -13,7 +13,7 @@ from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
 from .._ops.linear import linear_on
-from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_scales
+from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_granularity
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
@@ -90,7 +90,7 @@ class BlockSparseExperts(nn.Module):
         nm: Sequence[int] | None = None,
         transposable: bool = False,
         storage: str = "plain",
-        scales: str = "row",
+        granularity: str = "row",
     ) -> BlockSparseExperts:
         """Return experts with the best blocks of a module of Transformers, and its function.
 
@@ -110,7 +110,7 @@ class BlockSparseExperts(nn.Module):
             nm: as there.
             transposable: as there.
             storage: as there.
-            scales: as ``per`` of `BlockSparseLinear.to_storage`.
+            granularity: as of `BlockSparseLinear.to_storage`.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -127,7 +127,8 @@ class BlockSparseExperts(nn.Module):
             raise UnsupportedError(f"module: {reason}")
         check_nm(nm, transposable)
         check_storage(storage, nm)
-        parts, scales = check_parts_beside(patterns, parts), checked_scales("scales", scales, None)
+        parts = check_parts_beside(patterns, parts)
+        checked_granularity(granularity, None)
         layers = []
         for name, own in found.layers().items():
             weight = dense_weight_of(module, name)
@@ -147,7 +148,7 @@ class BlockSparseExperts(nn.Module):
                 experts=len(dense[0]),
             )
             layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
-            layers.append(layer.to_storage(storage, per=scales).train(module.training))
+            layers.append(layer.to_storage(storage, granularity=granularity).train(module.training))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:

@@ -40,7 +40,7 @@ from ..config import (
     check_nm_blocks,
     check_quantized_activations,
     check_storage,
-    checked_scales,
+    checked_granularity,
 )
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
 from ..matrix import BlockSparseMatrix
@@ -119,7 +119,7 @@ class BlockSparseLinear(StoredWeight):
         mask: bools [nnz, bn, bk] of plain 2:4, otherwise None.
         metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
         scales: float32 [nnz, bn] or [nnz] of 8 and 4 bits, [out_features] with `activations`, otherwise None;
-            see `storage.quantize` and `storage.quantize_int4`.
+            see `storage.quantize_weights` and `storage.quantize_int4`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
 
     Raises:
@@ -201,7 +201,7 @@ class BlockSparseLinear(StoredWeight):
             device="meta",
             dtype=spec.dtype,
             **own,
-        ).to_storage(spec.storage, per=spec.scales or "row", activations=spec.activations)
+        ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -426,7 +426,7 @@ class BlockSparseLinear(StoredWeight):
         self: _Layer,
         storage: str,
         *,
-        per: str = "row",
+        granularity: str = "row",
         activations: str | None = None,
         limits: Tensor | None = None,
         values: Tensor | None = None,
@@ -439,13 +439,13 @@ class BlockSparseLinear(StoredWeight):
         Args:
             storage: "plain"; "compressed": the kept half of 2:4, and metadata; "int8" or "float8_e4m3fn":
                 8 bits and scales, of 2:4 the kept half alone; "int4": 4 bits and scales, not of 2:4.
-            per: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With `activations`
-                an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of 128 x 128, and
-                x then has a scale for each 128 features of a token.
+            granularity: of 8 and 4 bits, what has a scale of its own: "row" of a block or "block". With
+                `activations` an output feature, whatever a row is; "block" is for float8_e4m3fn in blocks of
+                128 x 128, and x then has a scale for each 128 features of a token.
             activations: the name of the storage, where that has 8 bits: products then quantize x as well, see
                 `functional.quantized_linear`. None multiplies x in its dtype.
             limits: of 8 and 4 bits, the magnitude at which the weights of each scale are clipped, see
-                `storage.quantize`; `quantize_` finds good ones. None clips nothing in 8 bits.
+                `storage.quantize_weights`; `quantize_` finds good ones. None clips nothing in 8 bits.
             values: of 8 and 4 bits, [nnz, bn, bk] to store in place of the weight, which may be rounded
                 already, so that errors make up for each other; `quantize_` finds good ones.
 
@@ -460,8 +460,8 @@ class BlockSparseLinear(StoredWeight):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_scales("per", per, activations, self._block_shape)
-        spec = self.spec.with_storage(storage, per, activations)
+        checked_granularity(granularity, activations, self._block_shape)
+        spec = self.spec.with_storage(storage, granularity, activations)
         if spec != self.spec or limits is not None or values is not None:
             self._convert(spec, limits, values)
         return self
@@ -469,7 +469,7 @@ class BlockSparseLinear(StoredWeight):
     def _convert(self, spec: LayerSpec, limits: Tensor | None, values: Tensor | None) -> None:
         storage = storage_of(spec.storage)
         for name, given in (("limits", limits), ("values", values)):
-            if given is not None and not storage.scales:
+            if given is not None and not storage.granularities:
                 raise InvalidArgumentError(
                     f"{name} must be None with storage {spec.storage!r}, which has no scales"
                 )
@@ -530,7 +530,9 @@ class BlockSparseLinear(StoredWeight):
         if self.mask is not None:
             fill(self.mask, two_of_four(drawn.abs(), transposable=self.transposable))
         if not sharded:
-            self.to_storage(wanted.storage, per=wanted.scales or "row", activations=wanted.activations)
+            self.to_storage(
+                wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
+            )
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
 

@@ -38,7 +38,7 @@ def load(
     try:
         pattern = _checked(layer, own, noted)
         if pattern is not None:
-            make_room(layer, pattern, own, _scales(layer, own))
+            make_room(layer, pattern, own, _granularity(layer, own))
     except (ValueError, TypeError, RuntimeError) as error:
         errors.append(f"{prefix}{error}")
         for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
@@ -66,7 +66,9 @@ def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, 
     spec, pattern = layer.spec, None
     if there:
         pattern = _checked_pattern(layer, state, there[0])
-        spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=_scales(layer, state))
+        spec = replace(
+            spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=_granularity(layer, state)
+        )
         if layer._shard is not None:
             layer._shard.check(pattern)
     _check_shapes(layer, state, spec)
@@ -148,8 +150,8 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
             )
 
 
-def _scales(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
+def _granularity(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
     """Return what has a scale of its own in a saved layer."""
     if layer.activations is not None:
-        return layer.spec.scales
-    return storage_of(layer.storage).scales_of(state.get("scales", layer.scales))
+        return layer.spec.granularity
+    return storage_of(layer.storage).granularity_of(state.get("scales", layer.scales))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .._checks import check_activations, is_tensor, shown
 from ..errors import InvalidArgumentError, InvalidTypeError
-from ..functional import quantize
+from ..functional import quantize_activations
 from ..storage.formats import storage_of
 from .linear import BlockSparseLinear, representation
 from .parameters import note_owner
@@ -44,7 +44,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         self.block_shape, self.density = layer.block_shape, layer.density
         self.storage_error, self.activations = layer.storage_error, layer.activations
         self._grid = layer.pattern.grid
-        self._grouped = layer.activations is not None and layer.spec.scales == "block"
+        self._grouped = layer.activations is not None and layer.spec.granularity == "block"
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
             if parameter is not None:
                 values = dense_blocks(layer) if name == "weight" else parameter.detach().clone()
@@ -80,7 +80,7 @@ class ReferenceBlockSparseLinear(nn.Module):
 def _rounded(x: Tensor, dtype: torch.dtype | None, grouped: bool) -> Tensor:
     """Return x as 8 bits and a scale for each token, or each group of it, hold it, with the gradient of x."""
     assert dtype is not None
-    values, scales = quantize(x, dtype, per="group" if grouped else "token")
+    values, scales = quantize_activations(x, dtype, granularity="group" if grouped else "token")
     groups = values.float().view(*scales.shape, -1) if grouped else values.float()
     rounded = (groups * scales[..., None]).view(x.shape).to(x.dtype)
     return x + (rounded - x).detach()

@@ -86,9 +86,9 @@ class StoredWeight(nn.Module):
     def spec(self) -> LayerSpec:
         """How the layer is stored now: shape, block shape, number of blocks, dtype, storage and policy."""
         storage = storage_of(self._storage)
-        scales = storage.scales_of(self.scales)
+        granularity = storage.granularity_of(self.scales)
         if self._activations is not None:
-            scales = "block" if self.scales is not None and is_inside(self.scales) else PER_FEATURE
+            granularity = "block" if self.scales is not None and is_inside(self.scales) else PER_FEATURE
         return LayerSpec(
             shape=self._shape,
             block_shape=self._block_shape,
@@ -98,7 +98,7 @@ class StoredWeight(nn.Module):
             storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            scales=scales,
+            granularity=granularity,
             policy=self._policy,
             activations=self._activations,
             experts=self._experts,
@@ -459,7 +459,7 @@ class Stored(NamedTuple):
 
     def is_by_feature(self, name: str) -> bool:
         """Return True for tensors [out_features]; others have one entry for each block."""
-        return name == "bias" or (name == "scales" and self.spec.scales == PER_FEATURE)
+        return name == "bias" or (name == "scales" and self.spec.granularity == PER_FEATURE)
 
 
 def stored_of(layer: StoredWeight, method: str) -> Stored:
@@ -483,17 +483,22 @@ def become(layer: StoredWeight, stored: Stored) -> None:
 
 @with_normal_tensors
 def make_room(
-    layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], scales: str | None = None
+    layer: StoredWeight, pattern: BlockPattern, contents: Mapping[str, Tensor], granularity: str | None = None
 ) -> None:
     """Give the weight, the same Parameter, and the buffers the sizes that another pattern needs.
 
-    Tensors of another size are filled with ``contents``, by name, or zeros; ``scales`` is as of `LayerSpec`,
-    None keeps them. Other threads may be calling the layer: tensors are filled before they are put in their
-    places. The weight comes first and the pattern last, so that a call which meets tensors of both finds that
+    Tensors of another size are filled with ``contents``, by name, or zeros; ``granularity`` is as of
+    `LayerSpec`, None keeps it. Other threads may be calling the layer: tensors are filled before they are put
+    in their places. The weight comes first and the pattern last, so that a call which meets tensors of both finds that
     they do not fit.
     """
     before = layer.spec
-    spec = replace(before, nnz=pattern.nnz, block_shape=pattern.block_shape, scales=scales or before.scales)
+    spec = replace(
+        before,
+        nnz=pattern.nnz,
+        block_shape=pattern.block_shape,
+        granularity=granularity or before.granularity,
+    )
     resized = before.values_shape != spec.values_shape
     made: dict[str, Tensor] = {}
     for name, (shape, _) in forms_of(spec).items():

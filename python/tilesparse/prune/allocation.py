@@ -313,7 +313,7 @@ def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
     kept = kept_blocks(config, shape_of(layer))
     block_shape, nm = block_shape_of(config), as_nm(config.nm)
     spec = LayerSpec(shape=shape_of(layer), block_shape=block_shape, nnz=kept, dtype=weight.dtype, nm=nm)
-    forms = forms_of(spec.with_storage(config.storage, config.scales, config.activations))
+    forms = forms_of(spec.with_storage(config.storage, config.granularity, config.activations))
     stored = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
     return stored + INDEX_BYTES * (weight.shape[0] // block_shape[0] + 1 + 2 * kept)
 

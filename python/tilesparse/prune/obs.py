@@ -186,7 +186,7 @@ def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> B
         raise InvalidArgumentError(f"weights that the refit gives are not finite in {layer.weight.dtype}")
     if solution.mask is not None:
         layer.set_nm(config.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
-    return layer.to_storage(config.storage, per=config.scales, activations=config.activations)
+    return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
 
 
 class Elimination(NamedTuple):

@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import LARGEST
+from .._checks import shown
 from .._listeners import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import chosen_device, observing
-from ..config import check_flag, check_quantized_activations, check_storage
+from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
-from ..model.match import refusal_of
-from ..model.modules import matching, names_of_modules, owners_of_parameters, parsed, weight_reads
+from ..model.match import STAYS_DENSE, refusal_of, rules_of
+from ..model.modules import matching, names_of_modules, owners_of_parameters, weight_reads
 from ..model.report import SkippedLayer, by_reason
-from ..nn.experts import ExpertsLinear, stacked_parameters
+from ..nn.experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
+from .plan import ExpertsPlan, Plan, Task
 from .report import QuantizeReport
-from .smooth import Plan, is_linear
-from .weights import WeightPlan, rounded_experts
+from .smooth import SmoothPlan, is_linear
+from .weights import WeightPlan
 
 
 def quantize_(
     model: nn.Module,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
     batches: Iterable[Any],
     *,
-    storage: str = "int8",
-    activations: str | None = "auto",
     layers: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -54,17 +54,15 @@ def quantize_(
       Scales that change what the model gives for any batch are left out, and the report says so.
       Scales are powers of two, so the model computes the same before it is quantized, but for what float16
       rounds near its smallest numbers.
-    - **Clipping** of the largest weights of an output feature, see `storage.quantize`.
+    - **Clipping** of the largest weights of an output feature, see `storage.quantize_weights`.
 
     Scales of activations stay those of each token, found in every call: kernels take no others.
-
-    With weights alone, those of experts are stored as `to_storage` does: which tokens an expert meets is not
-    looked at. Beside 8-bit activations they stay as they are.
 
     With weights alone it rounds them one column after the other, and those behind make up for the error, as
     in GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
     Transformers", arXiv:2210.17323), within the kept blocks of each row. Each row of a block is clipped where
     that costs least. Output features whose error would grow are rounded to the nearest, as `to_storage` does.
+    So are all weights of experts: which tokens an expert meets is not looked at.
 
     A warning names layers that meet fewer tokens than they have inputs: their errors are then too small.
 
@@ -74,12 +72,13 @@ def quantize_(
 
     Args:
         model: with `BlockSparseLinear` in the storage "plain", not 2:4.
+        config: storage and activations of the layers, such as ``BlockSparseConfig.w8a8()``; or a config for
+            each name or regular expression of layers, of which the first that matches counts, and None leaves
+            layers as they are. Its other fields are not looked at: layers keep their blocks.
         batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do;
             weights alone want several tokens for each of a layer's in_features.
-        storage: "int8", "float8_e4m3fn" or "int4".
-        activations: the same where it has 8 bits, or None for weights alone. "auto" is None for int4 and the
-            same for others.
-        layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
+        layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers. Not with a
+            mapping in ``config``.
         exclude: likewise, of layers that stay as they are.
         filter_fn: takes a layer and its name, and returns True to quantize it.
         smooth: False scales nothing. Without 8-bit activations nothing is scaled.
@@ -98,89 +97,95 @@ def quantize_(
 
     Examples:
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
-        >>> print(tilesparse.quantize_(model, batches, storage="int8"))
+        >>> print(tilesparse.quantize_(model, tilesparse.BlockSparseConfig.w8a8(), batches))
     """
-    stored = _storage(storage)
-    if activations == "auto":
-        activations = storage if stored.dtype in LARGEST else None
-    check_quantized_activations(activations, storage)
     for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
         check_flag(name, flag)
     check_model(model)
     data = collected(batches)
-    targets, skipped = _targets(model, layers, exclude, filter_fn, storage, activations, strict)
+    targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
     if not targets:
-        return QuantizeReport([], skipped, None, storage, activations)
+        return QuantizeReport([], skipped, None)
     check_can_change(model)
-    experts = [name for name in targets if getattr(model.get_submodule(name), "of_experts", False)]
-    targets = [name for name in targets if name not in experts]
-    made, described = rounded_experts(model, experts, storage)
-    found, stack = [], None
-    if targets:
-        with observing(model):
-            given = model, targets, data, forward or call_model, chosen_device(model, device), stored
-            plan = WeightPlan(*given, clip) if activations is None else Plan(*given, smooth, clip)
-            plan.make()
-            plan.apply()
-        found, stack = plan.layers, plan.stack
-    for layer, rounded in made:
-        take_over(layer, rounded)
+    inputs, weights, of_experts = _by_plan(model, targets)
+    with observing(model):
+        task = Task(
+            model, {}, data, forward or call_model, chosen_device(model, device), smooth, clip, weights
+        )
+        kinds = (SmoothPlan, inputs), (WeightPlan, weights), (ExpertsPlan, of_experts)
+        plans: list[Plan] = [kind(task._replace(storages=own)) for kind, own in kinds if own]
+        # Everything that can fail comes before the first change.
+        with torch.inference_mode(False), torch.no_grad():
+            stored = [pair for plan in plans for pair in plan.stored()]
+            scaled = [pair for plan in plans for pair in plan.scaled().items()]
+            for name, tensor in scaled:
+                model.get_parameter(name).copy_(tensor)
+            for layer, other in stored:
+                take_over(layer, other)
     layers_changed(model)
-    if activations is None:
-        warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found})
-    return QuantizeReport([*found, *described], skipped, stack, storage, activations)
+    found = [layer for plan in plans for layer in plan.layers]
+    warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found if layer.name in weights})
+    return QuantizeReport(found, skipped, plans[0].stack)
 
 
-def _storage(name: str) -> QuantizedStorage:
-    check_storage(name, None)
-    storage = storage_of(name)
-    if not isinstance(storage, QuantizedStorage):
-        raise InvalidArgumentError(f"storage must have 8 or 4 bits, got {name!r}")
-    return storage
+def _by_plan(
+    model: nn.Module, targets: Mapping[str, BlockSparseConfig]
+) -> tuple[dict[str, QuantizedStorage], ...]:
+    """Return the storages of layers with 8-bit activations, with weights alone, and of experts, by name."""
+    inputs, weights, of_experts = plans = tuple[dict[str, QuantizedStorage], ...](({}, {}, {}))
+    for name, config in targets.items():
+        storage, layer = storage_of(config.storage), model.get_submodule(name)
+        assert isinstance(storage, QuantizedStorage)
+        kind = of_experts if getattr(layer, "of_experts", False) else weights
+        (kind if config.activations is None else inputs)[name] = storage
+    return plans
 
 
 def _targets(
     model: nn.Module,
+    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
     layers: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
-    storage: str,
-    activations: str | None,
     strict: bool,
-) -> tuple[list[str], list[SkippedLayer]]:
-    """Return the layers to quantize, and the linear ones that stay as they are."""
-    patterns, names = parsed("layers", ".*" if layers is None else layers), names_of_modules(model)
-    targets: list[str] = []
-    skipped: list[SkippedLayer] = []
-    used: set[int] = set()  # places of patterns
+) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
+    """Return the layers to quantize with their configs, and the linear ones that stay as they are."""
+    for each in config.values() if isinstance(config, Mapping) else [config]:
+        if each is not None:
+            _check_config(each)
+    rules, names = rules_of(config, layers), names_of_modules(model)
+    places = matching([rule.layers for rule in rules], names)
+    configs = {module: rules[own[0]].options for module, own in places.items() if own}
     owners, reads = owners_of_parameters(names), weight_reads(model)
-    refusal = refusal_of(
-        names,
-        lambda module: _reason_to_skip(module, owners, storage, activations),
-        exclude,
-        filter_fn,
-    )
-    for module, places in matching(patterns, names).items():
-        stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
-        if not places or not (is_linear(module) or stacked):
+    targets: dict[str, BlockSparseConfig] = {}
+    skipped: list[SkippedLayer] = []
+    used: set[int] = set()  # places of rules that decide about a layer
+
+    def reason_not(module: nn.Module) -> str | None:
+        options = configs.get(module)
+        return STAYS_DENSE if options is None else _reason_to_skip(module, owners, options.config)
+
+    refusal = refusal_of(names, reason_not, exclude, filter_fn)
+    for module, options in configs.items():
+        if not (is_linear(module) or _stacked(module)):
             continue
         name = names[module][0]
         reason = refusal(name, module)
-        if reason is None and module in reads:
-            reason = reads[module].reason_not(storage_of(storage))
-        if reason is None:
-            targets.append(name)
-            used.update(places)
+        if reason is None and options is not None and module in reads:
+            reason = reads[module].reason_not(storage_of(options.config.storage))
+        if reason is None and options is not None:
+            targets[name] = options.config
         else:
-            skipped.append(SkippedLayer(name, type(module).__name__, reason))
-    unused = (
-        []
-        if layers is None
-        else [pattern.text for place, pattern in enumerate(patterns) if place not in used]
-    )
+            skipped.append(SkippedLayer(name, type(module).__name__, reason or STAYS_DENSE))
+        if name in targets or options is None:
+            used.update(place for place in places[module] if rules[place].options == options)
+    unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
+    if layers is None and isinstance(config, BlockSparseConfig):
+        unused = []
     if strict and (unused or not targets):
+        argument = "config" if layers is None else "layers"
         which = (
-            f"layers must each name a layer to quantize, got {unused[0]!r}"
+            f"{argument} must each name a layer to quantize, got {unused[0]!r}"
             if unused
             else "model: no layer is left to quantize"
         )
@@ -189,18 +194,31 @@ def _targets(
     return targets, skipped
 
 
+def _check_config(config: object) -> None:
+    if not isinstance(config, BlockSparseConfig):
+        raise InvalidArgumentError(
+            f"config must be a BlockSparseConfig or a mapping of names to them, got {shown(config)}"
+        )
+    if not isinstance(storage_of(config.storage), QuantizedStorage):
+        raise InvalidArgumentError(f"config must have a storage of 8 or 4 bits, got {config.storage!r}")
+    if config.granularity == "block":
+        raise InvalidArgumentError(
+            "config must not have granularity 'block': scales that calibration data choose are of rows"
+        )
+
+
+def _stacked(module: nn.Module) -> Sequence[str]:
+    return [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
+
+
 def _reason_to_skip(
-    module: nn.Module,
-    owners: Mapping[nn.Parameter, Sequence[nn.Module]],
-    storage: str,
-    activations: str | None,
+    module: nn.Module, owners: Mapping[nn.Parameter, Sequence[nn.Module]], config: BlockSparseConfig
 ) -> str | None:
-    stacked = [] if isinstance(module, BlockSparseLinear) else stacked_parameters(module)
-    if stacked:
+    if stacked := _stacked(module):
         return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if isinstance(module, ExpertsLinear) and activations is not None:
+    if module.of_experts and config.activations is not None:
         return (
             "weights of experts, which have no products with 8-bit activations; activations=None stores them"
         )
@@ -212,12 +230,12 @@ def _reason_to_skip(
         return "its weight is computed in every call"
     if len(owners[module.weight]) > 1:
         return "its weight is shared with another module"
-    if module.weight.dtype == torch.float64 and activations is not None:
+    if module.weight.dtype == torch.float64 and config.activations is not None:
         return "its weight is float64, which has no products in 8 bits"
-    if module.nm is not None and activations is None and storage_of(storage).allows_nm:
-        return f"2:4, whose weights are rounded one by one, by to_storage({storage!r})"
+    if module.nm is not None and config.activations is None and storage_of(config.storage).allows_nm:
+        return f"2:4, whose weights are rounded one by one, by to_storage({config.storage!r})"
     try:
-        module.spec.with_storage(storage, activations=activations)
+        module.spec.with_storage(config.storage, activations=config.activations)
     except InvalidArgumentError as error:
         return str(error)
     return None

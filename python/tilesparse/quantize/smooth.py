@@ -1,9 +1,8 @@
-"""The plan of what becomes of each layer of a model, found block by block and applied at the end."""
+"""The plan for layers with 8-bit activations: smoothed inputs and clipped weights."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -11,20 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._progress import Progress
-from ..calibrate.calibration import Calibration, Forward, Unit, check_inputs, naming_layer
+from ..calibrate.calibration import Calibration, Unit, check_inputs
 from ..calibrate.moments import exact_products
 from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
-from ..matrix import BlockSparseMatrix
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
 from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import is_sharded
-from ..nn.weight import dense_blocks, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from ..storage.quantize import CLIP_RATIOS, clip_limits
-from .report import QuantizedLayer
+from ..storage.quantize import clip_limits
+from .plan import Plan, Task, inverse_norms, stored_copy
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers
 _BASES = {torch.float16: 4}  # of digits, whose number bounds the powers of two; 16 for other dtypes
@@ -137,8 +133,8 @@ class GroupFinder:
         found, place = torch.zeros(x.shape[-1], dtype=torch.long, device="cpu"), 1
         while place <= stop - start:
             digits = numbers // place % base  # 0 is that of what comes from elsewhere
-            factors = self._whole(producer, start, 0.5**digits)
-            seen = self._digits(layer, self._parameters(producer, rows=factors), base)
+            factors = self._of_rows(producer, start, 0.5**digits)
+            seen = self._digits(layer, scaled_in(self._model, factors, {}), base)
             if seen is None:
                 return None
             found, place = found + seen * place, place * base
@@ -147,10 +143,11 @@ class GroupFinder:
             return None
         return torch.where(live, found - 1, -1)
 
-    def _whole(self, producer: str, start: int, factors: Tensor) -> Tensor:
+    def _of_rows(self, producer: str, start: int, factors: Tensor) -> dict[str, Tensor]:
+        """Return the factors of all rows of a module, by its name; 1 but for some."""
         rows = torch.ones(sizes_of(self._model.get_submodule(producer))[0], device="cpu")
         rows[start : start + len(factors)] = factors
-        return rows
+        return {producer: rows}
 
     def _digits(self, layer: str, parameters: Mapping[str, Tensor], base: int) -> Tensor | None:
         """Return by which powers of 1/2 a layer's input is multiplied; None if it changes in another way."""
@@ -171,23 +168,14 @@ class GroupFinder:
         """Return True if factors of a group leave what the unit gives the same, but for rounding."""
         assert group.producer is not None and group.source is not None
         generator = torch.Generator().manual_seed(0)
-        rows = int(group.source.max()) + 1
-        factors = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator, device="cpu")
+        count = int(group.source.max()) + 1
+        factors = 2.0 ** torch.randint(-1, 2, (count,), generator=generator, device="cpu")
         columns = torch.where(group.source >= 0, 1 / factors[group.source.clamp(min=0)], 1.0)
-        parameters = self._parameters(group.producer, rows=self._whole(group.producer, group.start, factors))
-        for name in group.layers:
-            parameters |= self._parameters(name, columns=columns)
+        rows = self._of_rows(group.producer, group.start, factors)
+        parameters = scaled_in(self._model, rows, dict.fromkeys(group.layers, columns))
         output = self._calibration.trial(self._unit, [], lambda *_: None, parameters)
-        return _same(output, self._output)
-
-    def _parameters(self, name: str, **factors: Tensor) -> dict[str, Tensor]:
-        scaled = scaled_parameters(self._model.get_submodule(name), **factors)
-        return {f"{name}.{own}": tensor for own, tensor in scaled.items()}
-
-
-def scalable(model: nn.Module) -> Sequence[str]:
-    """Return the names of a model's linear layers and norms."""
-    return [name for name, module in model.named_modules() if is_linear(module) or is_norm(module)]
+        found = differences(output, self._output)
+        return all(each <= _DIFFERENCE * torch.finfo(dtype).eps for dtype, each in found)
 
 
 def _norms(x: Tensor) -> Tensor:
@@ -196,91 +184,58 @@ def _norms(x: Tensor) -> Tensor:
     return norms
 
 
-def _same(output: Any, expected: Any) -> bool:
-    found = differences(output, expected)
-    return all(each <= _DIFFERENCE * torch.finfo(dtype).eps for dtype, each in found)
-
-
 # Relative differences of outputs that count as equal. Factors are powers of two: only float16 rounds anew.
 _LIMITS = {2: 3e-2, 4: 1e-4, 8: 1e-6}  # by bytes of a number
 
 _Scaled: TypeAlias = tuple[ScaleGroup, Tensor]  # and the factors of its columns
 
 
-class Plan:
-    """Scales and limits for the layers of a model, which stays as it is until `apply`.
-
-    Args:
-        model: in evaluation mode.
-        targets: names of the layers to quantize.
-        data: calibration data.
-        forward: calls the model with a batch.
-        device: where blocks run and errors are computed.
-        storage: of the layers afterwards, and of their activations.
-        smooth: whether inputs are scaled.
-        clip: whether weights are clipped.
-
-    Attributes:
-        layers: what was found, in the order in which layers run.
-        stack: the stack of blocks that the data go through, or None.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Sequence[str],
-        data: Sequence[Any],
-        forward: Forward,
-        device: torch.device,
-        storage: QuantizedStorage,
-        smooth: bool,
-        clip: bool,
-    ) -> None:
-        self._model, self._targets, self._device = model, dict.fromkeys(targets), device
-        self._storage, self._smooth, self._clip = storage, smooth, clip
-        self._names = scalable(model)
-        self._calibrated = partial(Calibration, model, data, forward, self._names, device, compare=False)
-        self._against = reasons_against_scaling(model, self._names)
-        self._refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
-        self._rows: dict[str, Tensor] = {}
-        self._columns: dict[str, Tensor] = {}
+class SmoothPlan(Plan):
+    """Scales and limits for layers with 8-bit activations."""
 
     @torch.no_grad()
-    def make(self) -> None:
+    def __init__(self, task: Task) -> None:
         """Find the scales and limits of all layers.
 
         Raises:
             InvalidArgumentError: the batches do not run a layer, or give it no token that counts, or NaN or
                 infinities.
         """
+        super().__init__(task)
+        modules = task.model.named_modules()
+        names = [name for name, module in modules if is_linear(module) or is_norm(module)]
+        self._calibrated = partial(task.calibration, names)
+        self._against = _reasons_against_scaling(task, names)
+        self._refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
         self._make_all()
         while harmful := self._harmful(self._scaled):
             for group, reason in harmful:
                 self._refused[group.layers] = ScaleGroup(group.layers, reason=reason)
             self._make_all()
         self._rows, self._columns = self._factors(self._scaled)
+        del self._calibration  # whose data take memory
 
     def _make_all(self) -> None:
         self._calibration = self._calibrated()
         self.stack = self._calibration.stack
         self._limits: dict[str, Tensor] = {}
         self._scaled: list[_Scaled] = []
-        self._progress = Progress(len(self._targets))
-        self.layers: list[QuantizedLayer] = []
+        self.layers.clear()
         for unit in self._calibration.units():
             self._make(unit)
             self._calibration.advance(unit, {})
-        missing = [name for name in self._targets if name not in self._limits]
+        missing = [name for name in self._task.storages if name not in self._limits]
         if missing:
             raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
 
     def _make(self, unit: Unit) -> None:
-        if self._targets.keys().isdisjoint(unit.layers):
+        targets = self._task.storages
+        if targets.keys().isdisjoint(unit.layers):
             return
-        finder = GroupFinder(self._model, self._calibration, unit, self._against)
-        found = finder.groups(self._targets, self._smooth)
+        finder = GroupFinder(self._task.model, self._calibration, unit, self._against)
+        found = finder.groups(targets, self._task.smooth)
         groups = [self._refused.get(group.layers, group) for group in found]
-        samples = {group.layers[0]: Samples(self._device) for group in groups}
+        samples = {group.layers[0]: Samples(self._task.device) for group in groups}
         self._calibration.visit(
             unit, list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
         )
@@ -290,35 +245,26 @@ class Plan:
             self._solve(group, own)
 
     def _solve(self, group: ScaleGroup, samples: Samples) -> None:
-        own = [name for name in group.layers if name in self._targets]
-        weights = {name: dense_of(self._model.get_submodule(name), self._device) for name in own}
-        search = Search(samples, weights, self._storage)
-        found = search.best(group.source, clip=self._clip)
-        if found.columns is not None and group.producer is not None:
+        storages = {name: each for name, each in self._task.storages.items() if name in group.layers}
+        weights = {name: self._task.weight(name) for name in group.layers if name in storages}
+        found = Search(samples, weights, storages).best(group.source, clip=self._task.clip)
+        if found.columns is not None:
             self._scaled.append((group, found.columns))
         self._limits |= found.limits
-        for name in own:
-            self.layers.append(self._described(name, group, found, weights[name], samples.tokens))
-            self._progress.show(len(self.layers), f"layers quantized, {name} the last")
-
-    def _described(
-        self, name: str, group: ScaleGroup, found: Found, weight: Tensor, tokens: int
-    ) -> QuantizedLayer:
-        layer = self._module(name)
-        scaled = weight if found.columns is None else weight * found.columns
-        clipped = found.limits[name] < scaled.abs().amax(-1)
-        return QuantizedLayer(
-            name,
-            layer.spec.shape,
-            layer.density,
-            None if found.columns is None else group.producer,
-            found.alpha,
-            float(clipped.float().mean()),
-            found.before[name],
-            found.after[name],
-            tokens,
-            group.reason if self._smooth else None,
-        )
+        for name, weight in weights.items():
+            scaled = weight if found.columns is None else weight * found.columns
+            clipped = found.limits[name] < scaled.abs().amax(-1)
+            self._note(
+                name,
+                found.before[name],
+                found.after[name],
+                samples.tokens,
+                activations=storages[name].name,
+                clipped=float(clipped.float().mean()),
+                smoothed_by=None if found.columns is None else group.producer,
+                alpha=found.alpha,
+                reason=group.reason if self._task.smooth else None,
+            )
 
     def _factors(self, groups: Sequence[_Scaled]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the factors of rows and of columns of modules, by name, where these groups are scaled."""
@@ -327,7 +273,7 @@ class Plan:
         for group, factors in groups:
             assert group.producer is not None
             columns |= dict.fromkeys(group.layers, factors)
-            size = sizes_of(self._module(group.producer))[0]
+            size = sizes_of(self._task.layer(group.producer))[0]
             own = rows.setdefault(group.producer, torch.ones(size, device="cpu"))
             inverse = group.rows(1 / factors)
             own[group.start : group.start + len(inverse)] *= inverse
@@ -358,54 +304,30 @@ class Plan:
 
     def _keeps_outputs(self, groups: Sequence[_Scaled]) -> bool:
         """Return True if the model gives the same for all batches where these groups are scaled."""
-        rows, columns = self._factors(groups)
-        parameters = {
-            f"{name}.{own}": tensor
-            for name in {**rows, **columns}
-            for own, tensor in scaled_parameters(
-                self._module(name), rows.get(name), columns.get(name)
-            ).items()
-        }
+        parameters = scaled_in(self._task.model, *self._factors(groups))
         outputs = zip(self._calibration.outputs(parameters), self._calibration.outputs({}), strict=True)
         found = (differences(output, expected) for output, expected in outputs)
         return all(each <= _LIMITS[dtype.itemsize] for of_batch in found for dtype, each in of_batch)
 
-    def _module(self, name: str) -> Any:
-        return self._model.get_submodule(name)
+    def scaled(self) -> dict[str, Tensor]:
+        """Return the scaled parameters of norms and of layers that are not quantized."""
+        rows, columns = (
+            {name: own for name, own in factors.items() if name not in self._task.storages}
+            for factors in (self._rows, self._columns)
+        )
+        return scaled_in(self._task.model, rows, columns)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Change the model; everything that can fail comes before the first change."""
-        others = [name for name in {**self._rows, **self._columns} if name not in self._targets]
-        scaled = [(self._module(name), self._parameters(name)) for name in others]
-        made = [(self._module(name), self._made(name)) for name in self._targets]
-        for module, parameters in scaled:
-            for own, tensor in parameters.items():
-                module.get_parameter(own).copy_(tensor)
-        for layer, other in made:
-            take_over(layer, other)
-
-    def _parameters(self, name: str) -> dict[str, Tensor]:
-        return scaled_parameters(self._module(name), self._rows.get(name), self._columns.get(name))
-
-    def _made(self, name: str) -> BlockSparseLinear:
-        """Return a layer as one is to become; the pattern and a bias that stays are the same tensors."""
-        layer = self._module(name)
-        other: BlockSparseLinear = copy(layer)
-        own = other.__dict__
-        own["_parameters"], own["_buffers"] = dict(layer._parameters), dict(layer._buffers)
-        for parameter, tensor in self._parameters(name).items():
-            old = layer.get_parameter(parameter)
-            setattr(other, parameter, nn.Parameter(tensor, old.requires_grad))
-        with naming_layer(name):
-            limits = self._limits[name] * self._row_factors(name)
-            own_name = self._storage.name
-            return other.to_storage(own_name, activations=own_name, limits=limits)
-
-    def _row_factors(self, name: str) -> Tensor | float:
-        rows = self._rows.get(name)
-        return 1.0 if rows is None else rows.to(self._device)
+    def _stored(self, name: str) -> BlockSparseLinear:
+        layer, rows, columns = self._task.layer(name), self._rows.get(name), self._columns.get(name)
+        storage, limits = self._task.storages[name].name, self._limits[name]
+        return stored_copy(
+            name,
+            layer,
+            storage,
+            scaled_parameters(layer, rows, columns),
+            activations=storage,
+            limits=limits if rows is None else limits * rows.to(limits.device),
+        )
 
 
 ALPHAS = tuple(step / 10 for step in range(10))  # 0 to 0.9
@@ -438,13 +360,15 @@ class Search:
         samples: of the input.
         weights: W [out_features, in_features] in float32 of the layers that are to be quantized, by name, on
             the device of the samples.
-        storage: of weights, and so the dtype of activations.
+        storages: of weights, and so the dtypes of activations, by name.
     """
 
-    def __init__(self, samples: Samples, weights: Mapping[str, Tensor], storage: QuantizedStorage) -> None:
+    def __init__(
+        self, samples: Samples, weights: Mapping[str, Tensor], storages: Mapping[str, QuantizedStorage]
+    ) -> None:
         assert samples.largest is not None
         self._x, self._largest = samples.rows(), samples.largest
-        self._weights, self._rounded = weights, storage.rounded
+        self._weights, self._storages = weights, storages
         with exact_products(self._x.device):
             self._outputs = {name: self._x @ weight.T for name, weight in weights.items()}
         self._sizes = inverse_norms(torch.cat(list(self._outputs.values()), 1))
@@ -491,28 +415,33 @@ class Search:
         return torch.stack([weight.abs().amax(0) for weight in self._weights.values()]).amax(0)
 
     def _limits(self, name: str, columns: Tensor | None, clip: bool) -> Tensor:
-        weight = self._weights[name] if columns is None else self._weights[name] * columns
+        weight, storage = self._weight(name, columns), self._storages[name]
         if not clip:
             return weight.abs().amax(-1)
         with exact_products(weight.device):
-            inputs = self._quantized(columns) * self._sizes
-            return clip_limits(weight, inputs, self._rounded, ratios=CLIP_RATIOS)
+            inputs = self._quantized(columns)[storage] * self._sizes
+            return clip_limits(weight, inputs, storage.rounded)
 
     def _errors(self, columns: Tensor | None, limits: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        x, found = self._quantized(columns), {}
-        with exact_products(x.device):
-            for name, weight in self._weights.items():
-                scaled = weight if columns is None else weight * columns
+        inputs, found = self._quantized(columns), {}
+        with exact_products(self._x.device):
+            for name, storage in self._storages.items():
+                scaled = self._weight(name, columns)
                 own = scaled.abs().amax(-1) if limits is None else limits[name]
-                wrong = (self._outputs[name] - x @ self._rounded(scaled, own).T) * self._sizes
-                size = float((self._outputs[name] * self._sizes).square().sum())
-                found[name] = float(wrong.square().sum()) / size if size > 0 else 0.0
+                output, y = self._outputs[name], inputs[storage] @ storage.rounded(scaled, own).T
+                size = float((output * self._sizes).square().sum())
+                error = float(((output - y) * self._sizes).square().sum())
+                found[name] = error / size if size > 0 else 0.0
         return found
 
-    def _quantized(self, columns: Tensor | None) -> Tensor:
-        """Return the tokens as products see them, over the factors of columns."""
+    def _weight(self, name: str, columns: Tensor | None) -> Tensor:
+        return self._weights[name] if columns is None else self._weights[name] * columns
+
+    def _quantized(self, columns: Tensor | None) -> dict[QuantizedStorage, Tensor]:
+        """Return the tokens as products of each storage see them, over the factors of columns."""
         x = self._x if columns is None else self._x / columns
-        return self._rounded(x, x.abs().amax(-1))
+        largest = x.abs().amax(-1)
+        return {storage: storage.rounded(x, largest) for storage in {*self._storages.values()}}
 
 
 def _largest_of(of_features: Tensor, source: Tensor) -> Tensor:
@@ -536,9 +465,8 @@ class Samples:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
-        self._chosen: list[
-            tuple[Tensor, Tensor]
-        ] = []  # random numbers [tokens], and tokens [tokens, features]
+        # Random numbers [tokens], and tokens [tokens, features].
+        self._chosen: list[tuple[Tensor, Tensor]] = []
         self.largest: Tensor | None = None
         self._finite: dict[int, Tensor] = {}
         self.tokens = 0
@@ -571,16 +499,6 @@ class Samples:
         return order[chosen], rows[chosen].clone()
 
 
-def inverse_norms(outputs: Tensor) -> Tensor:
-    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], by which tokens count alike; 0 where y = 0.
-
-    Language models have a few tokens whose activations are a thousand times those of others. Sums of squares
-    would be about these alone.
-    """
-    norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
-    return torch.where(norms > 0, 1 / norms, 0)
-
-
 def is_linear(module: Any) -> bool:
     """Return True for a linear layer whose weight is known, sparse or dense."""
     if type(module) is nn.Linear or is_conv1d(module):
@@ -603,13 +521,6 @@ def sizes_of(module: Any) -> tuple[int, int]:
         return len(module.weight), len(module.weight)
     out_features, in_features = dense_weight(module).shape
     return out_features, in_features
-
-
-def dense_of(layer: Any, device: torch.device) -> Tensor:
-    """Return a float32 copy of W [out_features, in_features] on a device."""
-    if isinstance(layer, BlockSparseLinear):
-        return BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense().to(device, torch.float32)
-    return dense_weight(layer).to(device, torch.float32, copy=True)
 
 
 def scaled_parameters(
@@ -642,16 +553,25 @@ def scaled_parameters(
     return found
 
 
-def reasons_against_scaling(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
+def scaled_in(
+    model: nn.Module, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return parameters as `scaled_parameters` does, by their names in the model; factors are by modules."""
+    return {
+        f"{name}.{own}": tensor
+        for name in {**rows, **columns}
+        for own, tensor in scaled_parameters(
+            model.get_submodule(name), rows.get(name), columns.get(name)
+        ).items()
+    }
+
+
+def _reasons_against_scaling(task: Task, names: Sequence[str]) -> dict[str, str]:
     """Say of layers and norms why their parameters cannot be multiplied; those that can be are left out."""
-    owners = owners_of_parameters(names_of_modules(model))
-    found = {}
-    for name in names:
-        module = model.get_submodule(name)
-        reason = _reason_against(module, owners)
-        if reason is not None:
-            found[name] = reason
-    return found
+    owners = owners_of_parameters(names_of_modules(task.model))
+    reasons = {name: _reason_against(task.layer(name), owners) for name in names}
+    reasons |= {name: "its weight alone is quantized" for name in names if name in task.fixed}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _reason_against(module: Any, owners: Mapping[nn.Parameter, Sequence[nn.Module]]) -> str | None:

@@ -1,77 +1,45 @@
-"""The plan of what becomes of each layer of a model whose weights alone are quantized."""
+"""The plan for layers whose weights alone are quantized: rounded column by column, as in GPTQ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import copy
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._progress import Progress
-from ..calibrate.calibration import Calibration, Forward, Unit, checked_moments, naming_layer
+from ..calibrate.calibration import Unit, checked_moments
 from ..calibrate.moments import Damped, Moments, damped, exact_products, supports
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..nn.linear import BlockSparseLinear
-from ..nn.weight import take_over
 from ..pattern import BlockPattern
 from ..storage.formats import QuantizedStorage
 from ..storage.quantize import CLIP_RATIOS
-from .report import QuantizedLayer
-from .smooth import dense_of, inverse_norms
+from .plan import Plan, Task, inverse_norms, stored_copy
 
 # Of the mean of the diagonal. On tokens that were not calibrated on a tenth was better than a hundredth, and
 # much better with few tokens, where a hundredth was worse than rounding to the nearest.
 _DAMPING = 0.1
 
 
-class WeightPlan:
-    """Rounded weights for the layers of a model, which stays as it is until `apply`.
-
-    Layers are rounded in the order in which they run, each by its inputs behind those before.
-
-    Args:
-        model: in evaluation mode.
-        targets: names of the layers to quantize.
-        data: calibration data.
-        forward: calls the model with a batch.
-        device: where blocks run and weights are rounded.
-        storage: of the layers afterwards.
-        clip: whether scales are chosen by the error of the output.
-
-    Attributes:
-        layers: what was found, in the order in which layers run.
-        stack: the stack of blocks that the data go through, or None.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Sequence[str],
-        data: Sequence[Any],
-        forward: Forward,
-        device: torch.device,
-        storage: QuantizedStorage,
-        clip: bool,
-    ) -> None:
-        self._model, self._device, self._storage, self._clip = model, device, storage, clip
-        self._calibration = Calibration(model, data, forward, targets, device, compare=False)
-        self._rounded: dict[str, RoundedWeight] = {}
-        self._progress = Progress(len(targets))
-        self.layers: list[QuantizedLayer] = []
-        self.stack = self._calibration.stack
+class WeightPlan(Plan):
+    """Rounded weights of layers, in the order in which they run, each by its inputs behind those before."""
 
     @torch.no_grad()
-    def make(self) -> None:
+    def __init__(self, task: Task) -> None:
         """Round all weights.
 
         Raises:
             InvalidArgumentError: the batches do not run a layer, or give it NaN or infinities.
         """
+        super().__init__(task)
+        self._calibration = task.calibration([*task.storages])
+        self._rounded: dict[str, RoundedWeight] = {}
+        self.stack = self._calibration.stack
         for unit in self._calibration.units():
             self._make(unit)
+        del self._calibration  # whose data take memory
 
     def _make(self, unit: Unit) -> None:
         # Layers outside the stack come last, and run with everything before them rounded.
@@ -85,7 +53,7 @@ class WeightPlan:
         self._calibration.advance(unit, parameters)
 
     def _weight(self, name: str) -> Tensor:
-        weight = dense_of(self._module(name), self._device)
+        weight = self._task.weight(name)
         if not bool(weight.isfinite().all()):
             raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
         return weight
@@ -95,13 +63,13 @@ class WeightPlan:
     ) -> Moments | None:
         """Return the moments of the input of some layers, each token over the norm of its outputs."""
         found: list[Moments] = []
-        together = torch.cat(list(weights.values()))
+        together, device = torch.cat(list(weights.values())), self._task.device
 
         def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
             if not found:
-                found.append(Moments(x.shape[-1], self._device, compare=False))
-            x = x.detach().to(self._device, torch.float32)
-            with exact_products(self._device):
+                found.append(Moments(x.shape[-1], device, compare=False))
+            x = x.detach().to(device, torch.float32)
+            with exact_products(device):
                 sizes = inverse_norms(x @ together.T)
             found[0].add(x * sizes, None, number, keep)
 
@@ -109,76 +77,26 @@ class WeightPlan:
         return found[0] if found else None
 
     def _round(self, name: str, weight: Tensor, moments: Moments) -> None:
-        layer, second = self._module(name), moments.second()
-        pattern = layer.pattern.to(self._device)
-        found = round_weight(weight, pattern, second, damped(second, _DAMPING), self._storage, self._clip)
+        second, storage = moments.second(), self._task.storages[name]
+        pattern = self._task.layer(name).pattern.to(self._task.device)
+        found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage, self._task.clip)
         self._rounded[name] = found
-        self.layers.append(
-            QuantizedLayer(
-                name,
-                layer.spec.shape,
-                layer.density,
-                None,
-                None,
-                found.clipped,
-                found.error_before,
-                found.error,
-                moments.tokens(),
-                None,
-                float(found.nearest.float().mean()),
-            )
-        )
-        self._progress.show(len(self.layers), f"layers quantized, {name} the last")
+        nearest = float(found.nearest.float().mean())
+        errors = found.error_before, found.error
+        self._note(name, *errors, moments.tokens(), clipped=found.clipped, nearest=nearest)
 
     def _parameters(self, rounded: Mapping[str, RoundedWeight]) -> dict[str, Tensor]:
         """Return parameters with which layers compute as quantized ones, by names in the model."""
-        found = {}
-        for name, each in rounded.items():
-            weight = self._model.get_parameter(f"{name}.weight")
-            found[f"{name}.weight"] = each.values.to(weight.device, weight.dtype)
-        return found
+        weights = {name: self._task.model.get_parameter(f"{name}.weight") for name in rounded}
+        return {
+            f"{name}.weight": rounded[name].values.to(weight.device, weight.dtype)
+            for name, weight in weights.items()
+        }
 
-    def _module(self, name: str) -> Any:
-        return self._model.get_submodule(name)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Change the model; everything that can fail comes before the first change."""
-        made = [(self._module(name), self._made(name)) for name in self._rounded]
-        for layer, other in made:
-            take_over(layer, other)
-
-    def _made(self, name: str) -> BlockSparseLinear:
-        """Return a layer as one is to become; the pattern and the bias are the same tensors."""
-        other, found = _copied(self._module(name)), self._rounded[name]
-        with naming_layer(name):
-            return other.to_storage(self._storage.name, limits=found.limits, values=found.values)
-
-
-@torch.no_grad()
-def rounded_experts(
-    model: nn.Module, names: Sequence[str], storage: str
-) -> tuple[list[tuple[BlockSparseLinear, BlockSparseLinear]], list[QuantizedLayer]]:
-    """Return projections of experts, each with what it is to become, and their errors."""
-    made, described = [], []
-    for name in names:
-        layer: Any = model.get_submodule(name)
-        with naming_layer(name):
-            made.append((layer, _copied(layer).to_storage(storage)))
-        error = made[-1][1].storage_error ** 2
-        described.append(
-            QuantizedLayer(name, layer.spec.shape, layer.density, None, None, 0.0, error, error, 0, None)
-        )
-    return made, described
-
-
-def _copied(layer: Any) -> BlockSparseLinear:
-    """Return a layer of the same tensors, which may be stored otherwise."""
-    other: BlockSparseLinear = copy(layer)
-    own = other.__dict__
-    own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
-    return other
+    def _stored(self, name: str) -> BlockSparseLinear:
+        layer, found = self._task.layer(name), self._rounded[name]
+        storage = self._task.storages[name].name
+        return stored_copy(name, layer, storage, limits=found.limits, values=found.values)
 
 
 class RoundedWeight(NamedTuple):

@@ -1,13 +1,13 @@
-"""How the values of kept blocks are stored: plain, 2:4 compressed, or in 8 or 4 bits with scales."""
+"""Storages of the values of kept blocks: plain, 2:4 compressed, or in 8 or 4 bits with scales."""
 
-from .quantize import compress, dequantize, quantize, quantize_int4, row_scales, two_of_four
+from .quantize import compress, dequantize, quantize_int4, quantize_weights, row_scales, two_of_four
 from .traits import STORAGES as STORAGES
 
 __all__ = [
     "compress",
     "dequantize",
-    "quantize",
     "quantize_int4",
+    "quantize_weights",
     "row_scales",
     "two_of_four",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,15 +12,14 @@ from .._checks import COMPRESSIBLE, DTYPES, PACKED, SCALED
 from .._ops.epilogue import masked
 from .._runtime.device import SCALES_PER_BLOCK, SCALES_PER_FEATURE, SCALES_PER_ROW
 from .quantize import (
+    clamped_scales,
     compress,
     dequantize,
     limits_int4,
-    quantize,
     quantize_int4,
+    quantize_weights,
     rounded,
-    rounded_int4,
     row_scales,
-    scales_of,
 )
 from .traits import PER_FEATURE, Traits, traits_of
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 
 Form: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
+Tensors: TypeAlias = Mapping[str, Tensor | None]  # by the names that a layer and its state_dict have for them
 STORED_NAMES = ("mask", "metadata", "scales")  # what some storages keep besides the weight
 
 
@@ -41,97 +40,20 @@ def smaller_blocks(blocks: Tensor, block_shape: tuple[int, int]) -> Tensor:
     return parts.reshape(-1, rows, columns)
 
 
-class Storage(ABC):
+class Storage:
     """One way to store the kept blocks [nnz, bn, bk] of a weight: its tensors, packing and conversions.
 
-    Tensors are passed by the names that a layer and its state_dict have for them: "weight" and some of
-    `STORED_NAMES`. Attributes are those of `Traits`.
+    This one has the weight in the layer's dtype, and with 2:4 a mask of bools of the same shape. Attributes
+    are those of `Traits`. Tensors are "weight" and some of `STORED_NAMES`.
     """
 
     def __init__(self, traits: Traits) -> None:
-        self.name, self.dtype, self.scales = traits.name, traits.dtype, traits.scales
+        self.name, self.dtype, self.granularities = traits.name, traits.dtype, traits.granularities
         self.trainable, self.needs_finite = traits.trainable, traits.needs_finite
         self.needs_nm, self.allows_nm = traits.needs_nm, traits.allows_nm
 
-    @abstractmethod
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor of a layer with this spec."""
-
-    @abstractmethod
-    def store(
-        self,
-        blocks: Tensor,
-        mask: Tensor | None,
-        spec: LayerSpec,
-        pattern: BlockPattern | None = None,
-        limits: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the tensors that store dense blocks; of 2:4 only what the mask keeps counts.
-
-        ``pattern``: needed where features have scales. ``limits``: as of `quantize`, of storages with scales.
-
-        Raises:
-            InvalidArgumentError: the storage cannot represent a value.
-        """
-
-    def dense_blocks(
-        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
-    ) -> Tensor:
-        """Return a copy [nnz, bn, bk] of what products multiply by; 8 and 4 bits become the spec's dtype.
-
-        ``pattern``: needed where features have scales.
-        """
-        weight, metadata, scales = (tensors.get(name) for name in ("weight", "metadata", "scales"))
-        assert weight is not None
-        return dequantize(weight, metadata, scales, spec.dtype)
-
-    @abstractmethod
-    def refined(
-        self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        """Return the tensors of the same weight in smaller blocks, in the order of `BlockPattern.refined`.
-
-        Nothing is rounded: values, scales and masks are those of the larger blocks.
-        """
-
-    @abstractmethod
-    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return the mask of 2:4 [nnz, bn, bk], None without 2:4."""
-
-    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (bn, bk) of the blocks that a stored weight holds."""
-        return weight.shape[1], weight.shape[2]
-
-    def scales_of(self, scales: Tensor | None) -> str | None:
-        """Return what has a scale of its own in stored values, as `LayerSpec.scales` names it."""
-        return None
-
-    def multiplied(self, nm: tuple[int, int] | None) -> str:
-        """Return the name of the storage in which kernels read the values; conversions are done before."""
-        return self.name
-
-    def describe(self, nm: Sequence[int] | None, activations: str | None = None) -> str:
-        """Return the storage as reports name it: "int8", "2:4 int8", with activations "int8 W8A8"."""
-        name = self.name if activations is None else f"{self.name} W8A8"
-        return name if nm is None else f"2:4 {name}"
-
-    def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
-        """Return the arguments of `_C.Product` that describe values as kernels read them."""
-        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.scales else SCALES_PER_BLOCK
-        if activations is not None:
-            granularity = SCALES_PER_FEATURE
-        return {
-            "storage": int(nm is not None),
-            "values_dtype": 0 if self.dtype is None else SCALED[self.dtype],
-            "granularity": granularity,
-        }
-
-
-class DenseStorage(Storage):
-    """Weight [nnz, bn, bk] in the layer's dtype, and with 2:4 a mask of bools of the same shape."""
-
-    def forms(self, spec: LayerSpec) -> dict[str, Form]:
-        """Return shape and dtype of each tensor."""
         forms: dict[str, Form] = {"weight": (spec.values_shape, spec.dtype)}
         return forms if spec.nm is None else {**forms, "mask": (spec.values_shape, torch.bool)}
 
@@ -143,13 +65,25 @@ class DenseStorage(Storage):
         pattern: BlockPattern | None = None,
         limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the tensors that store dense blocks."""
+        """Return the tensors that store dense blocks.
+
+        Args:
+            blocks: [nnz, bn, bk].
+            mask: of 2:4, which alone counts, or None.
+            spec: of the layer.
+            pattern: where the blocks lie; needed where features have scales.
+            limits: as of `quantize_weights`, of storages with scales.
+
+        Raises:
+            InvalidArgumentError: the storage cannot represent a value.
+        """
         return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}
 
-    def dense_blocks(
-        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
-    ) -> Tensor:
-        """Return a masked copy of the weight."""
+    def dense_blocks(self, tensors: Tensors, spec: LayerSpec, pattern: BlockPattern | None = None) -> Tensor:
+        """Return a copy [nnz, bn, bk] of what products multiply by; 8 and 4 bits become the spec's dtype.
+
+        ``pattern``: needed where features have scales.
+        """
         weight, mask = tensors["weight"], tensors.get("mask")
         assert weight is not None
         return weight.detach().clone() if mask is None else masked(weight.detach(), mask)
@@ -157,20 +91,49 @@ class DenseStorage(Storage):
     def refined(
         self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """Return the tensors of the same weight in smaller blocks."""
+        """Return the tensors of the same weight in smaller blocks, in the order of `BlockPattern.refined`.
+
+        Nothing is rounded: values, scales and masks are those of the larger blocks.
+        """
         return {name: smaller_blocks(tensors[name], block_shape) for name in self.forms(spec)}
 
-    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return the mask of 2:4, None without 2:4."""
+    def mask(self, tensors: Tensors) -> Tensor | None:
+        """Return the mask of 2:4 [nnz, bn, bk], None without 2:4."""
         return tensors.get("mask")
 
+    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (bn, bk) of the blocks that a stored weight holds."""
+        halved = self.dtype == PACKED or (nm is not None and not self.trainable)
+        return weight.shape[1], weight.shape[2] * (1 + halved)
+
+    def granularity_of(self, scales: Tensor | None) -> str | None:
+        """Return "row" or "block" for what has a scale of its own where x has none; None without scales."""
+        return None if scales is None else "block" if scales.dim() == 1 else "row"
+
     def multiplied(self, nm: tuple[int, int] | None) -> str:
-        """Return "compressed" for 2:4, of which products multiply the kept half."""
-        return self.name if nm is None else COMPRESSED.name
+        """Return the name of the storage in which kernels read the values; conversions are done before.
+
+        Products of a mask multiply the kept half.
+        """
+        return COMPRESSED.name if self.trainable and nm is not None else self.name
 
     def describe(self, nm: Sequence[int] | None, activations: str | None = None) -> str:
-        """Return "plain", or "2:4" for dense blocks with a mask."""
-        return self.name if nm is None else "2:4"
+        """Return the storage as reports name it: "int8", "2:4 int8", with activations "int8 W8A8"."""
+        if nm is not None and self.trainable:
+            return "2:4"
+        name = self.name if activations is None else f"{self.name} W8A8"
+        return name if nm is None else f"2:4 {name}"
+
+    def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
+        """Return the arguments of `_C.Product` that describe values as kernels read them."""
+        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.granularities else SCALES_PER_BLOCK
+        if activations is not None:
+            granularity = SCALES_PER_FEATURE
+        return {
+            "storage": int(nm is not None),
+            "values_dtype": 0 if self.dtype is None else SCALED[self.dtype],
+            "granularity": granularity,
+        }
 
 
 class CompressedStorage(Storage):
@@ -184,46 +147,42 @@ class CompressedStorage(Storage):
             "metadata": ((nnz, bk // COMPRESSIBLE, bn), torch.int32),
         }
 
-    def store(
-        self,
-        blocks: Tensor,
-        mask: Tensor | None,
-        spec: LayerSpec,
-        pattern: BlockPattern | None = None,
-        limits: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    def store(self, blocks: Tensor, mask: Tensor | None, *_: Any) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
         assert mask is not None
         weight, metadata = compress(blocks, mask)
         return {"weight": weight, "metadata": metadata}
 
+    def dense_blocks(self, tensors: Tensors, spec: LayerSpec, pattern: BlockPattern | None = None) -> Tensor:
+        """Return dense blocks, which are zero where the mask is."""
+        weight, metadata, scales = (tensors.get(name) for name in ("weight", "metadata", "scales"))
+        assert weight is not None
+        return dequantize(weight, metadata, scales, spec.dtype)
+
     def refined(
         self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
     ) -> dict[str, Tensor]:
         """Return the tensors of the same weight in smaller blocks."""
-        weight, mask = tensors["weight"], self.mask(tensors)
+        weight, mask = tensors["weight"], COMPRESSED.mask(tensors)
         assert mask is not None
         exact = weight if weight.dtype in DTYPES else weight.float()  # which holds every value in 8 bits
         blocks = smaller_blocks(dequantize(exact, tensors["metadata"]).to(weight.dtype), block_shape)
-        return self.store(blocks, smaller_blocks(mask, block_shape), spec)
+        return COMPRESSED.store(blocks, smaller_blocks(mask, block_shape))
 
-    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+    def mask(self, tensors: Tensors) -> Tensor | None:
         """Return the mask of 2:4, None without 2:4."""
-        weight, metadata = tensors["weight"], tensors["metadata"]
-        assert weight is not None
+        weight, metadata = tensors["weight"], tensors.get("metadata")
+        if weight is None or metadata is None:
+            return None
         ones = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
         return dequantize(ones, metadata) != 0
-
-    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (bn, bk) of the blocks that a stored weight holds."""
-        return weight.shape[1], 2 * weight.shape[2]
 
 
 COMPRESSED = CompressedStorage(traits_of("compressed"))
 
 
-class QuantizedStorage(Storage):
-    """Weight [nnz, bn, bk] in 8 bits with float32 scales; 2:4 is compressed as well.
+class QuantizedStorage(CompressedStorage):
+    """Weight in 8 bits [nnz, bn, bk] or 4 [nnz, bn, bk / 2], with float32 scales; 2:4 is compressed as well.
 
     Scales are [nnz, bn] or [nnz]. Where x has 8 bits, too, they are [out_features], or [nnz, 1] of blocks:
     two dimensions tell them from those of features.
@@ -233,13 +192,12 @@ class QuantizedStorage(Storage):
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor."""
-        nnz, bn, _ = spec.values_shape
-        forms: dict[str, Form] = {"weight": (spec.values_shape, spec.value_dtype)}
-        if spec.nm is not None:
-            forms = COMPRESSED.forms(spec)
+        nnz, bn, bk = spec.values_shape
+        packed = (nnz, bn, bk // 2 if self.dtype == PACKED else bk)
+        forms: dict[str, Form] = {"weight": (packed, self.dtype)} if spec.nm is None else super().forms(spec)
         of_blocks = (nnz,) if spec.activations is None else (nnz, 1)
         shapes = {"block": of_blocks, PER_FEATURE: spec.shape[:1]}
-        return {**forms, "scales": (shapes.get(spec.scales or "row", (nnz, bn)), torch.float32)}
+        return {**forms, "scales": (shapes.get(spec.granularity or "row", (nnz, bn)), torch.float32)}
 
     def store(
         self,
@@ -250,123 +208,66 @@ class QuantizedStorage(Storage):
         limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors that store dense blocks."""
-        per = spec.scales or "row"
-        weight, scales = quantize(
-            blocks, self.dtype, per=per, pattern=pattern if per == PER_FEATURE else None, limits=limits
-        )
-        stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask, spec, pattern)
-        inside = spec.activations is not None and per == "block"
+        granularity = spec.granularity or "row"
+        if self.dtype == PACKED:
+            weight, scales = quantize_int4(blocks, granularity=granularity, limits=limits)
+        else:
+            pattern = pattern if granularity == PER_FEATURE else None
+            weight, scales = quantize_weights(
+                blocks, self.dtype, granularity=granularity, pattern=pattern, limits=limits
+            )
+        stored = {"weight": weight} if mask is None else COMPRESSED.store(weight, mask)
+        inside = spec.activations is not None and granularity == "block"
         return {**stored, "scales": scales[:, None] if inside else scales}
 
-    def dense_blocks(
-        self, tensors: Mapping[str, Tensor | None], spec: LayerSpec, pattern: BlockPattern | None = None
-    ) -> Tensor:
+    def dense_blocks(self, tensors: Tensors, spec: LayerSpec, pattern: BlockPattern | None = None) -> Tensor:
         """Return a copy [nnz, bn, bk] of the weight, dequantized to the spec's dtype."""
         scales = tensors["scales"]
         if spec.activations is not None and scales is not None:
-            if spec.scales == PER_FEATURE and pattern is not None:
+            if spec.granularity == PER_FEATURE and pattern is not None:
                 scales = row_scales(scales, pattern)
-            elif spec.scales == "block":
+            elif spec.granularity == "block":
                 scales = scales.flatten()
-            tensors = {**tensors, "scales": scales}
-        return super().dense_blocks(tensors, spec)
+        return super().dense_blocks({**tensors, "scales": scales}, spec)
 
     def limits_of(self, groups: Tensor) -> Tensor:
         """Return the magnitude at which `store` clips each group that shares a scale, from values alone.
 
-        Float32 [..., n] for groups [..., n, k].
+        Float32 [..., n] for groups [..., n, k]; in 4 bits those with the least squared error.
         """
-        return groups.abs().amax(-1).float()
+        return limits_int4(groups) if self.dtype == PACKED else groups.abs().amax(-1).float()
 
     def rounded(self, groups: Tensor, limits: Tensor) -> Tensor:
         """Return groups [..., n, k] in float32 as products see them, clipped at limits [..., n] and rounded.
 
         Storing what is returned with the same limits rounds nothing.
         """
-        scales = scales_of(limits, self.dtype)[..., None]
-        return rounded(groups.float(), scales, self.dtype).float() * scales
+        scales = clamped_scales(limits, self.dtype)[..., None]
+        return rounded(groups.float() / scales, self.dtype).float() * scales
 
     def refined(
         self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
     ) -> dict[str, Tensor]:
         """Return the tensors of the same weight in smaller blocks, with the scales of the larger ones."""
+        (bn, bk), (rows, columns) = spec.block_shape, block_shape
+        weight, scales = tensors["weight"], tensors["scales"]
         if spec.nm is None:
-            stored = {"weight": self.refined_weight(tensors["weight"], block_shape)}
+            packed = columns * weight.shape[2] // bk
+            stored = {"weight": smaller_blocks(weight, (rows, packed))}
         else:
-            stored = COMPRESSED.refined(tensors, spec, block_shape)
-        (bn, bk), (rows, columns), scales = spec.block_shape, block_shape, tensors["scales"]
-        if spec.scales == "block":
+            stored = super().refined(tensors, spec, block_shape)
+        if spec.granularity == "block":
             scales = scales.repeat_interleave(bn // rows * (bk // columns))
-        elif spec.scales == "row":
+        elif spec.granularity == "row":
             of_rows = scales.reshape(-1, bn // rows, 1, rows).expand(-1, -1, bk // columns, -1)
             scales = of_rows.reshape(-1, rows)
         return {**stored, "scales": scales}
 
-    def refined_weight(self, weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
-        """Return the weight in smaller blocks, without 2:4."""
-        return smaller_blocks(weight, block_shape)
-
-    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return the mask of 2:4, None without 2:4."""
-        return None if tensors.get("metadata") is None else COMPRESSED.mask(tensors)
-
-    def scales_of(self, scales: Tensor | None) -> str | None:
-        """Return "row" or "block" for what has a scale of its own where x has none."""
-        return None if scales is None else "block" if scales.dim() == 1 else "row"
-
-    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (bn, bk) of the blocks that a stored weight holds."""
-        return super().block_shape(weight, nm) if nm is None else COMPRESSED.block_shape(weight, nm)
-
-
-class PackedStorage(QuantizedStorage):
-    """Weight uint8 [nnz, bn, bk / 2], two values of int4 to a byte, and float32 scales [nnz, bn] or [nnz]."""
-
-    def forms(self, spec: LayerSpec) -> dict[str, Form]:
-        """Return shape and dtype of each tensor."""
-        nnz, bn, bk = spec.values_shape
-        return {**super().forms(spec), "weight": ((nnz, bn, bk // 2), PACKED)}
-
-    def store(
-        self,
-        blocks: Tensor,
-        mask: Tensor | None,
-        spec: LayerSpec,
-        pattern: BlockPattern | None = None,
-        limits: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the tensors that store dense blocks."""
-        weight, scales = quantize_int4(blocks, per=spec.scales or "row", limits=limits)
-        return {"weight": weight, "scales": scales}
-
-    def limits_of(self, groups: Tensor) -> Tensor:
-        """Return the magnitude at which `store` clips each group: the one with the least squared error."""
-        return limits_int4(groups)
-
-    def rounded(self, groups: Tensor, limits: Tensor) -> Tensor:
-        """Return groups [..., n, k] as products see them, clipped at limits [..., n] and rounded."""
-        return rounded_int4(groups, limits)
-
-    def mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return None: there is no 2:4."""
-        return None
-
-    def block_shape(self, weight: Tensor, nm: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (bn, bk) of the blocks that a stored weight holds."""
-        return weight.shape[1], 2 * weight.shape[2]
-
-    def refined_weight(self, weight: Tensor, block_shape: tuple[int, int]) -> Tensor:
-        """Return the weight in smaller blocks."""
-        rows, columns = block_shape
-        return smaller_blocks(weight, (rows, columns // 2))
-
 
 _BY_NAME: dict[str, Storage] = {
-    "plain": DenseStorage(traits_of("plain")),
+    "plain": Storage(traits_of("plain")),
     "compressed": COMPRESSED,
-    "int8": QuantizedStorage(traits_of("int8")),
-    "float8_e4m3fn": QuantizedStorage(traits_of("float8_e4m3fn")),
-    "int4": PackedStorage(traits_of("int4")),
+    **{name: QuantizedStorage(traits_of(name)) for name in ("int8", "float8_e4m3fn", "int4")},
 }
 
 

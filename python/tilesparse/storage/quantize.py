@@ -13,8 +13,10 @@ from .._checks import LARGEST, PACKED, check_content, check_values, shown
 from .._ops.products import COMPRESS, dequantize_values, row_scales_on
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from .traits import PER_FEATURE, SCALES
+from .traits import GRANULARITIES, PER_FEATURE
 
+# Least and largest number of each stored dtype with scales, of int4 by its largest scale.
+_BOUNDS = {**{dtype: (-largest, largest) for dtype, largest in LARGEST.items()}, PACKED: (-8.0, 7.0)}
 _TILES_AT_A_TIME = 1 << 18  # of 4 x 4, whose scores for every mask take 180 MiB
 
 
@@ -126,11 +128,11 @@ def dequantize(
     return dequantize_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
 
-def quantize(
+def quantize_weights(
     values: Tensor,
     dtype: torch.dtype,
     *,
-    per: str = "row",
+    granularity: str = "row",
     pattern: BlockPattern | None = None,
     limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -139,8 +141,8 @@ def quantize(
     Args:
         values: [nnz, bn, bk or less], finite.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        per: what has a scale of its own, "row" of a block, "block", or "feature", an output feature over all
-            its blocks, as `functional.quantized_linear` takes them.
+        granularity: what has a scale of its own, "row" of a block, "block", or "feature", an output feature
+            over all its blocks, as `functional.quantized_linear` takes them.
         pattern: where the blocks lie; with "feature" alone.
         limits: the magnitude that becomes the largest of the dtype, 127 or 448, for each scale and of its
             shape; values beyond are clipped. None is the largest magnitude there.
@@ -149,24 +151,23 @@ def quantize(
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
 
     Raises:
-        InvalidArgumentError: another dtype or `per`, a value that is not finite, another pattern, or limits
-            of another shape, below 0 or not finite.
+        InvalidArgumentError: another dtype or `granularity`, a value that is not finite, another pattern, or
+            limits of another shape, below 0 or not finite.
     """
     if dtype not in LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
-    if per not in (*SCALES, PER_FEATURE):
-        raise InvalidArgumentError(f"per must be 'row', 'block' or 'feature', got {per!r}")
+    if granularity not in (*GRANULARITIES, PER_FEATURE):
+        raise InvalidArgumentError(f"granularity must be 'row', 'block' or 'feature', got {granularity!r}")
     values = checked_finite(values, "8-bit")
-    largest = values.abs().amax((1, 2) if per == "block" else 2)
-    rows = _rows_of_features(values, per, pattern)
+    largest = values.abs().amax((1, 2) if granularity == "block" else 2)
+    rows = _rows_of_features(values, granularity, pattern)
     if rows is not None and pattern is not None:
         features = largest.new_zeros(pattern.grid[0], pattern.block_shape[0])
         largest = features.scatter_reduce_(0, rows[:, None].expand_as(largest), largest, "amax")
     if limits is not None:
         largest = checked_limits(limits, largest.flatten() if rows is not None else largest).view_as(largest)
-    scales = scales_of(largest, dtype)
-    divisors = scales if rows is None else scales[rows]
-    stored = rounded(values, divisors.view(*divisors.shape, *(1,) * (3 - divisors.dim())), dtype)
+    scales = clamped_scales(largest, dtype)
+    stored = rounded(_over(values, scales if rows is None else scales[rows]), dtype)
     return stored.contiguous(), scales if rows is None else scales.flatten()
 
 
@@ -183,23 +184,26 @@ def checked_finite(values: Tensor, storage: str) -> Tensor:
     return values
 
 
-def clamped_scales(magnitudes: Tensor, largest: float) -> Tensor:
-    """Return the scales by which magnitudes become the largest number of a dtype."""
+def clamped_scales(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 scales by which magnitudes become the largest of a stored dtype; 1 for zeros."""
+    largest = _BOUNDS[dtype][1]
     scales = torch.where(magnitudes > 0, magnitudes / largest, 1.0)
     # A scale that is not normal would leave nothing of the values' precision, and the largest one rounds up.
     limits = torch.finfo(torch.float32)
     return scales.clamp(limits.tiny, limits.max / largest * (1 - 2 * limits.eps))
 
 
-def scales_of(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 scales by which magnitudes become the largest of an 8-bit dtype; 1 for zeros."""
-    return clamped_scales(magnitudes, LARGEST[dtype])
+def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 numbers clipped and rounded to those of a stored dtype; int4 stays float32."""
+    scaled = scaled.clamp(*_BOUNDS[dtype])
+    return (
+        scaled.round() if dtype == PACKED else (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    )
 
 
-def rounded(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 values over scales, clipped and rounded to an 8-bit dtype."""
-    scaled = (values / scales).clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+def _over(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values [nnz, bn, bk] over scales [nnz, bn] or [nnz]."""
+    return values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))
 
 
 def checked_limits(limits: Tensor, largest: Tensor) -> Tensor:
@@ -215,11 +219,13 @@ def checked_limits(limits: Tensor, largest: Tensor) -> Tensor:
     return limits
 
 
-def _rows_of_features(values: Tensor, per: str, pattern: BlockPattern | None) -> Tensor | None:
+def _rows_of_features(values: Tensor, granularity: str, pattern: BlockPattern | None) -> Tensor | None:
     """Return the block row of each block where features have scales, otherwise None."""
-    if (pattern is not None) != (per == PER_FEATURE):
+    if (pattern is not None) != (granularity == PER_FEATURE):
         wanted = "a BlockPattern" if pattern is None else "None"
-        raise InvalidArgumentError(f"pattern must be {wanted} with per={per!r}, got {shown(pattern)}")
+        raise InvalidArgumentError(
+            f"pattern must be {wanted} with granularity={granularity!r}, got {shown(pattern)}"
+        )
     if pattern is None:
         return None
     check_values("values", values, pattern.index_on(values.device))
@@ -292,19 +298,18 @@ def clip_limits(
     return best
 
 
-_LARGEST_INT4 = 7.0  # what the largest magnitude becomes by the largest scale
-_FRACTIONS = tuple(1 - 0.04 * step for step in range(1, 11))  # of that scale, which are tried as well
+_FRACTIONS = tuple(1 - 0.04 * step for step in range(1, 11))  # of the largest scale, which are tried as well
 _AT_A_TIME = 1 << 22  # elements, of which several copies in float32 are made
 
 
 def quantize_int4(
-    values: Tensor, *, per: str = "row", search: bool = True, limits: Tensor | None = None
+    values: Tensor, *, granularity: str = "row", search: bool = True, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize values to int4, -8 to 7: rounded to the nearest, without calibration.
 
     Args:
         values: [nnz, bn, bk], finite, with an even bk.
-        per: what has a scale of its own, a "row" of a block or a "block".
+        granularity: what has a scale of its own, a "row" of a block or a "block".
         search: False takes the scale by which the largest magnitude there becomes 7. True takes the one with
             the least sum of squared errors, among that and ten smaller ones, down to .6 of it, which clip.
         limits: the magnitude that becomes 7, for each scale and of its shape, in place of a search; values
@@ -315,20 +320,20 @@ def quantize_int4(
         bits and that of 2 j + 1 in the high ones, both in two's complement; and float32 [nnz, bn] or [nnz].
 
     Raises:
-        InvalidArgumentError: another shape or `per`, a value that is not finite, or limits of another shape,
-            below 0 or not finite.
+        InvalidArgumentError: another shape or `granularity`, a value that is not finite, or limits of another
+            shape, below 0 or not finite.
     """
-    if per not in SCALES:
-        raise InvalidArgumentError(f"per must be 'row' or 'block', got {per!r}")
+    if granularity not in GRANULARITIES:
+        raise InvalidArgumentError(f"granularity must be 'row' or 'block', got {granularity!r}")
     values = checked_finite(values, "4-bit")
     if values.shape[2] % 2:
         raise InvalidArgumentError(f"values must be [nnz, bn, bk] with an even bk, got {list(values.shape)}")
     if limits is not None:
-        limits = checked_limits(limits, values.abs().amax((1, 2) if per == "block" else 2))
-        scales = clamped_scales(limits, _LARGEST_INT4)
-        return _packed(values / scales.view(*scales.shape, *(1,) * (3 - scales.dim()))), scales
+        limits = checked_limits(limits, values.abs().amax((1, 2) if granularity == "block" else 2))
+        scales = clamped_scales(limits, PACKED)
+        return _packed(_over(values, scales)), scales
     blocks = max(1, _AT_A_TIME // max(1, values[:1].numel()))
-    parts = [_quantize(part, per, search) for part in torch.split(values, blocks)]
+    parts = [_quantize(part, granularity, search) for part in torch.split(values, blocks)]
     stored, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return stored, scales
 
@@ -339,34 +344,28 @@ def limits_int4(groups: Tensor) -> Tensor:
     Float32 [..., n] for groups [..., n, k].
     """
     groups = groups.float()
-    scales = clamped_scales(groups.abs().amax(-1, keepdim=True), _LARGEST_INT4)
-    return (scales * _best_fractions(groups / scales, (-1,))).squeeze(-1) * _LARGEST_INT4
+    scales = clamped_scales(groups.abs().amax(-1, keepdim=True), PACKED)
+    return (scales * _best_fractions(groups / scales, (-1,))).squeeze(-1) * _BOUNDS[PACKED][1]
 
 
-def rounded_int4(groups: Tensor, limits: Tensor) -> Tensor:
-    """Return groups [..., n, k] in float32, with limits [..., n] as 7: rounded to int4 and back."""
-    scales = clamped_scales(limits, _LARGEST_INT4)[..., None]
-    return _rounded(groups.float() / scales) * scales
-
-
-def _quantize(values: Tensor, per: str, search: bool) -> tuple[Tensor, Tensor]:
-    sides = (1, 2) if per == "block" else (2,)
-    scales = clamped_scales(values.abs().amax(sides, keepdim=True), _LARGEST_INT4)
+def _quantize(values: Tensor, granularity: str, search: bool) -> tuple[Tensor, Tensor]:
+    sides = (1, 2) if granularity == "block" else (2,)
+    scales = clamped_scales(values.abs().amax(sides, keepdim=True), PACKED)
     if search:
         scales = (scales * _best_fractions(values / scales, sides)).clamp(min=torch.finfo(torch.float32).tiny)
     return _packed(values / scales), scales.squeeze(sides)
 
 
 def _packed(scaled: Tensor) -> Tensor:
-    rounded = _rounded(scaled).to(torch.int8).view(PACKED)
-    return (rounded[..., ::2] & 15) | (rounded[..., 1::2] << 4)
+    bits = rounded(scaled, PACKED).to(torch.int8).view(PACKED)
+    return (bits[..., ::2] & 15) | (bits[..., 1::2] << 4)
 
 
 def _best_fractions(scaled: Tensor, sides: tuple[int, ...]) -> Tensor:
     """Return by what to multiply scales, from the values over these."""
 
     def error(fraction: float) -> Tensor:
-        return (_rounded(scaled / fraction) * fraction - scaled).square_().sum(sides, keepdim=True)
+        return (rounded(scaled / fraction, PACKED) * fraction - scaled).square_().sum(sides, keepdim=True)
 
     least = error(1.0)
     best = torch.ones_like(least)
@@ -375,7 +374,3 @@ def _best_fractions(scaled: Tensor, sides: tuple[int, ...]) -> Tensor:
         best = torch.where(other < least, fraction, best)
         least = torch.minimum(least, other)
     return best
-
-
-def _rounded(scaled: Tensor) -> Tensor:
-    return scaled.round().clamp_(-_LARGEST_INT4 - 1, _LARGEST_INT4)

@@ -8,7 +8,7 @@ import torch
 
 from .._checks import PACKED
 
-SCALES = ("row", "block")  # what may have a scale of its own in 8 and 4 bits
+GRANULARITIES = ("row", "block")  # what may have a scale of its own in 8 and 4 bits
 PER_FEATURE = "feature"  # what has one where x has 8 bits as well
 
 
@@ -22,7 +22,7 @@ class Traits(NamedTuple):
         needs_nm: True where only 2:4 can be stored.
         allows_nm: False where 2:4 cannot be stored.
         needs_finite: True where inf and nan cannot be represented.
-        scales: what may have a scale of its own, as `LayerSpec.scales` names it; empty without scales.
+        granularities: what may have a scale of its own, see `LayerSpec.granularity`; empty without scales.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Traits(NamedTuple):
     needs_nm: bool = False
     allows_nm: bool = True
     needs_finite: bool = False
-    scales: tuple[str, ...] = ()
+    granularities: tuple[str, ...] = ()
 
 
 _BY_NAME = {
@@ -39,9 +39,9 @@ _BY_NAME = {
     for traits in (
         Traits("plain", trainable=True),
         Traits("compressed", needs_nm=True),
-        Traits("int8", torch.int8, needs_finite=True, scales=SCALES),
-        Traits("float8_e4m3fn", torch.float8_e4m3fn, needs_finite=True, scales=SCALES),
-        Traits("int4", PACKED, allows_nm=False, needs_finite=True, scales=SCALES),
+        Traits("int8", torch.int8, needs_finite=True, granularities=GRANULARITIES),
+        Traits("float8_e4m3fn", torch.float8_e4m3fn, needs_finite=True, granularities=GRANULARITIES),
+        Traits("int4", PACKED, allows_nm=False, needs_finite=True, granularities=GRANULARITIES),
     )
 }
 STORAGES = tuple(_BY_NAME)

@@ -266,5 +266,5 @@ def time_layers(
 
 
 def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
-    stored = config.storage, config.scales, config.activations
+    stored = config.storage, config.granularity, config.activations
     return config.block_shape, config.nm, *stored, config.policy

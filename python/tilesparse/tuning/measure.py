@@ -214,7 +214,7 @@ def random_layer(
             dtype=dtype,
             generator=torch.Generator().manual_seed(0),
         )
-        .to_storage(config.storage, per=config.scales, activations=config.activations)
+        .to_storage(config.storage, granularity=config.granularity, activations=config.activations)
         .eval()
     )
 
@@ -249,10 +249,10 @@ def layer_call(way: Way, shape: tuple[int, int], x: Tensor) -> Call:
 
 def _dense_float8(weight: Tensor, x: Tensor) -> Call:
     """Multiply with a scale for each row of both factors, and quantize x in every call."""
-    w, of_w = functional.quantize(weight, torch.float8_e4m3fn)
+    w, of_w = functional.quantize_activations(weight, torch.float8_e4m3fn)
 
     def call() -> Tensor:
-        q, of_x = functional.quantize(x, torch.float8_e4m3fn)
+        q, of_x = functional.quantize_activations(x, torch.float8_e4m3fn)
         # With scales of rows PyTorch gives bfloat16 alone.
         y: Any = torch._scaled_mm(
             q, w.t(), of_x[:, None], of_w[None], out_dtype=torch.bfloat16, use_fast_accum=True

@@ -260,7 +260,7 @@ def stored_for_kernels(layer: BlockSparseLinear, tokens: int = 1) -> BlockSparse
     """Return a layer whose values no call of so many tokens has to convert: kernels read them so."""
     if choose(Product.of(layer, tokens=tokens), layer.weight.device).dequantizes:
         spec = replace(
-            layer.spec, storage="plain", nm=None, transposable=False, scales=None, activations=None
+            layer.spec, storage="plain", nm=None, transposable=False, granularity=None, activations=None
         )
         own = {name: layer.get_buffer(name) for name in INDEX_NAMES}
         own |= {} if layer.bias is None else {"bias": layer.bias}

@@ -372,7 +372,7 @@ def _way_of(entry: Any) -> Way:
         return {dtype_name(dtype): dtype for dtype in QUANTIZED}[entry]
     bn, bk = map(as_integer, entry["block_shape"])
     nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    config = BlockSparseConfig(**{**entry, "block_shape": (bn, bk), "nm": nm})
+    config = BlockSparseConfig.from_dict({**entry, "block_shape": (bn, bk), "nm": nm})
     if not config.density:
         raise InvalidArgumentError("density must be above 0, got 0")
     return config

@@ -1,0 +1,134 @@
+"""Parts of both plans: the layers that are quantized, and their change at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._progress import Progress
+from ..calibrate.calibration import Calibration, Forward, naming_layer
+from ..matrix import BlockSparseMatrix
+from ..nn.linear import BlockSparseLinear, dense_weight
+from ..nn.weight import dense_blocks
+from ..storage.formats import QuantizedStorage
+from .report import QuantizedLayer
+
+
+class Task(NamedTuple):
+    """The layers that a plan quantizes.
+
+    Attributes:
+        model: in evaluation mode; plans only read it.
+        storages: of the layers afterwards, by their names.
+        data: calibration data.
+        forward: calls the model with a batch.
+        device: where blocks run and errors are computed.
+        smooth: whether inputs are scaled.
+        clip: whether weights are clipped where that lowers the error of outputs.
+        fixed: names of layers that other plans quantize, and whose weights nothing may scale.
+    """
+
+    model: nn.Module
+    storages: Mapping[str, QuantizedStorage]
+    data: Sequence[Any]
+    forward: Forward
+    device: torch.device
+    smooth: bool
+    clip: bool
+    fixed: Container[str] = ()
+
+    def layer(self, name: str) -> Any:
+        """Return a module of the model."""
+        return self.model.get_submodule(name)
+
+    def calibration(self, layers: Sequence[str]) -> Calibration:
+        """Return the data before the first block, where layers are of interest."""
+        return Calibration(self.model, self.data, self.forward, layers, self.device, compare=False)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a float32 copy of a layer's W [out_features, in_features] on the device."""
+        layer = self.layer(name)
+        if isinstance(layer, BlockSparseLinear):
+            dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
+            return dense.to(self.device, torch.float32)
+        return dense_weight(layer).to(self.device, torch.float32, copy=True)
+
+
+def stored_copy(
+    name: str, layer: Any, storage: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
+) -> BlockSparseLinear:
+    """Return a layer of the same tensors in another storage.
+
+    Args:
+        name: of the layer, in errors.
+        layer: stays as it is.
+        storage: as of `BlockSparseLinear.to_storage`.
+        parameters: new ones, by their names in the layer.
+        options: the other arguments of `to_storage`.
+    """
+    other: BlockSparseLinear = copy(layer)
+    own = other.__dict__
+    own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
+    for parameter, tensor in (parameters or {}).items():
+        setattr(other, parameter, nn.Parameter(tensor, layer.get_parameter(parameter).requires_grad))
+    with naming_layer(name):
+        return other.to_storage(storage, **options)
+
+
+class Plan:
+    """The layers of a task as they are to become; the model stays as it is.
+
+    Attributes:
+        layers: what was found.
+        stack: the stack of blocks that the data go through, or None.
+    """
+
+    stack: str | None = None
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.layers: list[QuantizedLayer] = []
+        self._progress = Progress(len(task.storages))
+
+    def stored(self) -> list[tuple[BlockSparseLinear, BlockSparseLinear]]:
+        """Return the layers, each with one of the same tensors that is stored as it is to become."""
+        return [(self._task.layer(name), self._stored(name)) for name in self._task.storages]
+
+    def scaled(self) -> dict[str, Tensor]:
+        """Return new parameters of modules that are not quantized, by their names in the model."""
+        return {}
+
+    def _stored(self, name: str) -> BlockSparseLinear:
+        return stored_copy(name, self._task.layer(name), self._task.storages[name].name)
+
+    def _note(self, name: str, error_before: float, error: float, tokens: int, **found: Any) -> None:
+        """Add a layer to the report."""
+        layer, storage = self._task.layer(name), self._task.storages[name].name
+        form = layer.spec.shape, layer.density, storage
+        self.layers.append(QuantizedLayer(name, *form, error_before, error, tokens, **found))
+        self._progress.show(len(self.layers), f"layers quantized, {name} the last")
+
+
+class ExpertsPlan(Plan):
+    """Projections of experts, stored as `to_storage` does."""
+
+    @torch.no_grad()
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        for name in task.storages:
+            error = self._stored(name).storage_error ** 2
+            self._note(name, error, error, 0)
+
+
+def inverse_norms(outputs: Tensor) -> Tensor:
+    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], by which tokens count alike; 0 where y = 0.
+
+    Language models have a few tokens whose activations are a thousand times those of others. Sums of squares
+    would be about these alone.
+    """
+    norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
+    return torch.where(norms > 0, 1 / norms, 0)
