@@ -212,14 +212,15 @@ def test_routing_is_refused_where_it_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("experts", "tokens", "k"), [(1, 5, 1), (3, 7, 2), (512, 33, 5)])
+@pytest.mark.parametrize("activation", ["silu", "relu", nn.Tanh()], ids=["gated", "relu", "tanh"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_any_number_of_experts(device: str, experts: int, tokens: int, k: int) -> None:
+def test_any_number_of_experts(device: str, activation: Any, experts: int, tokens: int, k: int) -> None:
+    """Without a module of Transformers; with a gate and without, by kernels' activations and a module."""
     torch.manual_seed(0)
-    up, down = (
-        ExpertsLinear(in_features, experts * out, experts=experts, block_shape=BLOCK, density=0.5)
-        for in_features, out in ((32, 32), (16, 32))
-    )
-    sparse = ts.BlockSparseExperts(up, down).to(device)
+    gated, options = activation == "silu", {"experts": experts, "block_shape": BLOCK, "density": 0.5}
+    up = ExpertsLinear(32, experts * 32, **options)  # type: ignore[arg-type]
+    down = ExpertsLinear(16 if gated else 32, experts * 32, **options)  # type: ignore[arg-type]
+    sparse = ts.BlockSparseExperts(up, down, gated=gated, activation=activation).to(device)
     x = torch.randn(tokens, 32, device=device)
     index = torch.rand(tokens, experts, generator=seeded()).topk(k).indices.to(device)
     weights = torch.rand(tokens, k, device=device)
@@ -228,8 +229,10 @@ def test_any_number_of_experts(device: str, experts: int, tokens: int, k: int) -
     expected = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
     for token, choice in ((token, choice) for token in range(tokens) for choice in range(k)):
         own = {name: tensor[index[token, choice]] for name, tensor in dense.items()}
-        both = own["gate_up_proj"] @ x[token].double() + own["gate_up_proj_bias"]
-        middle = torch.nn.functional.silu(both[:16]) * both[16:]
+        name = f"{sparse.up_name}_proj"
+        both = own[name] @ x[token].double() + own[f"{name}_bias"]
+        middle = both.relu() if activation == "relu" else both.tanh()
+        middle = torch.nn.functional.silu(both[:16]) * both[16:] if gated else middle
         result = own["down_proj"] @ middle + own["down_proj_bias"]
         expected[token] += weights[token, choice].double() * result
     close(y, expected.float())
@@ -301,33 +304,24 @@ def test_a_graph_follows_the_routing() -> None:
             assert torch.equal(y, sparse(*routing))
 
 
-def test_experts_without_a_gate_or_a_module_of_transformers() -> None:
-    torch.manual_seed(0)
-    up = ExpertsLinear(64, 4 * 32, experts=4, block_shape=BLOCK, density=0.5)
-    down = ExpertsLinear(32, 4 * 64, experts=4, block_shape=BLOCK, density=0.5)
-    x, index = torch.randn(7, 64), torch.tensor([[0], [3], [3], [0], [2], [0], [3]])
-    for activation, function in (("relu", torch.relu), (nn.Tanh(), torch.tanh)):
-        experts = ts.BlockSparseExperts(up, down, gated=False, activation=activation)
-        dense = experts.to_dense()
-        for token, (expert,) in enumerate(index.tolist()):
-            hidden = function(x[token] @ dense["up_proj"][expert].T + dense["up_proj_bias"][expert])
-            y = hidden @ dense["down_proj"][expert].T + dense["down_proj_bias"][expert]
-            close(experts(x, index, torch.full((7, 1), 0.5))[token], 0.5 * y)
-    with pytest.raises(InvalidArgumentError, match="down must have 16 in_features"):
-        ts.BlockSparseExperts(up, down)
-    with pytest.raises(InvalidArgumentError, match="experts must divide"):
-        ExpertsLinear(64, 4 * 32, experts=3, block_shape=BLOCK)
-
-
 def test_what_needs_one_weight_for_all_tokens_is_refused() -> None:
     layer = ExpertsLinear(64, 4 * 32, experts=4, block_shape=BLOCK, density=0.5)
-    for call in (layer.to_linear, layer.to_semi_structured, layer.cut):
+    for call in (
+        layer.to_linear,
+        layer.to_semi_structured,
+        layer.cut,
+        lambda: layer.from_linear(nn.Linear(4, 4)),
+    ):
         with pytest.raises(UnsupportedError):
             call()
     with pytest.raises(InvalidArgumentError, match="policy must be 'sparse' with experts"):
         layer.policy = "auto"
     with pytest.raises(InvalidArgumentError, match="activations must be None with experts"):
         layer.to_storage("int8", activations="int8")
+    with pytest.raises(InvalidArgumentError, match="down must have"):
+        ts.BlockSparseExperts(layer, layer)
+    with pytest.raises(InvalidArgumentError, match="experts must divide"):
+        ExpertsLinear(64, 4 * 32, experts=3, block_shape=BLOCK)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
