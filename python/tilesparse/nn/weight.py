@@ -489,8 +489,8 @@ def make_room(
 
     Tensors of another size are filled with ``contents``, by name, or zeros; ``granularity`` is as of
     `LayerSpec`, None keeps it. Other threads may be calling the layer: tensors are filled before they are put
-    in their places. The weight comes first and the pattern last, so that a call which meets tensors of both finds that
-    they do not fit.
+    in their places. The weight comes first and the pattern last, so that a call which meets tensors of both
+    finds that they do not fit.
     """
     before = layer.spec
     spec = replace(

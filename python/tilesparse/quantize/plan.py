@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .._progress import Progress
 from ..calibrate.calibration import Calibration, Forward, naming_layer
 from ..matrix import BlockSparseMatrix
-from ..nn.linear import BlockSparseLinear, dense_weight
+from ..nn.dense import dense_weight
+from ..nn.linear import BlockSparseLinear
 from ..nn.weight import dense_blocks
 from ..storage.formats import QuantizedStorage
 from .report import QuantizedLayer
