@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .errors import TileSparseError
     from .io import load, save
     from .matrix import BlockSparseMatrix
-    from .model import sparsify_
+    from .model import densify_, sparsify_, summary
     from .model.inference import prepare_for_inference_
     from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
     from .pattern import BlockPattern
@@ -33,6 +33,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "BlockSparseMatrix": "matrix",
     "TileSparseError": "errors",
     "advise": "tuning.advise",
+    "densify_": "model",
     "distill_": "recover",
     "load": "io",
     "prepare_for_inference_": "model.inference",
@@ -41,6 +42,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "reconstruct_": "recover",
     "save": "io",
     "sparsify_": "model",
+    "summary": "model",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "TileSparseError",
     "__version__",
     "advise",
+    "densify_",
     "distill_",
     "distributed",
     "errors",
@@ -66,6 +69,7 @@ __all__ = [
     "save",
     "sparsify_",
     "storage",
+    "summary",
     "train",
     "tuning",
 ]

@@ -39,7 +39,7 @@ from zoo import BLOCK, ZOO, Kind, linear_layers
 import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, TileSparseError
 from tilesparse.integrations.peft import merge_loss
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
 from tilesparse.nn.experts import projections_of
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill_, reconstruct_
@@ -282,8 +282,8 @@ def check_loaded(found: dict[str, str]) -> None:
 def fuse(kind: Kind) -> None:
     model = patched(kind)
     expected, keys = outputs(kind, model), list(model.state_dict())
-    report = BlockSparseModelPatcher().fuse_mlps_(model, kind.batch(0))
-    check(len(report.mlps) == kind.fused, f"{len(report.mlps)} MLPs fused, expected {kind.fused}")
+    report = fuse_mlps_(model, kind.batch(0))
+    check(len(report.layers) == kind.fused, f"{len(report.layers)} MLPs fused, expected {kind.fused}")
     check(all(one.reason for one in report.skipped), "skipped without a reason")
     check(list(model.state_dict()) == keys, "names have changed")
     assert_close(outputs(kind, model), expected, "outputs with gradients")
@@ -294,7 +294,7 @@ def fuse(kind: Kind) -> None:
 def generate(kind: Kind) -> None:
     model = patched(kind)
     twin = densified(kind, model)
-    BlockSparseModelPatcher().fuse_mlps_(model, kind.batch(0))
+    fuse_mlps_(model, kind.batch(0))
     batch = {name: one for name, one in kind.batch(0).items() if not name.startswith("decoder")}
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     texts = [one.generate(**batch, **options) for one in (model, twin)]

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear, io
+from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.errors import CheckpointError, InvalidArgumentError
-from tilesparse.io.manifest import CONFIG, INDEX, WEIGHTS
+from tilesparse.io.manifest import CONFIG, INDEX, WEIGHTS, section
 from tilesparse.model import BlockSparseModelPatcher
 
 # nm, storage and what has a scale.
@@ -90,7 +90,7 @@ def sparse_net(form: str = "int8 by row", dtype: torch.dtype = torch.float32, se
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
     """Bit for bit, and of the same form."""
-    assert io.section(model) == io.section(other)
+    assert section(model) == section(other)
     ours, theirs = model.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -221,7 +221,7 @@ def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
 def test_two_tensors_for_one_of_the_model(tmp_path: Path) -> None:
     """Alike they are one; otherwise none of them could be chosen."""
     state = {name: tensor.clone() for name, tensor in sparse_net().state_dict().items()}
-    config = {"tilesparse": io.section(sparse_net())}
+    config = {"tilesparse": section(sparse_net())}
     (tmp_path / CONFIG).write_text(json.dumps(config))
     save_file(state, tmp_path / WEIGHTS)
     assert tilesparse.load(Net, tmp_path).output.weight.equal(state["output.weight"])
@@ -280,7 +280,7 @@ def test_cast_while_loading(dtype: torch.dtype, tmp_path: Path) -> None:
             assert torch.equal(tensor, before) and tensor.dtype == before.dtype
         else:
             assert torch.equal(tensor, before.to(dtype))
-    assert io.section(loaded)["layers"]["stored"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert section(loaded)["layers"]["stored"]["dtype"] == str(dtype).removeprefix("torch.")
     assert loaded.eval()(torch.arange(8)).dtype == dtype
     assert loaded.stored.plain_values().dtype == dtype
 
@@ -305,7 +305,7 @@ def test_files_of_others_load(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in net.state_dict().items() if name != "output.weight"}
     wide = {name: state[name].long() for name in ("sparse.slot", "sparse.col_indices")}
     save_file({**state, **wide}, tmp_path / WEIGHTS, {"format": "pt"})
-    quantization = {"quant_method": "tilesparse", **io.section(net)}
+    quantization = {"quant_method": "tilesparse", **section(net)}
     (tmp_path / CONFIG).write_text(json.dumps({"hidden": 64, "quantization_config": quantization}))
     assert_same(tilesparse.load(Net, tmp_path), net)
     tilesparse.save(net, tmp_path)
@@ -588,7 +588,7 @@ def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: py
     assert_same(tilesparse.load(Net, tmp_path), second)
     state = {name: tensor.clone() for name, tensor in third.state_dict().items()}
     save_file(state, tmp_path / WEIGHTS)
-    (tmp_path / CONFIG).write_text(json.dumps({"tilesparse": io.section(third)}))
+    (tmp_path / CONFIG).write_text(json.dumps({"tilesparse": section(third)}))
     assert_same(tilesparse.load(Net, tmp_path), third)
 
 
@@ -692,7 +692,7 @@ def test_of_two_sections_that_of_transformers_counts(tmp_path: Path) -> None:
     tilesparse.save(net, tmp_path)
     own = json.loads((tmp_path / CONFIG).read_text())["tilesparse"]
     both = {
-        "tilesparse": io.section(former),
+        "tilesparse": section(former),
         "quantization_config": {"quant_method": "tilesparse", **own},
     }
     (tmp_path / CONFIG).write_text(json.dumps(both))
@@ -1040,7 +1040,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
     (root / "bare").mkdir()
     state = {name: tensor for name, tensor in net.state_dict().items() if name != "output.weight"}
     save_file(state, root / "bare" / WEIGHTS)
-    (root / "bare" / CONFIG).write_text(json.dumps({"tilesparse": io.section(net)}))
+    (root / "bare" / CONFIG).write_text(json.dumps({"tilesparse": section(net)}))
     bases = Bases(*(root / name for name in Bases._fields))
     for base in bases:
         tilesparse.load(Net, base)

@@ -340,17 +340,18 @@ def test_models_are_patched_by_structure(kind: str) -> None:
     expected = model(**batch).logits
     patcher = ts.model.BlockSparseModelPatcher()
     patcher.add_pattern("experts", {"density": 1, "block_shape": BLOCK})
-    report = patcher.patch_model(model, keep_dense=True)
+    report = patcher.patch_model(model)
     assert set(sparse_experts_of(model)) == set(found)
     assert len(report.layers) == 2 * len(found)
     assert {layer.name.rpartition(".")[0] for layer in report.layers} == set(found)
     assert report.after.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not any("experts" in one.name and len(one.shape) == 3 for one in report.dense)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    fused = patcher.fuse_mlps_(model)
-    assert not any("Experts" in one.kind for one in (*fused.mlps, *fused.skipped))
-    patcher.undo(model)
-    assert experts_of(model) == found
+    fused = ts.model.fuse_mlps_(model)
+    assert not any("Experts" in one.kind for one in (*fused.layers, *fused.skipped))
+    ts.densify_(model)
+    assert [*experts_of(model)] == [*found] and not sparse_experts_of(model)
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
 
 
 class Stacked(nn.Module):
@@ -377,7 +378,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
     prepared = ts.prepare_for_inference_(copy.deepcopy(sparse), batches[0])
-    assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
+    assert prepared.facts["stacked"] == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]
         assert [skipped.name for skipped in one.skipped if "3-D gate_up_proj" in skipped.reason] == ["0"]
@@ -634,14 +635,11 @@ def test_a_checkpoint_of_experts_does_not_load_into_others(tmp_path: Path) -> No
 
 
 def test_dense_experts_come_back() -> None:
-    pytest.importorskip("transformers")
-    from tilesparse.integrations.transformers import to_dense
-
     model = ZOO["gpt_oss"].make()
     ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
     batch = ZOO["gpt_oss"].batch(0)
     expected = model(**batch).logits
-    to_dense(model)
+    ts.densify_(model)
     assert experts_of(model) and not sparse_experts_of(model)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 

@@ -151,7 +151,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
         assert tensor.dtype == theirs[name].dtype, name
         both = (state[name].cpu().reshape(-1).view(torch.uint8) for state in (mine, theirs))
         assert torch.equal(*both), name
-    assert tilesparse.io.section(model) == tilesparse.io.section(expected)
+    assert tilesparse.io.manifest.section(model) == tilesparse.io.manifest.section(expected)
 
 
 def written(folder: Path) -> dict[str, Any]:

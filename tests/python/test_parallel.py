@@ -43,7 +43,8 @@ from tilesparse.errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from tilesparse.io import prepare, section
+from tilesparse.io.manifest import section
+from tilesparse.io.reader import prepare
 from tilesparse.pattern import moved_index
 
 WIDTH, HIDDEN = 128, 256

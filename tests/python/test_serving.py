@@ -97,7 +97,7 @@ def save_as_others_do(module: nn.Module, folder: Path) -> None:
 
     folder.mkdir()
     save_file(module.state_dict(), folder / "model.safetensors")
-    section = {"quant_method": "tilesparse", **tilesparse.io.section(module)}
+    section = {"quant_method": "tilesparse", **tilesparse.io.manifest.section(module)}
     (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
 
 

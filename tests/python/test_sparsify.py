@@ -21,7 +21,8 @@ from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model import DEFAULT_OPTIONS, BlockSparseModelPatcher, sparsify_
+from tilesparse.model import BlockSparseModelPatcher, sparsify_
+from tilesparse.model.match import DEFAULT_OPTIONS
 from tilesparse.model.modules import NamePattern, matching
 from tilesparse.prune import prune_
 from tilesparse.tuning.product import Product
@@ -116,7 +117,7 @@ def test_a_dry_run_and_an_error_change_nothing() -> None:
         sparsify_(model, CONFIG)
     assert dict(model.named_modules()) == modules
     report = sparsify_(llama(), {"experts": CONFIG, ".*": CONFIG}, strict=False)
-    assert (report.unmatched, report.layers) == (["experts"], dry.layers)
+    assert (report.notes, report.layers) == (["no layer matches 'experts'"], dry.layers)
 
 
 def test_dense_layers_are_not_kept() -> None:

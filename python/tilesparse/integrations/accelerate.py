@@ -7,7 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .._hooks import ACCELERATE, adapt, when_imported
+from .._hooks import adapt, when_imported
 from .._listeners import layers_changed
 
 
@@ -41,7 +41,7 @@ def _prepare_before_loading(module: Any) -> None:
 
         return load_checkpoint_in_model
 
-    adapt(ACCELERATE, module, "load_checkpoint_in_model", preparing)
+    adapt(module, "load_checkpoint_in_model", preparing)
 
 
 def _check(model: Any, layers: list[str]) -> None:

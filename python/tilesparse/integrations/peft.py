@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._checks import BLOCK_SIZES, Index
-from .._hooks import PEFT, revert
 from .._ops.autograd import autocast
 from .._ops.linear import combined, grouped_linear_on, grouped_sdd_on
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -241,14 +240,6 @@ class LoraLinear(Linear):
         """Where adapters begin: 8 bits are no dtype for them."""
         layer: Any = base_layer
         return layer.weight.device, layer.spec.dtype
-
-
-def unregister() -> None:
-    """Give PEFT its own functions back, so that it refuses LoRA of block-sparse layers again.
-
-    Models that have adapters keep them. ``import tilesparse`` in a new process registers again.
-    """
-    revert(PEFT)
 
 
 def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict[str, float]:

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from .._hooks import PEFT, adapt, when_imported
+from .._hooks import adapt, when_imported
 from .._reports import listed, warn_user
 from ..errors import InvalidArgumentError
 
@@ -45,7 +45,7 @@ def _adapt_layers(module: Any) -> None:
         return create_new_module
 
     layer_class = module.BaseTunerLayer
-    adapt(PEFT, module.LoraModel, "_create_new_module", adapted)
+    adapt(module.LoraModel, "_create_new_module", adapted)
 
 
 def _include_in_all_linear(module: Any) -> None:
@@ -64,7 +64,7 @@ def _include_in_all_linear(module: Any) -> None:
         return include_block_sparse
 
     layer_class = module.BaseTunerLayer
-    adapt(PEFT, module, "_maybe_include_all_linear_layers", adapted)
+    adapt(module, "_maybe_include_all_linear_layers", adapted)
 
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
@@ -113,4 +113,4 @@ def _check_before_merging(module: Any) -> None:
 
     layer_class = module.LoraLayer
     for name in ("merge_adapter", "merge_and_unload"):
-        adapt(PEFT, module.LoraModel, name, checked)
+        adapt(module.LoraModel, name, checked)

@@ -52,26 +52,12 @@ def section(model: nn.Module) -> dict[str, Any]:
     return {"version": max(map(_version_of, layers.values()), default=1), "layers": layers}
 
 
-def forms(folder: Path) -> Mapping[str, LayerSpec]:
-    """Return the spec of each layer of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: it is none, or damaged.
-    """
-    return read_section(folder)[0]
-
-
-def check_section(section: object) -> None:
-    """Check what a configuration says of block-sparse layers; keys besides version and layers may be there.
+def parsed_layers(section: object) -> dict[str, LayerSpec]:
+    """Return the spec of each layer that a section describes; keys besides version and layers may be there.
 
     Raises:
         InvalidArgumentError: it is of a newer version, or not what `section` makes.
     """
-    parsed_layers(section)
-
-
-def parsed_layers(section: object) -> dict[str, LayerSpec]:
-    """Return the spec of each layer that a section describes."""
     if not isinstance(section, Mapping):
         raise InvalidArgumentError(f"tilesparse must be a section, got {shown(section)}")
     version, layers = section.get("version"), section.get("layers")

@@ -16,10 +16,8 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
 from ..nn.linear import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..pattern import BlockPattern, check_parts_beside
-from ..storage.formats import storage_of
 from .modules import (
     NamePattern,
-    Read,
     Reference,
     Replacement,
     is_linear,
@@ -142,9 +140,9 @@ def match_modules(
     model: nn.Module,
     names: Mapping[nn.Module, list[str]],
     rules: Sequence[Rule],
-    reads: Mapping[nn.Module, Read],
     refusal: Refusal,
     *,
+    reads: Mapping[nn.Module, str] | None = None,
     spare_outputs: bool = True,
 ) -> tuple[list[Match], list[SkippedLayer]]:
     """Return the layers that rules replace, and the modules that they match and that stay, with the reason.
@@ -153,8 +151,8 @@ def match_modules(
         model: only read.
         names: `names_of_modules` of the model.
         rules: the first one that matches a layer counts.
-        reads: `weight_reads` of the model.
         refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
+        reads: `weight_reads` of the model, if they are known.
         spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
 
     Raises:
@@ -185,11 +183,8 @@ def match_modules(
             reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
         if reason is None:
             reason = _reason_from([module], held)
-        read = reads.get(module)
-        if read is not None and read.reader and not read.called and isinstance(module, nn.Linear):
-            reason = f"{read.reader} reads its weight itself and never calls it"
-        if reason is None and read is not None and options is not None:
-            reason = read.reason_not(storage_of(options.config.storage))
+        if reason is None and reads is not None and module in reads:
+            reason = f"{reads[module]} reads its weight itself"
         if reason is None and options is not None:
             matched.append(Match(module, aliases, options, rule.layers.spells(aliases)))
         else:

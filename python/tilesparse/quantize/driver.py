@@ -15,7 +15,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import check_flag, check_quantized_activations, check_storage
 from ..errors import InvalidArgumentError
 from ..model.match import refusal_of
-from ..model.modules import matching, names_of_modules, owners_of_parameters, parsed, weight_reads
+from ..model.modules import matching, names_of_modules, owners_of_parameters, parsed
 from ..model.report import SkippedLayer, by_reason
 from ..nn.experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear, check_whole
@@ -152,7 +152,7 @@ def _targets(
     targets: list[str] = []
     skipped: list[SkippedLayer] = []
     used: set[int] = set()  # places of patterns
-    owners, reads = owners_of_parameters(names), weight_reads(model)
+    owners = owners_of_parameters(names)
     refusal = refusal_of(
         names,
         lambda module: _reason_to_skip(module, owners, storage, activations),
@@ -165,8 +165,6 @@ def _targets(
             continue
         name = names[module][0]
         reason = refusal(name, module)
-        if reason is None and module in reads:
-            reason = reads[module].reason_not(storage_of(storage))
         if reason is None:
             targets.append(name)
             used.update(places)

@@ -7,8 +7,8 @@ from typing import Any
 from ..._checks import check_module, check_text
 from ...errors import InvalidArgumentError
 from ...nn.linear import BlockSparseLinear
-from .dense import sparse_layers, tensors_of
-from .following import TAGS
+from .following import TAGS, sparse_layers
+from .quantizer import tensors_of
 
 
 def model_card(model: Any, repository: str = "path/or/repository") -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from ..._checks import check_module
 from ...config import METHOD
 from ...errors import UnsupportedError
-from .dense import sparse_layers
+from ...nn.linear import BlockSparseLinear
 from .quantizer import TileSparseConfig, TileSparseHfQuantizer, method_of, owner_of
 
 TAGS = ("tilesparse", "block-sparse")
@@ -80,6 +80,13 @@ def check_can_follow(model: nn.Module) -> None:
                 "where its layers are dense again, as those of GGUF files are on the CPU, call "
                 "model.hf_quantizer.remove_quantization_config(model) first"
             )
+
+
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
+    """Yield the block-sparse layers of a model with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear):
+            yield name, module
 
 
 def _pretrained(model: nn.Module) -> Iterator[Any]:

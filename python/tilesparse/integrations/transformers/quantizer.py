@@ -11,27 +11,20 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..._checks import DTYPES
 from ..._files import StoredTensor, read_header
-from ..._hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
 from ...config import METHOD, BlockSparseConfig
 from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ...io.manifest import VERSION, check_belongs, check_section, section
+from ...io.manifest import VERSION, check_belongs, parsed_layers, section
 from ...io.reader import prepare
-from ...model.replace import sparsify_
+from ...model.replace import densify_, sparsify_
 from ...nn.linear import INDEX_NAMES, BlockSparseLinear, align
 from ...storage.formats import STORED_NAMES, forms_of, storage_of
-from .dense import tensors_of, to_dense
 
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
@@ -123,22 +116,19 @@ class TileSparseHfQuantizer(HfQuantizer):
         layers_changed(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return to_dense(model, dtype)
+        densify_(model)
+        return model if dtype is None else model.to(dtype)
 
 
-def unregister() -> None:
-    """Make Transformers forget the method "tilesparse", so that `from_pretrained` refuses such checkpoints.
-
-    Models that are there keep their configurations. ``import tilesparse`` in a new process registers again.
-    """
-    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
-    AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-    revert(TRANSFORMERS)
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers with their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @register_quantization_config(METHOD)
 class TileSparseConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a model with block-sparse layers, a section as in `checkpoint.section`.
+    """The ``quantization_config`` of a model with block-sparse layers, with a section as of `io.manifest`.
 
     One that `follow` has made reads the layers of its model whenever it is asked. Copies and pickles hold
     what was read last, unless the model is copied along.
@@ -154,7 +144,7 @@ class TileSparseConfig(QuantizationConfigMixin):
 
     def __init__(self, **section: Any) -> None:
         section.pop("quant_method", None)
-        check_section(section)
+        parsed_layers(section)
         self._section = section
         self._model: Callable[[], nn.Module | None] = _nobody
         self.untied: dict[str, str] = {}  # pairs that the model has shared before
