@@ -615,15 +615,6 @@ def test_pipes_are_no_files(name: str, tmp_path: Path) -> None:
         tilesparse.load(Net, tmp_path)
 
 
-def test_paths_without_null_characters(tmp_path: Path) -> None:
-    text = r"^path must be a path without null characters, got .*\\x00"
-    for path in ("a\0b", tmp_path / "a\0b"):
-        with pytest.raises(InvalidArgumentError, match=text):
-            tilesparse.save(sparse_net(), path)
-        with pytest.raises(InvalidArgumentError, match=text):
-            tilesparse.load(Net, path)
-
-
 @pytest.mark.parametrize("model", ["folder", {}, None, Net], ids=str)
 def test_only_modules_are_saved(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^model must be a torch\.nn\.Module, got "):
@@ -1018,7 +1009,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"device": "meta"}, "device must have memory"),
         ({"device": "no such"}, "device(: | must )"),
-        ({"model_or_class": 5}, "model_or_class must be a torch.nn.Module or a function, got 5"),
+        ({"model_or_class": 5}, "model_or_class must be a module or a function"),
         ({"model_or_class": dict}, "model_or_class: it has made a dict, no module"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):

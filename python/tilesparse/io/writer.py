@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._files import STORABLE, few, read_json, write_json
 from ..config import METHOD
-from ..errors import CheckpointError, InvalidArgumentError
+from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..integrations.hooks import configurations
 from ..nn.linear import BlockSparseLinear, is_sharded
 from .manifest import (
@@ -65,6 +65,8 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(state_dict, Mapping | None):
+        raise InvalidTypeError(f"state_dict must be a mapping or None, got {type(state_dict).__name__}")
     folder, limit = checked_folder(path), byte_limit(max_shard_size)
     tensors, ties = _to_save(model, state_dict)
     own: dict[str, Any] = section(model)

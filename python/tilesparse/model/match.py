@@ -55,6 +55,8 @@ class LayerOptions:
     untie: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, BlockSparseConfig):
+            raise InvalidTypeError(f"config must be a BlockSparseConfig, got {shown(self.config)}")
         if not isinstance(self.pattern, BlockPattern | None):
             raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
         object.__setattr__(self, "parts", check_parts_beside(self.pattern, self.parts))
@@ -112,6 +114,10 @@ def rules_of(
     if layers is not None:
         raise InvalidArgumentError(
             f"layers must be None beside a mapping in config, which names the layers, got {shown(layers)}"
+        )
+    if not isinstance(config, Mapping):
+        raise InvalidTypeError(
+            f"config must be a BlockSparseConfig or a mapping of them, got {shown(config)}"
         )
     if not config:
         raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
