@@ -64,8 +64,8 @@ from transformers.utils import logging
 import tilesparse
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card, to_dense
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card
+from tilesparse.model import BlockSparseModelPatcher, densify_
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -110,11 +110,10 @@ CASTS_RIGHT = hasattr(transformers.quantizers.HfQuantizer, "get_new_dtype")  # a
 LAYERS = {"roberta": 12, "gpt2": 8, "llama": 14, "vit": 12}
 
 
-def patch(model: nn.Module, regex: str, **options: Any) -> BlockSparseModelPatcher:
+def patch(model: nn.Module, regex: str, **options: Any) -> None:
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(regex, {"density": 0.5, "block_shape": (16, 32), **options})
-    assert patcher.patch_model(model, keep_dense=True).layers
-    return patcher
+    assert patcher.patch_model(model).layers
 
 
 def patched(kind: str, **options: Any) -> Any:
@@ -257,35 +256,13 @@ assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64, block_shape=32)
 """
 
 
-@pytest.mark.parametrize("name", ["auto.register_quantizer", "base.HfQuantizer._dequantize"])
+@pytest.mark.parametrize("name", ["base.HfQuantizer._dequantize"])
 def test_another_transformers_without_these_names_costs_a_warning(name: str) -> None:
     done = run(RENAMED.format(name=name))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tilesparse does not know this release of transformers.quantizers.auto: ")
     assert "from_pretrained will not load block-sparse layers" in done.stdout
     assert name.rpartition(".")[2] in done.stdout
-
-
-FORGOTTEN = """
-import sys, tilesparse, tilesparse.integrations.transformers
-from transformers import LlamaForCausalLM
-LlamaForCausalLM.from_pretrained(sys.argv[1])
-wrapped = LlamaForCausalLM.save_pretrained
-tilesparse.integrations.transformers.unregister()
-assert LlamaForCausalLM.save_pretrained is wrapped.__wrapped__
-try:
-    LlamaForCausalLM.from_pretrained(sys.argv[1])
-except (RuntimeError, ValueError) as error:
-    print(type(error).__name__)
-"""
-
-
-def test_transformers_can_forget_the_method(tmp_path: Path) -> None:
-    patched("llama", storage="int8").save_pretrained(tmp_path)
-    done = run(FORGOTTEN, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["RuntimeError"]
-    assert "Unknown quantization type, got tilesparse" in done.stderr
 
 
 WITHOUT_TILESPARSE = """
@@ -355,31 +332,6 @@ def test_pickles_hold_what_they_were(tmp_path: Path) -> None:
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_undone_models_are_dense_to_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = llama()
-    patcher = patch(model, r"model\.layers", storage="int8")
-    assert model.is_quantized and model.quantization_method == "tilesparse"
-    patcher.undo(model)
-    assert not model.is_quantized and getattr(model, "hf_quantizer", None) is None
-    assert not model.model_tags
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in written(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
-
-
-def test_models_with_adapters_are_not_made_dense() -> None:
-    model = patched("llama")
-    layers = sparse_layers(model)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["down_proj"]))
-    before = dict(model.named_modules())
-    with pytest.raises(UnsupportedError, match=r"down_proj\.base_layer': has an adapter; merge or remove"):
-        to_dense(model)
-    assert dict(model.named_modules()) == before
-    adapted.merge_and_unload()
-    assert sparse_layers(model) == layers and not sparse_layers(to_dense(model))
-
-
 def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
     model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=128, num_layers=1))
     patch(model, r".*(wi|wo)$")
@@ -388,69 +340,39 @@ def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
     assert model(input_ids=ids, decoder_input_ids=ids).logits.shape == (1, 6, 32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "roberta"])
-def test_sparse_output_embeddings_are_not_tied(tmp_path: Path, kind: str) -> None:
-    torch.manual_seed(0)
-    make, _ = MODELS[kind]
-    model = llama(tie_word_embeddings=True) if kind == "llama" else make()
-    dense, name = logits(model, kind), "lm_head" if kind == "llama" else r"lm_head\.decoder"
-    patcher = patch(model, name, untie=True)
-    for _ in range(2):
-        model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path)
-        assert len(sparse_layers(loaded)) == 1
-        assert torch.equal(logits(loaded, kind), logits(model, kind))
-        loaded.save_pretrained(tmp_path)
-    patcher.undo(model)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded, kind), dense)
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-
-
 def bart() -> BartForConditionalGeneration:
     sizes: dict[str, Any] = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 40}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
-    torch.manual_seed(0)
     return BartForConditionalGeneration(BartConfig(**sizes)).eval()
 
 
-def test_other_embeddings_keep_their_values_beside_a_sparse_output_embedding(tmp_path: Path) -> None:
-    model = bart()
-    dense = logits(model)
-    patcher = patch(model, "lm_head", untie=True)
-    model.save_pretrained(tmp_path)
-    loaded = BartForConditionalGeneration.from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded), logits(model))
-    patcher.undo(model)
-    assert model.model.encoder.embed_tokens.weight is model.model.shared.weight is model.lm_head.weight
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(BartForConditionalGeneration.from_pretrained(tmp_path)), dense)
+TIED: dict[str, tuple[Callable[[], Any], str]] = {
+    "llama": (lambda: llama(tie_word_embeddings=True), "lm_head"),
+    "roberta": (MODELS["roberta"][0], r"lm_head\.decoder"),
+    "bart": (bart, "lm_head"),  # whose other embeddings keep their values
+}
 
 
-def test_output_embeddings_are_tied_again_while_other_layers_stay_sparse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TIED)
+def test_sparse_output_embeddings_are_not_tied(tmp_path: Path, kind: str) -> None:
+    """Nor once they are dense again: they have a weight of their own then."""
     torch.manual_seed(0)
-    model = llama(tie_word_embeddings=True)
-    patch(model, r"model\.layers")
-    patch(model, "lm_head", untie=True).undo(model)
-    assert model.config.tie_word_embeddings
-    model.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(logits(loaded), logits(model))
-
-
-def test_output_embeddings_that_become_dense_have_a_weight_of_their_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = llama(tie_word_embeddings=True)
-    patch(model, "lm_head", untie=True)
+    make, name = TIED[kind]
+    model = make()
+    patch(model, name, untie=True)
     sparse = logits(model)
-    to_dense(model).tie_weights()
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert len(sparse_layers(loaded)) == 1 and torch.equal(logits(loaded), sparse)
+        loaded.save_pretrained(tmp_path)
+    densify_(model)
+    model.tie_weights()
     assert not model.config.tie_word_embeddings
     torch.testing.assert_close(logits(model), sparse)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path)), logits(model))
 
 
 class FalconPatcher(BlockSparseModelPatcher):
@@ -480,10 +402,10 @@ def test_falcon_is_converted_by_a_patcher_of_ones_own(tmp_path: Path) -> None:
     for loaded in (FalconForCausalLM.from_pretrained(tmp_path), tilesparse.load(build, tmp_path)):
         assert_same(loaded, model)
         assert torch.equal(logits(loaded), expected)
-    dense = to_dense(loaded)
-    assert type(dense.transformer.h[0].mlp.dense_h_to_4h) is type(build().transformer.h[0].mlp.dense_h_to_4h)
-    torch.testing.assert_close(logits(dense), expected)
-    assert_saved(dense, tmp_path / "dense")
+    densify_(loaded)
+    assert type(loaded.transformer.h[0].mlp.dense_h_to_4h) is type(build().transformer.h[0].mlp.dense_h_to_4h)
+    torch.testing.assert_close(logits(loaded), expected)
+    assert_saved(loaded, tmp_path / "dense")
 
 
 def assert_saved(model: Any, folder: Path) -> None:
@@ -503,7 +425,7 @@ def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Pat
     config = llama().config
     teacher = None if order == "of the sparse one" else LlamaForCausalLM(config)
     student: Any = LlamaForCausalLM(config)
-    patcher = patch(student, r"model\.layers", storage="int8")
+    patch(student, r"model\.layers", storage="int8")
     teacher = LlamaForCausalLM(student.config) if teacher is None else teacher
     both = [("teacher", teacher), ("student", student)]
     for name, model in both[:: -1 if order == "sparse first" else 1]:
@@ -512,9 +434,9 @@ def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Pat
     assert configs(student) == {id(student.config)} and student.is_quantized
     patch(teacher, r"model\.layers\.0")
     assert_saved(teacher, tmp_path / "patched")
-    patcher.undo(student)
+    densify_(student)
     for name, model in both:
-        assert_saved(model, tmp_path / f"{name} undone")
+        assert_saved(model, tmp_path / f"{name} dense")
 
 
 def test_models_of_one_configuration_object_in_one_module(tmp_path: Path) -> None:
@@ -584,7 +506,8 @@ def test_from_pretrained_loads_what_tilesparse_saves(name: str, storage: str | N
     assert ours == theirs
     for load in (type(model).from_pretrained, AutoModelForCausalLM.from_pretrained):
         assert_same(load(tmp_path / "ours"), model)
-    assert_same(tilesparse.load(make, tmp_path / "ours"), model)
+    for folder in ("ours", "theirs") if storage is not None else ("ours",):
+        assert_same(tilesparse.load(make, tmp_path / folder), model)
 
 
 @pytest.mark.parametrize("storage", ["plain", "int8"])
@@ -603,16 +526,6 @@ def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) 
     other = patched("llama", storage=storage)
     other.load_state_dict(load_file(file), assign=True, strict=False)
     assert torch.equal(other(**tokens).logits, model(**tokens).logits)
-
-
-def test_transformers_and_tilesparse_load_what_the_other_has_saved(tmp_path: Path) -> None:
-    model = patched("gpt2", storage="int8")
-    model.save_pretrained(tmp_path)
-    loaded: Any = tilesparse.load(MODELS["gpt2"][0], tmp_path)
-    assert_same(loaded, model)
-    loaded.save_pretrained(tmp_path)
-    tilesparse.save(loaded, tmp_path)
-    assert_same(GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
 SOUND = {"conv_dim": (32,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
@@ -818,7 +731,7 @@ def test_layers_are_offloaded_to_disk(tmp_path: Path, storage: str, offload_buff
     for _ in range(2):
         assert torch.equal(logits(loaded), logits(model))
     with pytest.raises(UnsupportedError, match="offloaded"):
-        to_dense(loaded)
+        densify_(loaded)
     with pytest.raises(UnsupportedError, match="to_storage cannot convert an offloaded weight"):
         loaded.model.layers[1].mlp.up_proj.to_storage("plain" if "float8" in storage else "int8")
     loaded.save_pretrained(tmp_path / "again")
@@ -864,14 +777,6 @@ def test_what_accelerate_cannot_dispatch_is_refused_by_name(tmp_path: Path) -> N
     assert not sparse_layers(load_checkpoint_and_dispatch(empty, tmp_path / "dense", "auto"))
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
-def test_device_maps(tmp_path: Path, device_map: object) -> None:
-    model = patched("llama")
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    assert_same(loaded, model)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", STORAGES)
 def test_models_are_loaded_onto_a_gpu(tmp_path: Path, storage: str) -> None:
@@ -905,7 +810,8 @@ def test_generation_is_that_of_the_dense_model(tmp_path: Path, kind: str) -> Non
     tokens = model.generate(**given)
     assert torch.equal(model.generate(**given, cache_implementation="static", disable_compile=True), tokens)
     assert tokens.shape == (2, 15)
-    assert torch.equal(to_dense(model).generate(**given), tokens)
+    densify_(model)
+    assert torch.equal(model.generate(**given), tokens)
 
 
 @pytest.mark.parametrize("storage", ["plain", "int8"])
@@ -913,8 +819,13 @@ def test_generation_is_that_of_the_dense_model(tmp_path: Path, kind: str) -> Non
 def test_models_become_dense_again(tmp_path: Path, kind: str, storage: str) -> None:
     model = patched(kind, **STORAGES[storage])
     sparse = logits(model, kind)
-    dense = to_dense(model) if storage == "plain" else model.dequantize()
-    assert dense is model and not sparse_layers(model) and not model.is_quantized
+    assert model.is_quantized == (storage != "plain") and model.model_tags
+    if storage == "plain":
+        densify_(model)
+    else:
+        assert model.dequantize() is model
+    assert not sparse_layers(model) and not model.is_quantized and not model.model_tags
+    assert getattr(model, "hf_quantizer", None) is None
     torch.testing.assert_close(logits(model, kind), sparse)
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in written(tmp_path)
@@ -924,10 +835,12 @@ def test_models_become_dense_again(tmp_path: Path, kind: str, storage: str) -> N
 @pytest.mark.parametrize("storage", STORAGES)
 def test_layers_that_become_dense_can_be_trained(storage: str) -> None:
     model = patched("gpt2", **STORAGES[storage])
-    assert all(parameter.requires_grad for parameter in to_dense(model).parameters())
+    densify_(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
     model = patched("gpt2")
     model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
-    assert not to_dense(model).transformer.h[0].mlp.c_fc.weight.requires_grad
+    densify_(model)
+    assert not model.transformer.h[0].mlp.c_fc.weight.requires_grad
 
 
 def test_shared_layers_and_those_put_in_by_hand_become_dense() -> None:
@@ -937,7 +850,7 @@ def test_shared_layers_and_those_put_in_by_hand_become_dense() -> None:
     first.extra = BlockSparseLinear(64, 64, density=0.5, block_shape=32)
     follow(model)
     sparse = logits(model)
-    to_dense(model)
+    densify_(model)
     assert not sparse_layers(model)
     assert first.up_proj is second.up_proj and isinstance(first.extra, nn.Linear)
     torch.testing.assert_close(logits(model), sparse)
@@ -1099,7 +1012,7 @@ def test_conv1d_keeps_its_meaning() -> None:
     full, half, whole = copy.deepcopy(dense), copy.deepcopy(dense), logits(dense)
     patch(full, r"transformer\.h", density=1.0)
     torch.testing.assert_close(logits(full), whole)
-    patcher = patch(half, r"transformer\.h")
+    patch(half, r"transformer\.h")
     fused = half.transformer.h[0].attn.c_attn
     assert (fused.in_features, fused.out_features) == (64, 192)
     assert fused.weight.requires_grad and fused.bias.requires_grad
@@ -1109,8 +1022,6 @@ def test_conv1d_keeps_its_meaning() -> None:
     row, col = 64 + 16 * int(kept[0]), 32 * int(kept[1])
     original = dense.transformer.h[0].attn.c_attn.weight.T[row : row + 16, col : col + 32]
     assert any(torch.equal(block, original) for block in fused.weight)
-    patcher.undo(half)
-    assert torch.equal(logits(half), whole)
 
 
 def test_conv1d_in_reports_and_by_scores() -> None:
@@ -1169,7 +1080,8 @@ def test_model_cards_say_how_to_load_and_their_check_runs(tmp_path: Path) -> Non
     assert row in card.text
     program = card.text.split("```python\n")[1].split("```")[0]
     exec(program, {})
-    to_dense(model).save_pretrained(tmp_path)
+    densify_(model)
+    model.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="0 block-sparse layers in place of 12"):
         exec(program, {})
     with pytest.raises(InvalidArgumentError, match="model must have block-sparse layers"):

@@ -147,7 +147,6 @@ class TileSparseConfig(QuantizationConfigMixin):
         parsed_layers(section)
         self._section = section
         self._model: Callable[[], nn.Module | None] = _nobody
-        self.untied: dict[str, str] = {}  # pairs that the model has shared before
         self.instead_of: Any = None  # the configuration that the model had before, others may have it still
 
     @classmethod
@@ -179,7 +178,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         copied = TileSparseConfig(**self.to_dict())
         with_it = memo.get(id(self._model()))
         if isinstance(with_it, nn.Module):
-            copied._model, copied.untied = weakref.ref(with_it), self.untied
+            copied._model = weakref.ref(with_it)
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[dict[str, Any]]]:
