@@ -15,7 +15,7 @@ Callback = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
-    """Calls ``callback(module)`` once the module of this full name has been imported: now, if it is already.
+    """Call ``callback(module)`` once the module of this full name has been imported: now, if it is already.
 
     Whoever imports the module never sees an error of the callback: a warning says what follows from it, which
     is the clause ``otherwise``.
@@ -41,7 +41,7 @@ def adapt(owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds watched modules as the other finders do, and lets their loader call back."""
+    """Finder of watched modules, which finds the other finders do, and lets their loader call back."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder):
 
 
 def _call_after(spec: ModuleSpec) -> None:
-    """Lets the loader run what waits for the module.
+    """Have the loader run what waits for the module.
 
     The loader stays the same object, since resources and sources are asked of it later, and is as it was once
     the module is there. Some are shared by modules, and some specs are only looked at: hence the name.

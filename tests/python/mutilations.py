@@ -167,6 +167,8 @@ def _patterns(bases: Bases) -> Iterator[Mutilation]:
     for place, byte in ((start, 2), (end - 1, 255), ((start + end) // 2, 128)):
         written = data[:place] + bytes([byte]) + data[place + 1 :]
         yield Mutilation(f"masked.mask with a byte {byte}", "bare", _writing(WEIGHTS, written))
+    written = data[:start] + b"\1" * (end - start) + data[end:]  # more than two of four neighbours
+    yield Mutilation("masked.mask of ones", "bare", _writing(WEIGHTS, written))
 
 
 def _configs(bases: Bases) -> Iterator[Mutilation]:

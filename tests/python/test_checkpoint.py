@@ -364,34 +364,6 @@ def test_layers_of_other_kinds(tmp_path: Path) -> None:
         tilesparse.load(nn.ModuleList([Conv1D(64, 128), nn.LSTM(8, 8)]), tmp_path)
 
 
-class OwnLinear(nn.Linear):
-    """As Falcon's, which computes the same in its own way."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        y = input @ self.weight.T
-        return y if self.bias is None else y + self.bias
-
-
-class OwnPatcher(BlockSparseModelPatcher):
-    def is_patchable(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, OwnLinear) or super().is_patchable(name, module)
-
-
-def test_subclasses_that_a_patcher_converts(tmp_path: Path) -> None:
-    def build() -> nn.Sequential:
-        return nn.Sequential(OwnLinear(64, 64), nn.ReLU(), OwnLinear(64, 64, bias=False), nn.Linear(64, 64))
-
-    model, x = build(), torch.randn(3, 64)
-    patcher = OwnPatcher()
-    patcher.add_pattern(".*", {"density": 0.5, "block_shape": 32})
-    assert len(patcher.patch_model(model).layers) == 3
-    tilesparse.save(model, tmp_path)
-    for target in (build, build()):
-        loaded = tilesparse.load(target, tmp_path)
-        assert_same(loaded, model)
-        assert torch.equal(loaded(x), model(x)) and type(loaded[0]) is BlockSparseLinear
-
-
 CALLS = [
     *((Path, name) for name in ("open", "rename", "replace", "unlink", "write_bytes", "chmod")),
     *((os, name) for name in ("fsync", "rename", "replace")),
@@ -592,36 +564,6 @@ def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: py
     assert_same(tilesparse.load(Net, tmp_path), third)
 
 
-@pytest.mark.parametrize("path", ["file", "file/inside/folder", None, 5, b"folder", ["folder"]])
-def test_paths_that_are_no_folders(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("mine")
-    for call in (lambda: tilesparse.save(sparse_net(), path), lambda: tilesparse.load(Net, path)):
-        with pytest.raises(
-            InvalidArgumentError, match=r"^path must be (the path of a folder|a string or a path), got "
-        ):
-            call()
-    assert contents(tmp_path) == {"file": b"mine"}
-
-
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_pipes_are_no_files(name: str, tmp_path: Path) -> None:
-    """Which would let `load` wait for ever."""
-    net = sparse_net()
-    tilesparse.save(net, tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"^{name}: cannot be read: a pipe, no file"):
-        tilesparse.load(Net, tmp_path)
-
-
-@pytest.mark.parametrize("model", ["folder", {}, None, Net], ids=str)
-def test_only_modules_are_saved(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^model must be a torch\.nn\.Module, got "):
-        tilesparse.save(model, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
 def _with_extra_state() -> nn.Module:
     class Extra(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
@@ -658,16 +600,6 @@ def test_what_cannot_be_saved(build: Callable[[], nn.Module], text: str, tmp_pat
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5", "5 PB", "0GB", "GB", None])
-def test_shard_sizes(size: Any, tmp_path: Path) -> None:
-    if size == "5":
-        tilesparse.save(nn.Linear(2, 2), tmp_path, max_shard_size=size)
-        return
-    with pytest.raises(InvalidArgumentError, match="max_shard_size must be bytes, or a text"):
-        tilesparse.save(nn.Linear(2, 2), tmp_path / "new", max_shard_size=size)
-    assert not (tmp_path / "new").exists()
-
-
 def test_dtype_of_a_weight_that_was_assigned(tmp_path: Path) -> None:
     net = sparse_net("2:4 compressed")
     for parameter in net.parameters():
@@ -699,18 +631,6 @@ def test_a_folder_in_the_way_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=INDEX):
         tilesparse.save(sparse_net("2:4"), tmp_path)
     assert_same(tilesparse.load(Net, tmp_path), net)
-
-
-def test_masks_keep_two_of_four(tmp_path: Path) -> None:
-    net = sparse_net("2:4")
-    tilesparse.save(net, tmp_path)
-    state = load_file(tmp_path / WEIGHTS)
-    save_file({**state, "masked.mask": torch.ones_like(state["masked.mask"])}, tmp_path / WEIGHTS)
-    config = json.loads((tmp_path / CONFIG).read_text())
-    del config["tilesparse"]["files"]
-    (tmp_path / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"'masked.mask' must have at most two of each four"):
-        tilesparse.load(Net, tmp_path)
 
 
 def test_hooks_of_parameters_are_not_lost(tmp_path: Path) -> None:
@@ -1002,23 +922,59 @@ def test_only_parameters_are_made_on_the_meta_device(default: str, tmp_path: Pat
         torch.testing.assert_close(output, found[0] if kind == "memory" else found, rtol=0, atol=0)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    tilesparse.save(sparse_net(), tmp_path)
-    given: dict[str, Any] = {"model_or_class": Net, "path": tmp_path}
-    for arguments, text in (
-        ({"dtype": torch.int8}, "dtype must be one of"),
-        ({"device": "meta"}, "device must have memory"),
-        ({"device": "no such"}, "device(: | must )"),
-        ({"model_or_class": 5}, "model_or_class must be a module or a function"),
-        ({"model_or_class": dict}, "model_or_class: it has made a dict, no module"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            tilesparse.load(**{**given, **arguments})
-    with pytest.raises(FileNotFoundError, match="path must be a folder"):
-        tilesparse.load(Net, tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{CONFIG}: missing in")):
-        (tmp_path / "empty").mkdir()
-        tilesparse.load(Net, tmp_path / "empty")
+SAVING_WRONG: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"path": path}, "path must be the path")
+        for path in ("file", "file/inside", None, 5, b"folder", ["a"])
+    ),
+    *(({"model": model}, r"model must be a torch\.nn\.Module") for model in ("folder", {}, None, Net)),
+    *(
+        ({"max_shard_size": size}, "max_shard_size must")
+        for size in (0, -1, True, 1.5, "5 PB", "0GB", "GB", None)
+    ),
+]
+LOADING_WRONG: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"path": path}, "path must be the path")
+        for path in ("file", "file/inside", None, 5, b"folder", ["a"])
+    ),
+    ({"path": "nothing"}, "path must be a folder"),
+    ({"path": "empty"}, f"{CONFIG}: missing in"),
+    ({"path": "pipe"}, f"{CONFIG}: cannot be read: a pipe, no file"),
+    ({"dtype": torch.int8}, "dtype must be one of"),
+    ({"device": "meta"}, "device must have memory"),
+    ({"device": "no such"}, "device(: | must )"),
+    ({"model_or_class": 5}, "model_or_class must be a module or a function"),
+    ({"model_or_class": dict}, "model_or_class: it has made a dict, no module"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "text"),
+    [
+        *((tilesparse.save, *case) for case in SAVING_WRONG),
+        *((tilesparse.load, *case) for case in LOADING_WRONG),
+    ],
+)
+def test_wrong_arguments(
+    call: Callable[..., Any],
+    arguments: dict[str, Any],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for name in ("empty", "pipe"):
+        Path(name).mkdir()
+    os.mkfifo(Path("pipe", CONFIG))
+    tilesparse.save(sparse_net(), "folder", max_shard_size="100000")
+    defaults = {"model": sparse_net()} if call is tilesparse.save else {"model_or_class": Net}
+    before = sorted(Path().glob("**/*"))
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
+        call(**{**defaults, "path": "new" if call is tilesparse.save else "folder", **arguments})
+    assert isinstance(caught.value, FileNotFoundError) == (arguments.get("path") in ("nothing", "empty"))
+    assert sorted(Path().glob("**/*")) == before and Path("file").read_text() == "mine"
 
 
 @pytest.fixture(scope="module")

@@ -323,15 +323,6 @@ def test_copies_of_a_model_have_configurations_of_their_own(tmp_path: Path) -> N
     assert dict(alone.quantization_config) != dict(model.config.quantization_config)
 
 
-def test_pickles_hold_what_they_were(tmp_path: Path) -> None:
-    model = pickle.loads(pickle.dumps(patched("llama")))
-    model.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
-    model.model.layers[0].mlp.up_proj.to_storage("int8")
-    model.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
-
-
 def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
     model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=128, num_layers=1))
     patch(model, r".*(wi|wo)$")
@@ -462,6 +453,36 @@ def test_a_model_of_which_a_part_was_patched(described: bool, tmp_path: Path) ->
     assert_saved(model.model, tmp_path / "part")
 
 
+def _by_hand(folder: Path) -> Any:
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = BlockSparseLinear.from_linear(mlp.up_proj, block_shape=16)
+    return model
+
+
+def _inside_another(folder: Path) -> Any:
+    wrapper: Any = nn.ModuleDict({"encoder": llama(), "head": nn.Linear(96, 32)})
+    patch(wrapper, r".*(layers|head)")
+    return wrapper.encoder
+
+
+def _unpickled(folder: Path) -> Any:
+    model = pickle.loads(pickle.dumps(patched("llama")))
+    assert_saved(model, folder / "before")
+    model.model.layers[0].mlp.up_proj.to_storage("int8")
+    return model
+
+
+def _of_a_sparse_configuration(folder: Path) -> Any:
+    patched("llama").save_pretrained(folder / "sparse")
+    return LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder / "sparse"))
+
+
+@pytest.mark.parametrize("make", [_by_hand, _inside_another, _unpickled, _of_a_sparse_configuration])
+def test_models_are_described_however_they_were_made(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    assert_saved(make(tmp_path), tmp_path / "saved")
+
+
 def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
     """Those of text and of images in CLIP have configurations within that of the model."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -473,13 +494,6 @@ def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
     assert configs(sparse) <= parts and sparse.vision_model.config is sparse.config.vision_config
     for name, model in (("sparse", sparse), ("dense", dense)):
         assert_saved(model, tmp_path / name)
-
-
-def test_layers_put_in_by_hand_are_described(tmp_path: Path) -> None:
-    model = llama()
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj = BlockSparseLinear.from_linear(mlp.up_proj, block_shape=16)
-    assert_saved(model, tmp_path)
 
 
 @pytest.mark.parametrize("storage", [None, "plain", "int8"])
@@ -583,19 +597,6 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
 
 
-def test_models_that_are_made_of_a_configuration_are_dense(tmp_path: Path) -> None:
-    model = patched("llama")
-    model.save_pretrained(tmp_path)
-    assert_saved(LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path)), tmp_path)
-
-
-def test_models_within_other_modules_are_described(tmp_path: Path) -> None:
-    wrapper: Any = nn.ModuleDict({"encoder": llama(), "head": nn.Linear(96, 32)})
-    patch(wrapper, r".*(layers|head)")
-    wrapper.encoder.save_pretrained(tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), wrapper.encoder)
-
-
 @pytest.mark.parametrize("storage", ["plain", "int8"])
 def test_a_config_makes_a_dense_checkpoint_block_sparse(tmp_path: Path, storage: str) -> None:
     model = llama()
@@ -611,44 +612,61 @@ def test_a_config_makes_a_dense_checkpoint_block_sparse(tmp_path: Path, storage:
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "sparse"), model)
 
 
-def test_a_config_that_fits_no_layer_is_refused(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="patterns must each make a layer"):
-        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=BlockSparseConfig(0.5, 128))
+def _load(folder: Path, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+    return kind.from_pretrained(folder, **options)
 
 
-def test_dense_checkpoints_and_other_methods_are_refused(tmp_path: Path) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path)
-    config = TileSparseConfig(version=1, layers={})
-    with pytest.raises(
-        InvalidArgumentError, match=r"quantization_config must be a BlockSparseConfig for a dense"
-    ):
-        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(UnsupportedError, match="quantised by gptq"):
-        patch(model, r"model\.layers")
-    assert not sparse_layers(model)
-
-
-def test_tensor_parallel_plans_are_refused(tmp_path: Path) -> None:
-    patched("llama").save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
+def _with_a_plan(folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder / "sparse")
     config.distributed_config = {"tp_plan": "auto"}
-    with pytest.raises(UnsupportedError, match="cannot split block-sparse layers"):
-        LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+    return _load(folder / "sparse", config=config)
 
 
-def test_configurations_of_newer_versions_and_of_other_models_are_refused(tmp_path: Path) -> None:
-    model = patched("llama")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="none of them is in ViTModel"):
-        transformers.ViTModel.from_pretrained(tmp_path)
-    config = written(tmp_path)
+def _newer(folder: Path) -> Any:
+    config = written(folder / "sparse")
     config["quantization_config"]["version"] = 4
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidArgumentError, match=r"version must be .*newer tilesparse"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
+    (folder / "sparse/config.json").write_text(json.dumps(config))
+    return _load(folder / "sparse")
+
+
+def _of_another_method(folder: Path) -> None:
+    model = llama()
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    try:
+        patch(model, r"model\.layers")
+    finally:
+        assert not sparse_layers(model)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "a config that fits no layer": (
+        lambda folder: _load(folder / "dense", quantization_config=BlockSparseConfig(0.5, 128)),
+        InvalidArgumentError,
+        "patterns must each make a layer",
+    ),
+    "a section for a dense checkpoint": (
+        lambda folder: _load(folder / "dense", quantization_config=TileSparseConfig(version=1, layers={})),
+        InvalidArgumentError,
+        "quantization_config must be a BlockSparseConfig for a dense",
+    ),
+    "another method": (_of_another_method, UnsupportedError, "quantised by gptq"),
+    "tensor parallel plans": (_with_a_plan, UnsupportedError, "cannot split block-sparse layers"),
+    "another model": (
+        lambda folder: _load(folder / "sparse", transformers.ViTModel),
+        InvalidArgumentError,
+        "none of them is in ViTModel",
+    ),
+    "a newer version": (_newer, InvalidArgumentError, "version must be .*newer tilesparse"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path, name: str) -> None:
+    llama().save_pretrained(tmp_path / "dense")
+    patched("llama").save_pretrained(tmp_path / "sparse")
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1095,13 +1113,10 @@ class Net(nn.Module, PyTorchModelHubMixin):
         self.stack = nn.Sequential(made, nn.ReLU(), nn.Linear(64, 2))
 
 
-def test_hub_mixin_saves_modules_that_make_their_layers(tmp_path: Path) -> None:
+def test_hub_mixin_saves_layers_that_modules_make_and_refuses_patched_ones(tmp_path: Path) -> None:
     net = Net(sparse=True)
     net.save_pretrained(tmp_path)
     assert_same(Net.from_pretrained(tmp_path), net)
-
-
-def test_hub_mixin_refuses_modules_that_were_patched(tmp_path: Path) -> None:
     net = Net(sparse=False)
     patch(net, r"stack\.0")
     net.save_pretrained(tmp_path)

@@ -272,15 +272,6 @@ def test_copies_of_a_patcher_have_its_patterns(copied: Callable[[Any], Any]) -> 
     assert copied(made).patch_model(gpt()) == made.patch_model(gpt())
 
 
-def test_the_first_matching_pattern_wins_and_prefixes_match() -> None:
-    made = BlockSparseModelPatcher()
-    made.add_pattern(r"blocks\.0\.mlp\.0", {"density": 0.25})
-    made.add_pattern(r"blocks\.0\.m", {"density": 0.75})
-    model = gpt()
-    made.patch_model(model)
-    assert (model.blocks[0].mlp[0].density, model.blocks[0].mlp[2].density) == (0.25, 0.75)
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("first", [".*", "mlp", r"blocks\.0\.(mlp|attention)"])
 def test_a_pattern_that_never_decides_is_refused(first: str, strict: bool) -> None:
@@ -356,14 +347,6 @@ def test_the_model_itself_and_patched_layers_are_skipped() -> None:
     patcher().patch_model(model)
     report = patcher(r".*attention\.output").patch_model(model)
     assert [layer.reason for layer in report.skipped] == ["already block-sparse"]
-
-
-def test_an_indivisible_layer_stops_everything_before_any_change() -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 33))
-    modules = dict(model.named_modules())
-    with pytest.raises(InvalidArgumentError, match=r"'1'.*out_features.*33"):
-        patcher(r"0|1").patch_model(model)
-    assert dict(model.named_modules()) == modules
 
 
 @pytest.mark.parametrize(
@@ -787,8 +770,10 @@ def test_layers_that_cannot_be_cut_are_skipped_unless_named() -> None:
     assert report.skipped[-1].name == "classifier" and "multiple of 32" in report.skipped[-1].reason
     assert [one.name for one in report.dense] == ["classifier.weight"]
     for regex in ("classifier", ".*(body|classifier)"):
+        model = Classifier()
         with pytest.raises(InvalidArgumentError, match=r"layer 'classifier': block_shape .*multiple of 32"):
-            patcher(regex).patch_model(Classifier())
+            patcher(regex).patch_model(model)
+        assert type(model.body) is nn.Linear
 
 
 # Weights that others read.

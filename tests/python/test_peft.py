@@ -163,20 +163,6 @@ assert torch.equal(model(expected["x"]), expected["y"])
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_importing_tilesparse_imports_neither_peft_nor_transformers() -> None:
-    program = """
-import importlib.util, sys
-import tilesparse
-assert not {"peft", "transformers"} & set(sys.modules)
-assert importlib.util.find_spec("peft.tuners") is not None  # looking does not register
-import peft, peft.tuners.lora.config as config
-loader = config.__loader__
-assert "exec_module" not in vars(loader) and loader.get_source(config.__name__)
-assert peft.LoraConfig(target_modules=["a"]) and "tilesparse.integrations.peft" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 RENAMED = """
 import importlib.machinery, sys, warnings
 
@@ -232,32 +218,6 @@ def test_a_class_that_a_config_names_comes_first() -> None:
     config._register_custom_module({BlockSparseLinear: Own})
     model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64, block_shape=32)), config)
     assert type(model.base_model.model[0]) is Own
-
-
-def test_peft_gets_its_functions_back() -> None:
-    program = """
-import peft, torch
-from peft.tuners import tuners_utils
-from peft.tuners.lora.model import LoraModel
-
-def functions():
-    return (LoraModel._create_new_module, LoraModel.merge_adapter, LoraModel.merge_and_unload,
-            tuners_utils._maybe_include_all_linear_layers)
-
-before = functions()
-import tilesparse, tilesparse.integrations.peft
-assert not any(map(lambda a, b: a is b, before, functions()))
-tilesparse.integrations.peft.unregister()
-assert functions() == before
-try:
-    model = torch.nn.Sequential(tilesparse.BlockSparseLinear(64, 64, block_shape=32))
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
-except ValueError as error:
-    assert "is not supported" in str(error)
-else:
-    raise AssertionError
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_several_adapters() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -120,23 +119,6 @@ def test_a_dry_run_and_an_error_change_nothing() -> None:
     assert (report.notes, report.layers) == (["no layer matches 'experts'"], dry.layers)
 
 
-def test_dense_layers_are_not_kept() -> None:
-    model = llama()
-    watch = weakref.ref(model.model.layers[0].mlp.up_proj)
-    sparsify_(model, CONFIG)
-    assert watch() is None
-
-
-def test_warnings_name_the_line_of_the_caller() -> None:
-    linear = nn.Linear(64, 64)
-    model = nn.Sequential(linear)
-    with torch.no_grad():
-        linear.weight[:16] += 10
-    with pytest.warns(UserWarning, match="empty block rows") as caught:
-        sparsify_(model, BlockSparseConfig(0.25, 16))
-    assert caught[0].filename == __file__
-
-
 # Names.
 
 
@@ -231,20 +213,6 @@ def test_choices_that_find_nothing_are_refused(
     with pytest.raises(InvalidArgumentError, match=text):
         VERBS[verb](model, config, **options)
     assert not sparse(model)
-
-
-def test_fullmatch_wants_the_whole_name() -> None:
-    pattern = NamePattern.parse("mlp.up", fullmatch=True)
-    assert pattern.match("mlp.up") and not any(map(pattern.match, ("mlpxup", "a.mlp.up", "mlp.up.base")))
-
-
-def test_ten_layers_and_one() -> None:
-    layers = {f"l{number}": nn.Linear(32, 32) for number in range(11)}
-    model = nn.ModuleDict({"deep": nn.ModuleDict(layers)})
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern("l1", {"block_shape": 16})
-    patcher.patch_model(model)
-    assert sparse(model) == {"deep.l1"}
 
 
 # Options.

@@ -1,4 +1,4 @@
-"""Ties to PEFT that do not import it: it is told of block-sparse layers once it has been imported."""
+"""Registration with PEFT, which learns of block-sparse layers once it has been imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import InvalidArgumentError
 
 
 def register() -> None:
-    """Makes LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
+    """Make LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
     for name, callback, otherwise in (
         ("lora.model", _adapt_layers, "LoRA of block-sparse layers will be refused"),
         ("tuners_utils", _include_in_all_linear, 'target_modules="all-linear" will pass over them'),
@@ -68,7 +68,7 @@ def _include_in_all_linear(module: Any) -> None:
 
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
-    """Names of the layers, without the output embedding, as PEFT has it, and what has an adapter already."""
+    """Return names of layers without an adapter, and without the output embedding, as PEFT has it."""
     from ..nn.linear import BlockSparseLinear
 
     get_output = getattr(model, "get_output_embeddings", None)

@@ -47,7 +47,7 @@ from .manifest import (
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the checkpoint goes."""
+    """The place of a tensor of the checkpoint in the model."""
 
     owner: nn.Module  # the layer that is to be installed, or a module of the model
     attribute: str
@@ -63,7 +63,7 @@ def load(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Model:
-    """Loads a checkpoint that `save`, or Transformers with this package, has written.
+    """Load a checkpoint that `save`, or Transformers with this package, has written.
 
     Layers become those of the checkpoint, whatever their density, block shape and storage were: see
     `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
@@ -142,7 +142,7 @@ def _load(
 def _places(
     model: nn.Module, replacements: Iterable[Replacement], device: torch.device | None
 ) -> dict[str, _Place]:
-    """Where the tensors go, by all their names, once the layers are replaced."""
+    """Return the places of tensors, by all their names, once the layers are replaced."""
     layers = {replacement.module: replacement.new for replacement in replacements}
     places = {}
     for prefix, owner, attribute, tensor, module in _tensors(model, layers):
@@ -210,7 +210,7 @@ def _check_references(
 
 
 def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Buffers that are not saved under these names: name, owner, attribute and tensor."""
+    """Yield buffers that are not saved under these names: name, owner, attribute and tensor."""
     for prefix, module in model.named_modules():
         for attribute in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(attribute)
@@ -236,7 +236,7 @@ def _other_buffers(
     contents: Mapping[str, Tensor],
     device: torch.device | None,
 ) -> list[tuple[nn.Module, str, Tensor]]:
-    """What becomes of buffers that are not saved: one that is saved under another name stays the same."""
+    """Return the new buffers of those not saved; one that is saved under another name stays the same."""
     new = {place.tensor: contents[name] for name, place in places.items()}
     return [
         (owner, attribute, new[buffer] if buffer in new else buffer.to(device))
@@ -247,7 +247,7 @@ def _other_buffers(
 def _sources(
     places: Mapping[str, _Place], stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
 ) -> tuple[dict[str, str], list[tuple[StoredTensor, StoredTensor]]]:
-    """Under which name each tensor of the model is stored, and pairs that are one tensor there."""
+    """Return the stored name of each tensor of the model, and pairs that are one tensor there."""
     if wrong := [name for name, other in ties.items() if name in stored or other not in stored]:
         raise CheckpointError(f"{CONFIG}: ties: {few(wrong)} must be another name for a stored tensor")
     names: dict[Tensor, list[str]] = {}  # of each tensor, by identity
@@ -277,7 +277,7 @@ def _sources(
 def _check_forms(
     places: Mapping[str, _Place], sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
 ) -> None:
-    """That what is stored has the shapes and dtypes that the layers have."""
+    """Check that stored tensors have the shapes and dtypes of the layers."""
     for name, place in places.items():
         source, (shape, dtype) = stored[sources[name]], (tuple(place.tensor.shape), place.tensor.dtype)
         allowed: tuple[torch.dtype, ...] = (dtype,)
@@ -311,7 +311,7 @@ def _read(
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """The new tensors of the model by their names; what is one there or in the checkpoint is one."""
+    """Return the new tensors of the model by name; what is one there or in the checkpoint is one."""
     arrays: dict[str, Tensor] = {}
     for replacement in replacements:
         for name, layer in replacement.layers().items():
@@ -379,7 +379,7 @@ def _check_mask(name: str, mask: Tensor) -> None:
 def _read_pattern(
     prefix: str, layer: BlockSparseLinear, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
-    """The arrays of a layer's pattern, by the names that they are stored under."""
+    """Return the arrays of a layer's pattern, by the names that they are stored under."""
     own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
     arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
     with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
@@ -417,7 +417,7 @@ def built(model_or_class: Model | Callable[[], Model]) -> Model:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Has modules that this thread makes keep their parameters on the meta device, and all else where it is.
+    """Have modules that this thread makes keep their parameters on the meta device, and all else where it is.
 
     What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
     gets it, before anything has been written to the memory of most. It stays the same object, so whatever
@@ -455,7 +455,7 @@ class Replacement(NamedTuple):
 
 
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
-    """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
+    """Give a model the layers that a section describes, empty on the meta device, to be loaded into.
 
     Experts of Transformers become `BlockSparseExperts`. A `torch.nn.Linear`, also of a subclass,
     Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear` with the
@@ -480,7 +480,7 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
 
 
 def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Prepares a model for the checkpoint of a folder, which another library loads.
+    """Prepare a model for the checkpoint of a folder, which another library loads.
 
     Args:
         model: changed in place, once all is checked.
@@ -514,7 +514,7 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
 
 
 def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
-    """Everything that can fail; the model is only read."""
+    """Make the layers of these specs, with all checks; the model is only read."""
     names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
     found: dict[nn.Module, LayerSpec] = {}
@@ -611,7 +611,7 @@ def _reason_not_replaceable(
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    """(out_features, in_features) of any linear layer."""
+    """Return (out_features, in_features) of any linear layer."""
     if isinstance(module, BlockSparseLinear):
         return module.out_features, module.in_features
     out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape

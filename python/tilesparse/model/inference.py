@@ -1,4 +1,4 @@
-"""Everything that makes a loaded model faster in inference, in one call."""
+"""Preparing a loaded model for inference, in one call."""
 
 from __future__ import annotations
 

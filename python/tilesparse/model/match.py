@@ -1,4 +1,4 @@
-"""Which modules of a model rules replace, and why others stay as they are."""
+"""Matching of rules to the modules of a model, and reasons why others stay as they are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .report import SkippedLayer, by_reason
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How the layers of a rule become block-sparse.
+    """Options by which the layers of a rule become block-sparse.
 
     Attributes:
         config: how they are stored.

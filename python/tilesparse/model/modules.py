@@ -357,7 +357,7 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
 
 
 class _WeightReads(TorchFunctionMode):
-    """Names the modules that use watched weights while the layers that own them are not called."""
+    """Records the classes that use watched weights while the layers that own them are not called."""
 
     def __init__(self, weights: Mapping[int, nn.Module]) -> None:
         super().__init__()

@@ -330,7 +330,7 @@ def _is_whole(module: nn.Module) -> bool:
     return isinstance(module, Replacement) and not getattr(module, "of_experts", False)
 
 
-def _twin(model: Any) -> nn.Module | None:
+def _twin(model: Any) -> Any:
     """Return a model of Transformers as its class makes it, without weights; None for others."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -357,7 +357,7 @@ def _dense(name: str, layer: Any, there: Any) -> nn.Module:
                 there.add_module(own, child)
         there.config = layer.config
         return there.train(layer.training)  # type: ignore[no-any-return]
-    linear = layer.to_linear()
+    linear: nn.Linear = layer.to_linear()
     if isinstance(layer, BlockSparseLinear) and not storage_of(layer.storage).trainable:
         linear.weight.requires_grad_(True)  # values in that storage cannot be trained, dense ones can
     if is_conv1d(there) or (isinstance(there, nn.Linear) and type(there) is not nn.Linear):

@@ -100,7 +100,7 @@ class Report:
         verb: name of the function.
         layers: a record of each layer, MLP or product that was changed, or would be.
         skipped: those that stay as they are, with the reason.
-        before: size of the whole model before; None where no tensor changes.
+        before: size of the whole model before; 0 where no tensor changes.
         after: the same afterwards.
         dense: all parameters of two or more dimensions that stay dense, including those of other modules.
         notes: what else there is to say, in sentences.
@@ -110,16 +110,16 @@ class Report:
     verb: str
     layers: list[Any]
     skipped: list[SkippedLayer]
-    before: Size | None = None
-    after: Size | None = None
+    before: Size = Size(0, 0)
+    after: Size = Size(0, 0)
     dense: list[DenseParameter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = _table([layer.row() for layer in self.layers])
-        if self.before is not None and self.after is not None:
-            before, after = self.before, self.after
+        before, after = self.before, self.after
+        if before.bytes or after.bytes:
             lines.append(
                 f"whole model: {before.parameters:,} → {after.parameters:,} parameters, {before.bytes:,} → "
                 f"{after.bytes:,} bytes"

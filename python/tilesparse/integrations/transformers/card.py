@@ -12,7 +12,7 @@ from .quantizer import tensors_of
 
 
 def model_card(model: Any, repository: str = "path/or/repository") -> str:
-    """A README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
+    """Return a README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
 
     Args:
         model: a ``PreTrainedModel`` with block-sparse layers.

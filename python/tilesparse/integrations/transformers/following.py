@@ -18,7 +18,7 @@ TAGS = ("tilesparse", "block-sparse")
 
 
 def follow(model: nn.Module) -> None:
-    """Makes the configurations of Transformers' models say what their block-sparse layers are.
+    """Make the configurations of Transformers' models say what their block-sparse layers are.
 
     The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
     model by other means, or have changed storages, by which the Trainer decides what may be trained. What
@@ -56,7 +56,7 @@ def follow(model: nn.Module) -> None:
 
 
 def follow_to_save(model: Any) -> None:
-    """Makes the configuration of a model that is about to be saved its own, and right, where it is neither.
+    """Make the configuration of a model that is about to be saved its own, and right, where it is neither.
 
     Its layers may have been patched as a part of it, put in by hand or unpickled, or it is dense and made of
     the configuration of a sparse one.
@@ -69,7 +69,7 @@ def follow_to_save(model: Any) -> None:
 
 
 def check_can_follow(model: nn.Module) -> None:
-    """Raises where `follow` would; nothing is changed."""
+    """Raise where `follow` would; nothing is changed."""
     check_module(model)
     for pretrained in _pretrained(model):
         config = getattr(pretrained.config, "quantization_config", None)
@@ -90,7 +90,7 @@ def sparse_layers(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
 
 
 def _pretrained(model: nn.Module) -> Iterator[Any]:
-    """Transformers' models in a model that are not part of another one there."""
+    """Yield Transformers' models in a model that are not part of another one there."""
     from transformers.modeling_utils import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -130,7 +130,7 @@ def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
 
 
 def _give_own_config(model: Any) -> Any:
-    """Copies the configuration of a model, which others may have, for all its modules; returns the former.
+    """Copy the configuration of a model, which others may have, for all its modules; return the former.
 
     A module may have a part of it, as of the text; one that was patched before the whole has a copy already.
     """

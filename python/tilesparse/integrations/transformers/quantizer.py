@@ -35,7 +35,7 @@ for _name in ("_process_model_before_weight_loading", "_process_model_after_weig
 
 @register_quantizer(METHOD)
 class TileSparseHfQuantizer(HfQuantizer):
-    """Makes `from_pretrained` load block-sparse layers, and tells the Trainer what it may train.
+    """Quantizer that loads block-sparse layers, and tells the Trainer what it may train.
 
     A model whose layers are all stored plain is an ordinary one once it is loaded: it keeps no quantizer, and
     ``is_quantized`` is False. Other storages are trained by adapters alone, so such a model keeps it.
@@ -55,23 +55,23 @@ class TileSparseHfQuantizer(HfQuantizer):
             )
 
     def is_serializable(self) -> bool:
-        """Whether ``save_pretrained`` may write the model: always."""
+        """Return True: ``save_pretrained`` may always write the model."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters are: x has a gradient in every storage."""
+        """True: adapters are, as x has a gradient in every storage."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """The layers themselves are in the storage "plain" alone."""
+        """True where the layers themselves are: with dense blocks alone."""
         plain: bool = self.quantization_config.is_plain()
         return plain
 
     @property
     def is_compileable(self) -> bool:
-        """Whether generation may be compiled: always."""
+        """Return True: generation may always be compiled."""
         return True
 
     def _process_model_before_weight_loading(
@@ -151,13 +151,13 @@ class TileSparseConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, model: nn.Module) -> TileSparseConfig:
-        """One that follows a model."""
+        """Return a configuration that follows a model."""
         config = cls(**section(model))
         config._model = weakref.ref(model)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The section as it is written: of the layers as they are now, if the model is still there."""
+        """Return the section as it is written: of the layers as they are now, if the model is still there."""
         model = self._model()
         if model is not None:
             self._section = section(model)
@@ -168,7 +168,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         return all(entry["storage"] == "plain" for entry in self.to_dict()["layers"].values())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict, which Transformers expects a configuration to be that was not loaded from a file."""
+        """Return a value as a dict does, which Transformers expects of configurations from no file."""
         return self.to_dict().get(key, default)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -201,7 +201,7 @@ def method_of(config: Any) -> Any:
 
 
 def owner_of(config: Any) -> nn.Module | None:
-    """The model that a configuration follows; another one may hold the same."""
+    """Return the model that a configuration follows; another one may hold the same."""
     return config._model() if isinstance(config, TileSparseConfig) else None
 
 
@@ -209,7 +209,7 @@ OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tens
 
 
 def named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of each layer that a model has, by its name there: the name in the checkpoint, and the entry.
+    """Return of each layer that a model has, by its name there, the name in the checkpoint and the entry.
 
     A model without the head of the one that was saved, or with another, has names with or without the prefix
     of the base model, and lacks some, which Transformers reports as unexpected. A layer with an adapter does
@@ -252,7 +252,7 @@ def _dtype_of(modules: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:
-    """That files hold what layers need, before anything is read, and belong to the configuration.
+    """Check that files hold what layers need, before anything is read, and belong to the configuration.
 
     Layers that Transformers stores under other names are only checked once they are loaded.
     """
@@ -284,7 +284,7 @@ def _check_forms(name: str, given: Mapping[str, StoredTensor], expected: Mapping
 
 
 def settle(name: str, layer: BlockSparseLinear) -> None:
-    """Checks what was loaded into a layer, and undoes what Transformers does to tensors of other kinds."""
+    """Check what was loaded into a layer, and undo what Transformers does to tensors of other kinds."""
     if not hasattr(layer, "_hf_hook"):  # tensors that were moved to be offloaded have lost the mark
         for own, tensor in tensors_of(layer):
             if not hasattr(tensor, "_is_hf_initialized"):
