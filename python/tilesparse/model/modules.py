@@ -365,6 +365,12 @@ class _WeightReads(TorchFunctionMode):
         self.calling: list[nn.Module] = []
         self.readers: dict[nn.Module, str] = {}
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self.calling.append(module)
+
+    def leave(self, *_: Any) -> None:
+        self.calling.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Of attributes those count that are other views of the numbers, or their shape.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -392,12 +398,16 @@ def weight_reads(model: nn.Module, batch: Any) -> dict[nn.Module, str]:
     modules = list(model.modules())
     owners = owners_of_parameters(modules)  # a weight that others have, too, is a tie
     reads = _WeightReads(
-        {id(weight): own[0] for weight, own in owners.items() if len(own) == 1 and is_linear(own[0])}
+        {
+            id(module.weight): module
+            for module in modules
+            if is_linear(module) and len(owners[module.weight]) == 1
+        }
     )
     with ExitStack() as stack:
         for module in modules:
-            before = module.register_forward_pre_hook(lambda module, _: reads.calling.append(module))
-            after = module.register_forward_hook(lambda *_: reads.calling.pop() and None, always_call=True)
+            before = module.register_forward_pre_hook(reads.enter)
+            after = module.register_forward_hook(reads.leave, always_call=True)
             stack.callback(before.remove)
             stack.callback(after.remove)
         stack.enter_context(observing(model))
