@@ -14,7 +14,7 @@ from torch import nn
 from .._checks import shown
 from .._listeners import layers_changed
 from .._reports import listed
-from ..calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
+from ..calibrate.stream import call, call_apart, device_of, listening, tensors_in, uncompiled
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.experts import stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
@@ -216,23 +216,19 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
             yield name, module
 
 
-def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]) -> _Tokens:
+def _tokens_of(model: nn.Module, batch: Any, layers: Sequence[BlockSparseLinear]) -> _Tokens:
     """Call the model, and return the numbers of tokens that each layer was called with."""
     found: _Tokens = {}
+    own = {str(number): layer for number, layer in enumerate(layers)}
 
-    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
-        counts = found.setdefault(layer, [])
-        if x.numel() and (count := x.numel() // layer.in_features) not in counts:
+        counts = found.setdefault(own[name], [])
+        if x.numel() and (count := x.numel() // own[name].in_features) not in counts:
             counts.append(count)
 
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with uncompiled():
-            call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with listening(own, note), uncompiled():
+        call(model, batch)
     return found
 
 
