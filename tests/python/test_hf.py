@@ -31,32 +31,20 @@ from transformers import (
     CLIPModel,
     FalconConfig,
     FalconForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
-    SwinConfig,
-    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
     pipeline,
 )
 from transformers.utils import logging
@@ -542,37 +530,6 @@ def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) 
     assert torch.equal(other(**tokens).logits, model(**tokens).logits)
 
 
-SOUND = {"conv_dim": (32,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
-WINDOWS = {"patch_size": 2, "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
-HEADS = {"head_dim": 32, "num_key_value_heads": 1}
-WITH_BUFFERS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **TOKENS)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **HEADS)),
-    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96)),
-    "modernbert": (ModernBertForMaskedLM, ModernBertConfig(**SIZES, **TOKENS)),
-    "swin": (SwinForImageClassification, SwinConfig(image_size=16, **WINDOWS)),
-    "wav2vec2": (Wav2Vec2ForCTC, Wav2Vec2Config(**SIZES, **SOUND)),
-}
-
-
-@pytest.mark.parametrize("kind", WITH_BUFFERS)
-def test_what_makes_a_model_is_loaded_into(kind: str, tmp_path: Path) -> None:
-    """Also where it has tensors that no checkpoint has."""
-    build, config = WITH_BUFFERS[kind]
-    sound = {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(0))}
-    given = sound if kind == "wav2vec2" else inputs("vit" if kind == "swin" else "llama")
-    model = build(config).eval()
-    patch(model, r".*(mlp|feed_forward)")
-    tilesparse.save(model, tmp_path)
-    loaded = tilesparse.load(lambda: build(config), tmp_path).eval()
-    assert_same(loaded, model)
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, loaded.get_buffer(name)), name
-    with torch.no_grad():
-        assert torch.equal(loaded(**given).logits, model(**given).logits)
-
-
 def test_a_save_that_was_cut_off_is_refused_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -948,22 +905,6 @@ def test_the_trainer_wants_adapters_where_layers_are_not_plain(tmp_path: Path, s
     trainer(model, tmp_path, max_steps=1, save_strategy="no").train()
 
 
-def test_the_trainer_takes_compiled_models(tmp_path: Path) -> None:
-    patched("roberta").save_pretrained(tmp_path / "saved")
-    model = RobertaForMaskedLM.from_pretrained(tmp_path / "saved")
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    # The Trainer reads the names of inputs from the signature of a model, which a compiled one does not show.
-    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "remove_unused_columns": False}
-    trainer(compiled, tmp_path / "run", **options).train()
-    layer = sparse_layers(model)[0]
-    assert not torch.equal(
-        layer.weight,
-        load_file(tmp_path / "saved/model.safetensors")[
-            "roberta.encoder.layer.0.attention.self.query.weight"
-        ],
-    )
-
-
 def test_compiled_models_compute_the_same(tmp_path: Path) -> None:
     patched("llama").save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
@@ -973,18 +914,6 @@ def test_compiled_models_compute_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(result, logits(model))
     compiled.save_pretrained(tmp_path / "compiled")
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "compiled"), model)
-
-
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
-    patched("llama", nm=(2, 4)).save_pretrained(tmp_path)
-    model, gradients = LlamaForCausalLM.from_pretrained(tmp_path).train(), []
-    for enable in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
-        enable()
-        model.zero_grad()
-        model(**inputs(), labels=inputs()["input_ids"]).loss.backward()
-        gradients.append([layer.weight.grad for layer in sparse_layers(model)])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_accelerate_prepares_models(tmp_path: Path) -> None:
@@ -1054,18 +983,6 @@ def test_conv1d_in_reports_and_by_scores() -> None:
     assert torch.equal(layer.to_linear().weight, dense.weight.T * layer.pattern.to_mask())
     with pytest.raises(InvalidArgumentError, match=r"c_fc': block_shape .*\(128, 128\): in_features is 64"):
         patch(model, r"transformer\.h\.0\.mlp\.c_fc", block_shape=128)
-
-
-def test_fused_linear_layers_keep_their_meaning(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    dense = Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS, num_key_value_heads=2)).eval()
-    full, half = copy.deepcopy(dense), copy.deepcopy(dense)
-    patch(full, r".*(qkv|gate_up)_proj", density=1.0)
-    torch.testing.assert_close(logits(full), logits(dense))
-    patch(half, r".*(qkv|gate_up)_proj")
-    torch.testing.assert_close(logits(half), logits(masked(dense, half, transposed=False)))
-    half.save_pretrained(tmp_path)
-    assert_same(Phi3ForCausalLM.from_pretrained(tmp_path), half)
 
 
 def test_each_part_of_a_fused_layer_gets_its_share() -> None:

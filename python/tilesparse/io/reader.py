@@ -19,14 +19,8 @@ from .._files import StoredTensor, few, in_threads, named, read_header, read_jso
 from .._listeners import check_can_change, layers_changed
 from ..config import METHOD, LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from ..model.modules import (
-    follow,
-    hand_over,
-    names_of_modules,
-    reason_from_parents,
-    set_submodule,
-    what_would_be_lost,
-)
+from ..model.modules import Target, layers_in, names_of_modules, reason_from_parents, what_would_be_lost
+from ..model.replace import replace_modules
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
 from ..nn.linear import INDEX_NAMES, BlockSparseLinear, checked_pattern, is_conv1d, resize
 from ..storage.formats import STORED_NAMES, storage_of
@@ -110,40 +104,36 @@ def _load(
     model = built(model_or_class)
     check_can_change(model)
     with named(CONFIG):
-        replacements = replacements_of(model, forms)
+        targets = targets_of(model, forms)
     device = None if device is None else checked_device(device)
-    places = _places(model, replacements, device)
+    places = _places(model, targets, device)
     _check_buffers(model, places)
     sources, doubles = _sources(places, stored, ties)
     _check_forms(places, sources, stored)
     _check_doubles(doubles)
-    _check_references(model, replacements, places)
-    contents = _read(replacements, places, sources, stored, dtype)
+    _check_references(model, targets, places)
+    contents = _read(targets, places, sources, stored, dtype)
     if dtype is not None:
-        for replacement in replacements:
-            for layer in replacement.layers().values():
-                layer.update_spec(dtype=dtype)
-    install(model, replacements)
+        for layer in _layers(targets).values():
+            layer.update_spec(dtype=dtype)
+    install(model, targets)
     contents = _written(places, contents)
     moved = _other_buffers(model, places, contents, device)
     for name, place in places.items():
         setattr(place.owner, place.attribute, contents[name])
     for owner, attribute, buffer in moved:
         setattr(owner, attribute, buffer)
-    for replacement in replacements:
-        for name in replacement.layers():
-            installed = model.get_submodule(name)
-            assert isinstance(installed, BlockSparseLinear)
-            installed.declare_shared()
+    for name in _layers(targets):
+        installed = model.get_submodule(name)
+        assert isinstance(installed, BlockSparseLinear)
+        installed.declare_shared()
     layers_changed(model)
     return model
 
 
-def _places(
-    model: nn.Module, replacements: Iterable[Replacement], device: torch.device | None
-) -> dict[str, _Place]:
+def _places(model: nn.Module, targets: Iterable[Target], device: torch.device | None) -> dict[str, _Place]:
     """Return the places of tensors, by all their names, once the layers are replaced."""
-    layers = {replacement.module: replacement.new for replacement in replacements}
+    layers = {target.module: target.replacement for target in targets}
     places = {}
     for prefix, owner, attribute, tensor, module in _tensors(model, layers):
         name = joined(prefix, attribute)
@@ -183,17 +173,15 @@ def _tensors(
                 yield name, one, attribute, tensor, module
 
 
-def _check_references(
-    model: nn.Module, replacements: Iterable[Replacement], places: Mapping[str, _Place]
-) -> None:
+def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
     """Check that no plain attribute refers to what is replaced, or to a tensor without contents."""
     kept = {id(place.kept) for place in places.values()}
     gone: dict[int, str] = {}
-    for names, module, _ in replacements:
-        if not isinstance(module, BlockSparseLinear):
-            gone[id(module)] = repr(names[0])
-            for own, parameter in module.named_parameters():
-                gone[id(parameter)] = repr(joined(names[0], own))
+    for target in targets:
+        if not isinstance(target.module, BlockSparseLinear):
+            gone[id(target.module)] = repr(target.names[0])
+            for own, parameter in target.module.named_parameters():
+                gone[id(parameter)] = repr(joined(target.names[0], own))
     for name, value in references(model):
         if id(value) in kept:
             continue
@@ -305,7 +293,7 @@ def _check_doubles(doubles: Iterable[tuple[StoredTensor, StoredTensor]]) -> None
 
 
 def _read(
-    replacements: Iterable[Replacement],
+    targets: Iterable[Target],
     places: Mapping[str, _Place],
     sources: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
@@ -313,9 +301,8 @@ def _read(
 ) -> dict[str, Tensor]:
     """Return the new tensors of the model by name; what is one there or in the checkpoint is one."""
     arrays: dict[str, Tensor] = {}
-    for replacement in replacements:
-        for name, layer in replacement.layers().items():
-            arrays |= _read_pattern(name, layer, sources, stored)
+    for name, layer in _layers(targets).items():
+        arrays |= _read_pattern(name, layer, sources, stored)
 
     def kind(name: str) -> tuple[str, bool, torch.device]:
         return sources[name], isinstance(places[name].tensor, nn.Parameter), places[name].device
@@ -438,20 +425,12 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-class Replacement(NamedTuple):
-    """A module of a model, all its names there, and what is to take its place: an empty layer, or experts."""
-
-    names: list[str]
-    module: nn.Module
-    new: BlockSparseLinear | BlockSparseExperts
-
-    def layers(self) -> dict[str, BlockSparseLinear]:
-        """Return the empty layers by their first names in the model."""
-        if isinstance(self.new, BlockSparseExperts):
-            return {
-                f"{self.names[0]}.{own}".lstrip("."): layer for own, layer in self.new.projections().items()
-            }
-        return {self.names[0]: self.new}
+def _layers(targets: Iterable[Target]) -> dict[str, BlockSparseLinear]:
+    """Return the empty layers by their first names in the model."""
+    found: dict[str, BlockSparseLinear] = {}
+    for target in targets:
+        found |= layers_in(target.names[0], target.replacement)
+    return found
 
 
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
@@ -474,9 +453,7 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
         InvalidArgumentError: the section is wrong, a layer is missing in the model, is of another kind or
             shape there, or is block-sparse there and not in the section. The model is as it was.
     """
-    replacements = replacements_of(model, parsed_layers(section))
-    install(model, replacements)
-    return [name for replacement in replacements for name in replacement.layers()]
+    return install(model, targets_of(model, parsed_layers(section)))
 
 
 def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
@@ -508,12 +485,11 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
         read = read_json if name == INDEX else read_header
         check_belongs(name, read(folder / name)[1], files)
     with named(CONFIG):
-        replacements = replacements_of(model, forms)
-    install(model, replacements)
-    return [name for replacement in replacements for name in replacement.layers()]
+        targets = targets_of(model, forms)
+    return install(model, targets)
 
 
-def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
+def targets_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Target]:
     """Make the layers of these specs, with all checks; the model is only read."""
     names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
@@ -539,10 +515,8 @@ def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Re
             raise InvalidArgumentError(
                 f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
             )
-    made = [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
-    return made + [
-        Replacement(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()
-    ]
+    made = [Target(names[module], module, _empty(module, form)) for module, form in found.items()]
+    return made + [Target(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()]
 
 
 def layers_of_experts(module: nn.Module) -> dict[str, str]:
@@ -631,15 +605,14 @@ def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
     return layer.train(module.training)
 
 
-def install(model: nn.Module, replacements: list[Replacement]) -> None:
-    """Put the layers into the model; nothing fails any more."""
-    new = {}
-    for names, module, layer in replacements:
+def install(model: nn.Module, targets: list[Target]) -> list[str]:
+    """Put the layers into the model, and return their names; nothing fails any more."""
+    others = []
+    for target in targets:
+        module, layer = target.module, target.replacement
         if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
             module.take_over(layer)
-            continue
-        new[module] = layer
-        hand_over(module, layer)
-        for name in names:
-            set_submodule(model, name, layer)
-    follow(model, new)
+        else:
+            others.append(target)
+    replace_modules(model, others)
+    return [*_layers(targets)]

@@ -54,6 +54,13 @@ class Target:
     chosen: bool = False
 
 
+def layers_in(name: str, module: nn.Module) -> dict[str, Any]:
+    """Return the sparse layers that a replacement of this name stands for: of experts their projections."""
+    if not isinstance(module, BlockSparseExperts):
+        return {name: module}
+    return {f"{name}.{own}".lstrip("."): layer for own, layer in module.projections().items()}
+
+
 def owners_of_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
     """Map each parameter to the modules that hold it directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}

@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
-from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
-from .modules import Replacement, Target
+from .modules import Replacement, Target, layers_in
 
 
 @dataclass(frozen=True)
@@ -197,13 +196,8 @@ def summary(model: nn.Module) -> Report:
 def _layers_of(target: Target) -> Iterator[SparseLayer]:
     """Yield the sparse layers that a target gains or loses: of experts their projections."""
     gains = isinstance(target.replacement, Replacement)
-    layer: Any = target.replacement if gains else target.module
-    prefix = target.names[0]
-    own = {"": layer}
-    if isinstance(layer, BlockSparseExperts):
-        own = {f"{prefix}.{name}".lstrip("."): projection for name, projection in layer.projections().items()}
-    for name, one in own.items():
-        yield _described(name or prefix, one, gains)
+    for name, layer in layers_in(target.names[0], target.replacement if gains else target.module).items():
+        yield _described(name, layer, gains)
 
 
 def _described(name: str, layer: BlockSparseLinear | ReferenceBlockSparseLinear, gained: bool) -> SparseLayer:
