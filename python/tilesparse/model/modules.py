@@ -406,9 +406,9 @@ def weight_reads(model: nn.Module, batch: Any) -> dict[nn.Module, str]:
     owners = owners_of_parameters(modules)  # a weight that others have, too, is a tie
     reads = _WeightReads(
         {
-            id(module.weight): module
-            for module in modules
-            if is_linear(module) and len(owners[module.weight]) == 1
+            id(weight): own[0]
+            for weight, own in owners.items()
+            if len(own) == 1 and is_linear(own[0]) and own[0].weight is weight
         }
     )
     with ExitStack() as stack:
