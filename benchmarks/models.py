@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
 
 ROTARY_BASE = 500_000.0  # of Llama 3
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
@@ -377,7 +377,7 @@ def make_sparse(
     """
     patcher = RandomPatcher(density, block_shape, seed, activations)
     patcher.patch_model(model)
-    patcher.fuse_mlps_(model, x)
+    fuse_mlps_(model, x)
     return model
 
 

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from tilesparse import BlockSparseConfig
-from tilesparse.integrations.transformers import to_dense
+from tilesparse.model import densify_
 from tilesparse.prune import prune_
 from tilesparse.recover import DistillationLoss, distill_
 from tilesparse.tuning.product import default_device
@@ -245,8 +245,9 @@ def main() -> int:
 
 def pruned(model: Any, texts: Texts, density: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune the model, also one that has been pruned: blocks that are gone cost nothing."""
+    densify_(model)
     report = prune_(
-        to_dense(model),
+        model,
         BlockSparseConfig(density, arguments.block),
         texts.calibration(),
         layers=PARTS[arguments.layers],

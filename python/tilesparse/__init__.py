@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .errors import TileSparseError
     from .io import convert, load, save
     from .matrix import BlockSparseMatrix
-    from .model import sparsify_
+    from .model import densify_, sparsify_, summary
     from .model.inference import prepare_for_inference_
     from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
     from .pattern import BlockPattern
@@ -34,6 +34,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "TileSparseError": "errors",
     "advise": "tuning.advise",
     "convert": "io",
+    "densify_": "model",
     "distill_": "recover",
     "load": "io",
     "prepare_for_inference_": "model.inference",
@@ -42,6 +43,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "reconstruct_": "recover",
     "save": "io",
     "sparsify_": "model",
+    "summary": "model",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "__version__",
     "advise",
     "convert",
+    "densify_",
     "distill_",
     "distributed",
     "errors",
@@ -68,6 +71,7 @@ __all__ = [
     "save",
     "sparsify_",
     "storage",
+    "summary",
     "train",
     "tuning",
 ]

@@ -88,7 +88,7 @@ _Out = TypeVar("_Out")
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file, and what it is."""
+    """Place of a tensor in a file, and its kind."""
 
     file: Path
     name: str
@@ -99,7 +99,7 @@ class StoredTensor(NamedTuple):
 
 
 def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """Files and checksums let other threads run."""
+    """Map in threads, which files and checksums let run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, items))
 
@@ -109,7 +109,7 @@ def crc32(data: bytes) -> str:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of the bytes of a tensor."""
+    """Return the CRC-32 of the bytes of a tensor."""
     found = 0
     for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
         found = zlib.crc32(chunk, found)
@@ -117,7 +117,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
-    """Writes a safetensors file with metadata about it, and returns the checksum of its header."""
+    """Write a safetensors file with metadata about it, and return the checksum of its header."""
     # The widest first, so that all are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _write(file: Path, start: int, tensor: Tensor) -> str:
 
 
 def chunks(tensor: Tensor) -> Iterable[memoryview]:
-    """The memory of a contiguous tensor on the host."""
+    """Yield the memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
     flat = tensor.view(-1).view(torch.uint8)  # not numpy's memory, since numpy need not be installed
@@ -174,7 +174,7 @@ def chunks(tensor: Tensor) -> Iterable[memoryview]:
 
 
 def read_header(file: Path) -> tuple[dict[str, StoredTensor], str]:
-    """The tensors of a safetensors file, and the checksum of its header.
+    """Return the tensors of a safetensors file, and the checksum of its header.
 
     safetensors checks the header: that the tensors fill the file without gap or overlap above all, so that
     none is larger than the file.
@@ -202,7 +202,7 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], str]:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """The tensor, on the host, if its bytes have the checksum that the file says."""
+    """Read a tensor to the host and verify its checksum."""
     file, name = stored.file.name, stored.name
     tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     checksum = 0
@@ -234,7 +234,7 @@ def opened(file: Path) -> BufferedReader:
 
 
 def read_json(file: Path) -> tuple[dict[str, Any], str]:
-    """What a JSON file has, and its checksum."""
+    """Return the content of a JSON file, and its checksum."""
     with opened(file) as stream:
         text = stream.read(_LONGEST + 1)
     if len(text) > _LONGEST:
@@ -253,7 +253,7 @@ def parsed(file: str, text: bytes) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> str:
-    """Writes a JSON file, and returns its checksum."""
+    """Write a JSON file, and return its checksum."""
     text = (json.dumps(content, indent=2) + "\n").encode()
     with file.open("wb") as stream:
         stream.write(text)
@@ -270,7 +270,7 @@ def checked_texts(key: str, given: object) -> dict[str, str]:
 
 @contextmanager
 def named(place: str) -> Iterator[None]:
-    """Says in errors where in a checkpoint something is wrong."""
+    """Name the place in a checkpoint in errors."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -284,7 +284,7 @@ def few(names: Iterable[str]) -> str:
 
 
 def shown(given: object) -> str:
-    """What was given, short enough for a sentence."""
+    """Return the text of a value, short enough for a sentence."""
     try:
         text = repr(given)
     except (ValueError, RecursionError):  # a number of very many digits, or very deep nesting
@@ -293,5 +293,5 @@ def shown(given: object) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, in one short line."""
+    """Return the text of an error in one short line."""
     return " ".join(str(error).split())[:200]

@@ -9,18 +9,13 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
-
-PEFT, TRANSFORMERS = "peft", "transformers"  # libraries that are adapted, for `revert`
+from typing import Any
 
 Callback = Callable[[ModuleType], None]
 
-# What `adapt` and `revert` call the libraries.
-ACCELERATE, PEFT, TRANSFORMERS = "accelerate", "peft", "transformers"
-
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
-    """Calls ``callback(module)`` once the module of this full name has been imported: now, if it is already.
+    """Call ``callback(module)`` once the module of this full name has been imported: now, if it is already.
 
     Whoever imports the module never sees an error of the callback: a warning says what follows from it, which
     is the clause ``otherwise``.
@@ -34,37 +29,19 @@ def when_imported(name: str, callback: Callback, otherwise: str) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def adapt(library: str, owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
-    """Puts ``adaptation(function)`` in the place of a function of a module or class, until `revert`.
+def adapt(owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
+    """Put ``adaptation(function)`` in the place of a function of a module or class.
 
     Raises:
         AttributeError: there is none of that name.
     """
     before = inspect.getattr_static(owner, name)
     after = adaptation(getattr(owner, name))
-    after = staticmethod(after) if isinstance(before, staticmethod) else after
-    setattr(owner, name, after)
-    _ADAPTED.setdefault(library, []).append(_Adaptation(owner, name, before, after))
-
-
-def revert(library: str) -> None:
-    """Undoes what `adapt` has done to a library, but for what others have replaced since."""
-    for owner, name, before, after in reversed(_ADAPTED.pop(library, [])):
-        if inspect.getattr_static(owner, name, None) is after:
-            delattr(owner, name)
-            if inspect.getattr_static(owner, name, None) is not before:  # which a class may inherit
-                setattr(owner, name, before)
-
-
-class _Adaptation(NamedTuple):
-    owner: Any
-    name: str
-    before: Any
-    after: Any
+    setattr(owner, name, staticmethod(after) if isinstance(before, staticmethod) else after)
 
 
 class _Finder(MetaPathFinder):
-    """Finds watched modules as the other finders do, and lets their loader call back."""
+    """Finder of watched modules, which finds the other finders do, and lets their loader call back."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -81,7 +58,7 @@ class _Finder(MetaPathFinder):
 
 
 def _call_after(spec: ModuleSpec) -> None:
-    """Lets the loader run what waits for the module.
+    """Have the loader run what waits for the module.
 
     The loader stays the same object, since resources and sources are asked of it later, and is as it was once
     the module is there. Some are shared by modules, and some specs are only looked at: hence the name.
@@ -116,5 +93,4 @@ def _warn(name: str, error: Exception, otherwise: str) -> None:
 
 
 _WATCHED: dict[str, list[tuple[Callback, str]]] = {}
-_ADAPTED: dict[str, list[_Adaptation]] = {}
 _FINDER = _Finder()

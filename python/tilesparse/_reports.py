@@ -57,7 +57,7 @@ def empty_texts(layers: Iterable[Any]) -> list[str]:
     }
     texts = []
     for attribute, what in kinds.items():
-        counts = {layer.name: getattr(layer, attribute) for layer in layers}
+        counts = {layer.name: getattr(layer, attribute) for layer in layers if hasattr(layer, attribute)}
         own = [name for name, count in counts.items() if count]
         if own:
             texts.append(f"{what}: {sum(counts.values())} in {listed(own)}")

@@ -15,6 +15,7 @@ from tilesparse.io.manifest import CONFIG, INDEX, WEIGHTS
 
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
+Change = Callable[[Any], object]
 
 
 class Mutilation(NamedTuple):
@@ -44,7 +45,7 @@ def mutilations(bases: Bases, seed: int = 0) -> Iterator[Mutilation]:
     yield from _headers(bases)
     yield from _patterns(bases)
     yield from _configs(bases)
-    yield from _indices(bases)
+    yield from _indices()
 
 
 def _cuts(bases: Bases, generator: random.Random) -> Iterator[Mutilation]:
@@ -57,8 +58,7 @@ def _cuts(bases: Bases, generator: random.Random) -> Iterator[Mutilation]:
                 places |= {4, 8 + length // 2, 7 + length, 8 + length, 9 + length, size - 1}
             places |= {generator.randrange(size - 2) for _ in range(6)}
             for place in sorted(places):
-                cut = data[:place]
-                yield Mutilation(f"{file.name} ends at {place}", base, _writing(file.name, cut))
+                yield Mutilation(f"{file.name} ends at {place}", base, _writing(file.name, data[:place]))
             for more in (b"\0", b"}", data):
                 text = f"{len(more)} bytes behind {file.name}"
                 yield Mutilation(text, base, _writing(file.name, data + more))
@@ -85,10 +85,11 @@ def _missing(bases: Bases) -> Iterator[Mutilation]:
     for base in ("single", "sharded", "bare"):
         for file in sorted(getattr(bases, base).iterdir()):
             name = file.name
-            yield Mutilation(f"{name} missing", base, lambda at, name=name: (at / name).unlink())
-            yield Mutilation(f"{name} a folder", base, _making_folder(name))
-            yield Mutilation(f"{name} a link to itself", base, _linking(name, name))
-            yield Mutilation(f"{name} a link to nothing", base, _linking(name, "nothing"))
+            yield Mutilation(f"{name} missing", base, _replacing(name, lambda at: None))
+            yield Mutilation(f"{name} a folder", base, _replacing(name, Path.mkdir))
+            for target in (name, "nothing"):
+                link = _replacing(name, lambda at, target=target: at.symlink_to(target))
+                yield Mutilation(f"{name} a link to {target}", base, link)
         yield Mutilation("no folder", base, shutil.rmtree)
 
 
@@ -107,88 +108,42 @@ def _swaps(bases: Bases) -> Iterator[Mutilation]:
 def _raw_headers(bases: Bases) -> Iterator[Mutilation]:
     data = (bases.bare / WEIGHTS).read_bytes()
     length = int.from_bytes(data[:8], "little")
-    for number in (0, 1, 2, length - 8, length - 1, length + 1, length + 8, 10**8, 10**8 + 1, 2**31, 2**60):
+    near = (0, 1, 2, length - 8, length - 1, length + 1, length + 8)
+    for number in (*near, 10**8, 10**8 + 1, 2**31, 2**60, 2**63 - 1, 2**63, 2**64 - 1):
         text = f"header of {number} bytes"
         yield Mutilation(text, "bare", _writing(WEIGHTS, number.to_bytes(8, "little") + data[8:]))
-    for number in (2**63 - 1, 2**63, 2**64 - 1):
-        text = f"header of {number} bytes"
-        yield Mutilation(text, "bare", _writing(WEIGHTS, number.to_bytes(8, "little") + data[8:]))
-    for raw in (
-        b"",
-        b"null",
-        b"[]",
-        b'"text"',
-        b"{}",
-        b"{",
-        b"{]",
-        b'{"a":1}',
-        b'{"a":NaN}',
-        b'{"a":{}}',
-        b'{"a":null}',
-        b'{"__metadata__":1}',
-        b'{"__metadata__":{"a":1}}',
-        b'{"\xff":{"dtype":"F32","shape":[],"data_offsets":[0,0]}}',
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}',
-        b" " * 64,
-        b"\0" * 64,
-    ):
+    raw_headers = [b"", b"null", b"[]", b'"text"', b"{}", b"{", b"{]", b" " * 64, b"\0" * 64]
+    raw_headers += [b'{"a":1}', b'{"a":NaN}', b'{"a":{}}', b'{"a":null}', b"[" * 100_000, b'{"a":' * 100_000]
+    raw_headers += [b'{"__metadata__":1}', b'{"__metadata__":{"a":1}}']
+    raw_headers += [b'{"\xff":{"dtype":"F32","shape":[],"data_offsets":[0,0]}}']
+    raw_headers += [b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}']
+    for raw in raw_headers:
         file = len(raw).to_bytes(8, "little") + raw + data[8 + length :]
         yield Mutilation(f"header {raw[:30]!r} of {len(raw)} bytes", "bare", _writing(WEIGHTS, file))
 
 
 def _headers(bases: Bases) -> Iterator[Mutilation]:
-    numbers = (-1, 2**31, 2**62, 2**64, 10**30, 0.5, "1", None, True, [], {})
-    for number in numbers:
+    header = _read_header(bases.bare / WEIGHTS)[0]
+    header.pop("__metadata__", None)
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    changes: list[tuple[str, Change]] = []
+    for number in (-1, 2**31, 2**62, 2**64, 10**30, 0.5, "1", None, True, [], {}):
         for name in ("sparse.weight", "sparse.slot", "embedding.weight"):
-
-            def set_shape(header: Any, name: str = name, number: Any = number) -> None:
-                header[name]["shape"][0] = number
-
-            def set_offset(header: Any, name: str = name, number: Any = number) -> None:
-                header[name]["data_offsets"][1] = number
-
-            yield Mutilation(f"{name}: shape[0] {number!r}", "bare", _with_header(set_shape))
-            yield Mutilation(f"{name}: offset {number!r}", "bare", _with_header(set_offset))
+            changes.append((f"{name}: shape[0] {number!r}", _put(name, "shape", 0, number)))
+            changes.append((f"{name}: offset {number!r}", _put(name, "data_offsets", 1, number)))
     for shape in ([0], [0, 2**62], [2**63, 0], [2**40, 2**40, 0]):
-
-        def add(header: Any, shape: Any = shape) -> None:
-            end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            header["output.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
-
-        yield Mutilation(f"a second embedding of shape {shape}", "bare", _with_header(add))
-    names = list(_read_header(bases.bare / WEIGHTS)[0])
-    for name in names:
-        if name == "__metadata__":
-            continue
-
-        def remove(header: Any, name: str = name) -> None:
-            del header[name]
-
-        def rename(header: Any, name: str = name) -> None:
-            header[name + "s"] = header.pop(name)
-
-        def flatten(header: Any, name: str = name) -> None:
-            header[name]["shape"] = [*header[name]["shape"], 1]
-
-        def overlap(header: Any, name: str = name) -> None:
-            header[name]["data_offsets"] = [0, 4]
-
-        for what, change in (
-            ("left out", remove),
-            ("renamed", rename),
-            ("of one dimension more", flatten),
-            ("overlapping", overlap),
-        ):
-            yield Mutilation(f"{name} {what}", "bare", _with_header(change))
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
+        changes.append((f"a second embedding of shape {shape}", _put("output.weight", entry)))
+    for name, entry in header.items():
+        changes.append((f"{name} left out", _drop(name)))
+        changes.append((f"{name} renamed", _rename(name, name + "s")))
+        changes.append((f"{name} of one dimension more", _put(name, "shape", [*entry["shape"], 1])))
+        changes.append((f"{name} overlapping", _put(name, "data_offsets", [0, 4])))
         for dtype in ("F16", "F32", "I32", "U32", "I8", "F64", "F4", "X", "", None, 1):
-
-            def set_dtype(header: Any, name: str = name, dtype: Any = dtype) -> None:
-                header[name]["dtype"] = dtype
-
-            if _read_header(bases.bare / WEIGHTS)[0][name]["dtype"] != dtype:
-                yield Mutilation(f"{name}: dtype {dtype!r}", "bare", _with_header(set_dtype))
+            if entry["dtype"] != dtype:
+                changes.append((f"{name}: dtype {dtype!r}", _put(name, "dtype", dtype)))
+    for text, change in changes:
+        yield Mutilation(text, "bare", _with_header(change))
 
 
 def _patterns(bases: Bases) -> Iterator[Mutilation]:
@@ -204,8 +159,7 @@ def _patterns(bases: Bases) -> Iterator[Mutilation]:
             # The first block row has two blocks, and then the same one twice.
             changes.append((1, values[0] if array != "crow_indices" else count))
             for place, number in changes:
-                changed = list(values)
-                changed[place] = number
+                changed = [*values[:place], number, *values[place + 1 :]]
                 written = torch.tensor(changed, dtype=torch.int32).numpy().tobytes()
                 text = f"{layer}.{array}[{place}] = {number}"
                 yield Mutilation(text, "bare", _writing(WEIGHTS, data[:start] + written + data[end:]))
@@ -213,65 +167,35 @@ def _patterns(bases: Bases) -> Iterator[Mutilation]:
     for place, byte in ((start, 2), (end - 1, 255), ((start + end) // 2, 128)):
         written = data[:place] + bytes([byte]) + data[place + 1 :]
         yield Mutilation(f"masked.mask with a byte {byte}", "bare", _writing(WEIGHTS, written))
+    written = data[:start] + b"\1" * (end - start) + data[end:]  # more than two of four neighbours
+    yield Mutilation("masked.mask of ones", "bare", _writing(WEIGHTS, written))
 
 
 def _configs(bases: Bases) -> Iterator[Mutilation]:
     hostile: list[Any] = [None, -1, 0, 7, 2**31, 2**63, 10**400, 0.5, float("nan"), float("inf"), "32", ""]
     hostile += [[], {}, True, False, "x" * 10_000, [1], [32, 32, 32], [-32, 32], ["32", "32"], [[32], 32]]
     hostile += [[2**40, 2**40], [float("nan"), 32], {"a": 1}, [16, 16], [2, 4], "float64", "compressed"]
-    layers = json.loads((bases.single / CONFIG).read_text())["tilesparse"]["layers"]
-    for layer, entry in layers.items():
+    strange = ["", ".", "..", "../sparse", "sparse.weight", "norm", "x" * 10_000, "sparse\0", "embedding"]
+    changes: list[tuple[str, Change]] = []
+    for layer, entry in json.loads((bases.single / CONFIG).read_text())["tilesparse"]["layers"].items():
         for field, value in entry.items():
             for given in hostile:
                 # Of values in 8 bits the file does not say what they were before.
                 harmless = (field, given) == ("dtype", "float64") and entry["storage"] == "int8"
                 harmless |= field == "transposable" and given is True and entry["nm"] == [2, 4]
-                if (given == value and type(given) is type(value)) or harmless:
-                    continue
-
-                def set_field(own: Any, path: tuple[str, str] = (layer, field), given: Any = given) -> None:
-                    own["layers"][path[0]][path[1]] = given
-
-                yield Mutilation(f"{layer}: {field} {given!r:.40}", "single", _with_section(set_field))
-
-            def drop_field(own: Any, path: tuple[str, str] = (layer, field)) -> None:
-                del own["layers"][path[0]][path[1]]
-
-            yield Mutilation(f"{layer}: no {field}", "single", _with_section(drop_field))
-        for name in (
-            "",
-            ".",
-            "..",
-            "../sparse",
-            "sparse.weight",
-            "norm",
-            "x" * 10_000,
-            "sparse\0",
-            "embedding",
-        ):
-
-            def rename(own: Any, layer: str = layer, name: str = name) -> None:
-                own["layers"][name] = own["layers"].pop(layer)
-
-            def add(own: Any, layer: str = layer, name: str = name) -> None:
-                own["layers"][name] = own["layers"][layer]
-
-            yield Mutilation(f"{layer} named {name[:20]!r}", "single", _with_section(rename))
-            yield Mutilation(f"{layer} as {name[:20]!r}, too", "single", _with_section(add))
-
-        def drop(own: Any, layer: str = layer) -> None:
-            del own["layers"][layer]
-
-        yield Mutilation(f"no {layer}", "single", _with_section(drop))
+                if not (given == value and type(given) is type(value)) and not harmless:
+                    changes.append((f"{layer}: {field} {given!r:.40}", _put("layers", layer, field, given)))
+            changes.append((f"{layer}: no {field}", _drop("layers", layer, field)))
+        for name in strange:
+            changes.append((f"{layer} named {name[:20]!r}", _rename("layers", layer, name)))
+            changes.append((f"{layer} as {name[:20]!r}, too", _put("layers", name, entry)))
+        changes.append((f"no {layer}", _drop("layers", layer)))
     for key in ("version", "layers", "ties", "files"):
         for given in hostile:
-            if (key, given) in (("ties", {}), ("files", None)):
-                continue
-
-            def set_key(own: Any, key: str = key, given: Any = given) -> None:
-                own[key] = given
-
-            yield Mutilation(f"{key} {given!r:.40}", "single", _with_section(set_key))
+            if (key, given) not in (("ties", {}), ("files", None)):
+                changes.append((f"{key} {given!r:.40}", _put(key, given)))
+    for what, change in changes:
+        yield Mutilation(what, "single", _with_section(change))
     text = (bases.single / CONFIG).read_bytes()
     for config in (
         b"",
@@ -289,7 +213,7 @@ def _configs(bases: Bases) -> Iterator[Mutilation]:
         yield Mutilation(f"{CONFIG} {config[:30]!r}", "single", _writing(CONFIG, config))
 
 
-def _indices(bases: Bases) -> Iterator[Mutilation]:
+def _indices() -> Iterator[Mutilation]:
     hostile: list[Any] = [
         None,
         1,
@@ -310,33 +234,40 @@ def _indices(bases: Bases) -> Iterator[Mutilation]:
         [],
         {},
     ]
-    hostile += [
-        SECOND,
-        INDEX,
-        CONFIG,
-        "..\\" + FIRST,
-        "nothing.safetensors",
-        "~/x.safetensors",
-        " ",
-        "é.safetensors",
-    ]
+    hostile += [SECOND, INDEX, CONFIG, "..\\" + FIRST, "nothing.safetensors", "~/x.safetensors", " "]
+    hostile += ["é.safetensors"]
+    changes = [(f"{given!r:.40}", _put("weight_map", "sparse.weight", given)) for given in hostile]
+    changes += [(f"{given!r:.40} more", _put("weight_map", "more", given)) for given in hostile]
+    changes += [(f"weight_map {given!r}", _put("weight_map", given)) for given in (None, [], "x", 1, {})]
     for guarded in (True, False):
-        for given in hostile:
+        for text, change in changes:
+            yield Mutilation(f"{INDEX}: {text}", "sharded", _with_index(change, guarded))
 
-            def set_file(index: Any, given: Any = given) -> None:
-                index["weight_map"]["sparse.weight"] = given
 
-            def add_name(index: Any, given: Any = given) -> None:
-                index["weight_map"]["more"] = given
+def _put(*path_and_value: Any) -> Change:
+    """Change what lies at a path of keys."""
+    *path, key, value = path_and_value
+    return lambda content: _at(content, path).__setitem__(key, value)
 
-            yield Mutilation(f"{INDEX}: {given!r:.40}", "sharded", _with_index(set_file, guarded))
-            yield Mutilation(f"{INDEX}: {given!r:.40} more", "sharded", _with_index(add_name, guarded))
-        for key in (None, [], "x", 1, {}):
 
-            def set_map(index: Any, key: Any = key) -> None:
-                index["weight_map"] = key
+def _drop(*path: Any) -> Change:
+    return lambda content: _at(content, path[:-1]).pop(path[-1])
 
-            yield Mutilation(f"{INDEX}: weight_map {key!r}", "sharded", _with_index(set_map, guarded))
+
+def _rename(*path_and_name: Any) -> Change:
+    *path, key, name = path_and_name
+
+    def rename(content: Any) -> None:
+        inner = _at(content, path)
+        inner[name] = inner.pop(key)
+
+    return rename
+
+
+def _at(content: Any, path: Any) -> Any:
+    for key in path:
+        content = content[key]
+    return content
 
 
 def _writing(*files_and_data: Any) -> Callable[[Path], None]:
@@ -347,20 +278,12 @@ def _writing(*files_and_data: Any) -> Callable[[Path], None]:
     return write
 
 
-def _making_folder(name: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
+def _replacing(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
         (folder / name).unlink()
-        (folder / name).mkdir()
+        make(folder / name)
 
-    return make
-
-
-def _linking(name: str, target: str) -> Callable[[Path], None]:
-    def link(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
-
-    return link
+    return replace
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int, bytes]:
@@ -370,7 +293,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int, bytes]:
     return json.loads(data[8:begin]), begin, data
 
 
-def _with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
+def _with_header(change: Change) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         header, begin, data = _read_header(folder / WEIGHTS)
         change(header)
@@ -380,21 +303,23 @@ def _with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return apply
 
 
-def _with_section(change: Callable[[Any], object]) -> Callable[[Path], None]:
+def _with_json(name: str, change: Change) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        config = json.loads((folder / CONFIG).read_text())
-        change(config["tilesparse"])
-        (folder / CONFIG).write_text(json.dumps(config))
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
 
     return apply
 
 
-def _with_index(change: Callable[[Any], object], guarded: bool) -> Callable[[Path], None]:
+def _with_section(change: Change) -> Callable[[Path], None]:
+    return _with_json(CONFIG, lambda config: change(config["tilesparse"]))
+
+
+def _with_index(change: Change, guarded: bool) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        change(index)
-        (folder / INDEX).write_text(json.dumps(index))
+        _with_json(INDEX, change)(folder)
         if not guarded:
-            _with_section(lambda own: own.pop("files"))(folder)
+            _with_section(_drop("files"))(folder)
 
     return apply

@@ -82,20 +82,18 @@ def _methods(cls: type, value: type) -> Iterator[tuple[str, Any]]:
 # What only this package makes, or others call: Transformers' Trainer, the patcher, optimizers, the native
 # module; what takes the arguments of `torch.Tensor.to`.
 NOT_CALLED = {
-    "model.PatchReport",
-    "model.FuseReport",
-    "model.FusedMLP",
-    "model.PatchedLayer",
-    "model.SkippedLayer",
+    "model.Report",
+    "model.report.SparseLayer",
+    "model.report.SkippedLayer",
+    "model.report.DenseParameter",
+    "model.report.Size",
+    "model.fuse.FusedMLP",
+    "model.inference.PreparedProduct",
     "tuning.AdviceReport",
     "tuning.Candidate",
     "tuning.Estimate",
     "tuning.LatencyTable",
     "tuning.MeasuredLayers",
-    "model.inference.InferenceReport",
-    "model.inference.PreparedProduct",
-    "model.inference.SharedProduct",
-    "model.Size",
     "nn.ExpertsLinear.cut",  # which always raise
     "nn.ExpertsLinear.from_linear",
     "prune.allocation.AllocatedLayer",
@@ -124,7 +122,7 @@ NOT_CALLED = {
     "BlockSparseMatrix.to",
     "model.BlockSparseModelPatcher.new_child_module",
     "train.PatternSchedule.add_param_group",
-    "model.DenseParameter",
+    "prune.Rows",
 }
 BLOCK = (32, 32)
 
@@ -291,12 +289,6 @@ def patcher() -> BlockSparseModelPatcher:
     return made
 
 
-def patched() -> tuple[Callable[..., Any], dict[str, Any]]:
-    made, model = patcher(), dense()
-    made.patch_model(model, keep_dense=True)
-    return made.undo, {"model": model}
-
-
 def of_schedule(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     made = callback()["schedule"]
     return getattr(made, name), {}
@@ -342,7 +334,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "functional.dsd": lambda: {"values": values(), "pattern": pattern(), "b": tokens().t()},
     "functional.sdd": lambda: {"y": tokens(32), "x": tokens(), "pattern": pattern()},
     "integrations.transformers.follow": lambda: {"model": llama()},
-    "integrations.transformers.to_dense": lambda: {"model": llama()},
     "integrations.transformers.model_card": lambda: {"model": sparse_llama()},
     "integrations.peft.merge_loss": lambda: {"model": sparse()},
     "BlockSparseLinear": lambda: {**LAYER, "block_shape": BLOCK},
@@ -406,6 +397,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "config.LayerSpec.from_json": lambda: {"entry": layer().spec.to_json()},
     "sparsify_": lambda: {"model": dense(), "config": BlockSparseConfig(0.5, BLOCK)},
     "prepare_for_inference_": lambda: {"model": sparse()},
+    "densify_": lambda: {"model": sparse()},
+    "summary": lambda: {"model": sparse()},
+    "model.fuse_mlps_": lambda: {"model": sparse()},
     "model.BlockSparseModelPatcher": dict,
     "model.BlockSparseModelPatcher.add_pattern": lambda: (patcher().add_pattern, {"regex": ".*"}),
     "model.BlockSparseModelPatcher.is_patchable": lambda: (
@@ -417,8 +411,6 @@ CASES: dict[str, Callable[[], Any]] = {
         {"model": dense()},
     ),
     "model.BlockSparseModelPatcher.patch_model": lambda: (patcher().patch_model, {"model": dense()}),
-    "model.BlockSparseModelPatcher.fuse_mlps_": lambda: (patcher().fuse_mlps_, {"model": mlp()}),
-    "model.BlockSparseModelPatcher.undo": patched,
     "BlockPattern": lambda: {
         "crow_indices": [0, 2],
         "col_indices": [0, 1],

@@ -21,7 +21,7 @@ from tilesparse._runtime import launch
 from tilesparse._runtime.device import TENSORS
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.model import fuse_mlps_
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70
@@ -487,8 +487,8 @@ def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]
     ids = torch.arange(12)[None]
     with torch.no_grad():
         wanted = model(ids).logits
-    report = BlockSparseModelPatcher().fuse_mlps_(model, ids, dry_run=True)
-    assert [mlp.storages for mlp in report.mlps] == [(f"{name} W8A8",)] * 2 and not report.skipped
+    report = fuse_mlps_(model, ids, dry_run=True)
+    assert [mlp.storages for mlp in report.layers] == [(f"{name} W8A8",)] * 2 and not report.skipped
     assert f"silu  {name} W8A8" in str(report)
     tilesparse.prepare_for_inference_(model, ids)
     assert sum(isinstance(module, BlockSparseMLP) for module in model.modules()) == 2

@@ -21,7 +21,6 @@ from zoo import ZOO
 import tilesparse as ts
 from tilesparse.calibrate.moments import Moments
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.integrations.transformers import to_dense
 from tilesparse.nn.experts import ExpertsLinear, projections_of
 from tilesparse.prune import allocate, measure_errors, prune_
 
@@ -332,17 +331,18 @@ def test_models_are_patched_by_structure(kind: str) -> None:
     expected = model(**batch).logits
     patcher = ts.model.BlockSparseModelPatcher()
     patcher.add_pattern("experts", {"density": 1, "block_shape": BLOCK})
-    report = patcher.patch_model(model, keep_dense=True)
+    report = patcher.patch_model(model)
     assert set(sparse_experts_of(model)) == set(found)
     assert len(report.layers) == 2 * len(found)
     assert {layer.name.rpartition(".")[0] for layer in report.layers} == set(found)
     assert report.after.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not any("experts" in one.name and len(one.shape) == 3 for one in report.dense)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    fused = patcher.fuse_mlps_(model)
-    assert not any("Experts" in one.kind for one in (*fused.mlps, *fused.skipped))
-    patcher.undo(model)
-    assert experts_of(model) == found
+    fused = ts.model.fuse_mlps_(model)
+    assert not any("Experts" in one.kind for one in (*fused.layers, *fused.skipped))
+    ts.densify_(model)
+    assert [*experts_of(model)] == [*found] and not sparse_experts_of(model)
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
 
 
 class Stacked(nn.Module):
@@ -369,7 +369,7 @@ def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
     prepared = ts.prepare_for_inference_(copy.deepcopy(sparse), batches[0])
-    assert prepared.stacked == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
+    assert prepared.facts["stacked"] == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]
         assert [skipped.name for skipped in one.skipped if "3-D gate_up_proj" in skipped.reason] == ["0"]
@@ -587,7 +587,7 @@ def test_stored_experts_load_without_dense_weights(storage: str, tmp_path: Path)
 def test_dense_experts_come_back() -> None:
     model, batch = sparsified("gpt_oss"), ZOO["gpt_oss"].batch(0)
     expected = model(**batch).logits
-    to_dense(model)
+    ts.densify_(model)
     assert experts_of(model) and not sparse_experts_of(model)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 

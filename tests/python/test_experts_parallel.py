@@ -23,7 +23,8 @@ from zoo import ZOO
 import tilesparse as ts
 from tilesparse.distributed import ColwiseParallel, ExpertParallel, ExpertTensorParallel
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from tilesparse.io import prepare, section
+from tilesparse.io.manifest import section
+from tilesparse.io.reader import prepare
 
 STYLES: dict[str, Callable[[], Any]] = {"experts": ExpertParallel, "features": ExpertTensorParallel}
 KINDS = ["mixtral", "gpt_oss", "nemotron_h"]

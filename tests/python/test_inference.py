@@ -23,7 +23,7 @@ from zoo import ZOO
 import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, prepare_for_inference_
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.model.fuse import fuse_mlps_
 from tilesparse.nn.merged import MergedProduct, product_of
 from tilesparse.tuning import store
 
@@ -117,9 +117,9 @@ def test_a_prepared_model_computes_the_same(device: str, storage: str) -> None:
     model.train()
     report = prepare_for_inference_(model, x)
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
-    assert isinstance(model[2], BlockSparseMLP) and len(report.mlps.mlps) == 1
+    assert isinstance(model[2], BlockSparseMLP) and report.facts["mlps"] == ["2"]
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    if any("stored as kernels read it" in product.done for product in report.products):
+    if any("stored as kernels read it" in product.done for product in report.layers):
         names = [name for name in names if not name.endswith(".scales")]
     assert list(model.state_dict()) == names
 
@@ -128,12 +128,11 @@ def test_a_prepared_model_computes_the_same(device: str, storage: str) -> None:
 def test_architectures_compute_the_same_bits(name: str) -> None:
     kind = ZOO[name]
     model: Any = patched(kind)
-    patcher = BlockSparseModelPatcher()
-    patcher.fuse_mlps_(model, kind.batch(0))  # which rounds once less; all else is equal bit for bit
+    fuse_mlps_(model, kind.batch(0))  # which rounds once less; all else is equal bit for bit
     with torch.no_grad():
         expected = outputs(kind, model)
     state, report = copy.deepcopy(model.state_dict()), prepare_for_inference_(model, kind.batch(0))
-    shared = [one for one in report.shared if one.reason is None]
+    shared = {one.names for one in report.layers if "merged" in one.done}
     assert shared and len(merged(model)) == len(shared)
     calls: list[nn.Module] = []
     for product in merged(model):
@@ -175,8 +174,8 @@ def test_layers_of_one_x_share_a_product(name: str, dtype: torch.dtype, device: 
     expected = model(x).detach()
     report = prepare_for_inference_(model, x)
     names = ("q_proj", "k_proj", "v_proj")
-    assert [(one.names, one.reason) for one in report.shared] == [(names, None)]
-    assert [product.names for product in report.products] == [names]
+    assert not report.skipped
+    assert [product.names for product in report.layers] == [names]
     if device == "cpu":
         assert torch.equal(model(x), expected)
     torch.testing.assert_close(model(x), expected)
@@ -486,7 +485,8 @@ def test_layers_that_have_one_x_in_every_call_share(make: Any, batch: Any, group
     inputs = batch if isinstance(batch, tuple) else (batch,)
     expected = model(*inputs)
     report = prepare_for_inference_(model, batch)
-    assert sorted(tuple(sorted(one.names)) for one in report.shared) == [tuple(sorted(one)) for one in groups]
+    shared = {tuple(sorted(one.names)) for one in report.layers if "merged" in one.done}
+    assert sorted(shared) == [tuple(sorted(one)) for one in groups]
     assert len(merged(model)) == len(groups)
     torch.testing.assert_close(model(*inputs), expected)
 
@@ -502,7 +502,7 @@ def test_a_shared_product_that_gives_something_else_is_undone(monkeypatch: pytes
 
     monkeypatch.setattr(MergedProduct, "result", wrong)
     report = prepare_for_inference_(model, tokens())
-    assert not merged(model) and "not merged: q_proj, k_proj, v_proj: their results differed" in str(report)
+    assert not merged(model) and "v_proj (product of one x): their results differed" in str(report)
     assert all(map(operator.is_, model.parameters(), parameters)) and torch.equal(model(tokens()), expected)
 
 
@@ -542,8 +542,8 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
     report = prepare_for_inference_(model, kind.batch(0))
     measured = {one.product: one for one in store.measurements(own_file)[0]}
     modules = {name: one for name, one in model.named_modules() if isinstance(one, BlockSparseLinear)}
-    assert sorted(name for product in report.products for name in product.names) == sorted(modules)
-    for product in report.products:
+    assert sorted(name for product in report.layers for name in product.names) == sorted(modules)
+    for product in report.layers:
         own = [modules[name] for name in product.names]
         shared = {product_of(layer) for layer in own}
         assert len(shared) == 1 and ("merged" in product.done) == (shared != {None})
@@ -555,17 +555,17 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
         assert product.microseconds == min(measured[what].microseconds.values())
         assert product.dense_microseconds == measured[what].dense_microseconds
         assert len(measured[what].microseconds) == 3
-    assert report.seconds_before is not None and report.seconds_before > 0
-    assert report.seconds_after is not None and f"{1e3 * report.seconds_after:.2f} ms after" in str(report)
+    assert report.facts["seconds_before"] > 0
+    assert f"{1e3 * report.facts['seconds_after']:.2f} ms after" in str(report)
     lines = str(report).splitlines()
     assert sum("merged" in line for line in lines) == 1 and "self_attn.q_proj, k_proj, v_proj (2)" in lines[1]
-    assert "2 MLPs fused" in lines
+    assert "2 MLPs fused: model.layers.*.mlp (2)" in lines
 
 
 def test_without_a_batch_nothing_is_measured(own_file: Path) -> None:
     report = prepare_for_inference_(sparse())
     assert report.seconds_before is report.seconds_after is None and not own_file.exists()
-    assert {(one.tokens, one.kernel, one.microseconds) for one in report.products} == {(None, None, None)}
+    assert {(one.tokens, one.kernel, one.microseconds) for one in report.layers} == {(None, None, None)}
 
 
 def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,10 +575,10 @@ def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
         time_dense_as(dense, monkeypatch)
         report = prepare_for_inference_(model, x)
         assert {layer.policy for layer in layers(model)} == {policy}
-        names = {product.kernel for product in report.products}
+        names = {product.kernel for product in report.layers}
         assert names == kernel if policy == "auto" else "dense" not in names
-        assert {product.microseconds for product in report.products} == {2e3}
-        assert {product.dense_microseconds for product in report.products} == {1e3 * dense}
+        assert {product.microseconds for product in report.layers} == {2e3}
+        assert {product.dense_microseconds for product in report.layers} == {1e3 * dense}
     model = sparse(policy="dense")  # one that was chosen stays
     assert {product.kernel for product in prepare_for_inference_(model, x).products} == {"dense"}
     assert {layer.policy for layer in layers(model)} == {"dense"}
@@ -592,7 +592,7 @@ def test_weights_that_no_kernel_reads_are_expanded_once(name: str, monkeypatch: 
     x = randn(40, 64, dtype=torch.float32)
     expected = model(x)
     report = prepare_for_inference_(model, x)
-    (product,) = report.products
+    (product,) = report.layers
     assert ("dequantized once" in product.done) == (name not in ("plain", "int8 W8A8"))
     assert product.kernel is not None and product.kernel.startswith("cpu_")
     assert all(torch.equal(tensor, state[own]) for own, tensor in model.state_dict().items())

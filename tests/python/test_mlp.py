@@ -38,6 +38,8 @@ from tilesparse import BlockSparseLinear, BlockSparseMLP
 from tilesparse._runtime import launch
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
+from tilesparse.model.fuse import fuse_mlps_
+from tilesparse.model.replace import densify_
 from tilesparse.nn import concatenate
 from tilesparse.nn.weight import observe
 
@@ -283,12 +285,12 @@ def given(kind: str) -> Tensor:
     return randn(2, 3, 16, 16, dtype=torch.float32) if kind == "vit" else torch.arange(32).view(2, 16)
 
 
-def patched(kind: str) -> tuple[Any, BlockSparseModelPatcher]:
+def patched(kind: str) -> Any:
     torch.manual_seed(0)
     model, patcher = MODELS[kind][0]().eval(), BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.(mlp|intermediate)\.", {"density": 0.5, "block_shape": (16, 16)})
-    patcher.patch_model(model, keep_dense=True)
-    return model, patcher
+    patcher.patch_model(model)
+    return model
 
 
 def fused(model: nn.Module) -> list[str]:
@@ -322,12 +324,12 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         if name.endswith((".mlp", ".intermediate"))
     ]
     names = list(model.state_dict())
-    assert patcher.fuse_mlps_(model, x, dry_run=True).mlps and fused(model) == []
-    assert not patcher.fuse_mlps_(model).mlps and fused(model) == []
-    report = patcher.fuse_mlps_(model, x)
-    found = [(mlp.name, mlp.gated, mlp.activation) for mlp in report.mlps]
+    assert fuse_mlps_(model, x, dry_run=True).mlps and fused(model) == []
+    assert not fuse_mlps_(model).mlps and fused(model) == []
+    report = fuse_mlps_(model, x)
+    found = [(mlp.name, mlp.gated, mlp.activation) for mlp in report.layers]
     assert found == [(name, gated, activation) for name in fused(model)]
-    assert len(report.mlps) == 2 and not report.skipped and report.mlps[0].name in str(report)
+    assert len(report.layers) == 2 and not report.skipped and report.layers[0].name in str(report)
     assert list(model.state_dict()) == names and all(map(operator.is_, model.parameters(), parameters))
     calls.clear()
     assert agrees(model) and calls == fused(model)
@@ -346,18 +348,20 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         tilesparse.load(copy.deepcopy(model), tmp_path / "own"),
         type(model).from_pretrained(tmp_path / "theirs"),
     ):
-        BlockSparseModelPatcher().fuse_mlps_(loaded, x)
+        fuse_mlps_(loaded, x)
         assert agrees(loaded.eval()) and fused(loaded) == fused(model)
 
-    patcher.undo(model)
-    assert fused(model) == [] and not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+    densify_(model)
+    assert not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_of_peft() -> None:
     """They stand around the layers of a fused MLP as around others, and are still there when it is undone."""
     (model, _), patcher = patched("llama"), BlockSparseModelPatcher()
     other, x = copy.deepcopy(model), given("llama")
-    patcher.fuse_mlps_(model, x)
+    fuse_mlps_(model, x)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
     results = []
     with torch.no_grad():
@@ -370,11 +374,11 @@ def test_adapters_of_peft() -> None:
 
 
 def test_what_is_left_alone_is_reported() -> None:
-    model, patcher = patched("llama")
+    model = patched("llama")
     first, second = (block.mlp for block in model.model.layers)
     first.norm = nn.LayerNorm(4)
     second.up_proj = nn.Linear(SIZES["hidden_size"], SIZES["intermediate_size"])
-    reasons = {skipped.name: skipped.reason for skipped in patcher.fuse_mlps_(model, given("llama")).skipped}
+    reasons = {skipped.name: skipped.reason for skipped in fuse_mlps_(model, given("llama")).skipped}
     other = "it has other parts than one to three BlockSparseLinear, an activation and dropouts"
     assert reasons == {
         "model.layers.0.mlp": other,
@@ -384,12 +388,12 @@ def test_what_is_left_alone_is_reported() -> None:
         BlockSparseMLP.from_module(first)
     with pytest.raises(UnsupportedError, match="it has other parts"):
         BlockSparseMLP.from_module(nn.Sequential())
-    model, patcher = patched("bert")
+    model = patched("bert")
     half = model.bert.encoder.layer[0].intermediate
     half.dense = half.dense.to_linear()
-    assert not patcher.fuse_mlps_(model, given("bert")).skipped and len(fused(model)) == 1
-    model, patcher = patched("llama")
-    for skipped in patcher.fuse_mlps_(model).skipped:
+    assert not fuse_mlps_(model, given("bert")).skipped and len(fused(model)) == 1
+    model = patched("llama")
+    for skipped in fuse_mlps_(model).skipped:
         assert skipped.reason == "a call shows what it computes: pass a batch"
     with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
         BlockSparseMLP.from_module(model.model.layers[0].mlp)
@@ -397,7 +401,7 @@ def test_what_is_left_alone_is_reported() -> None:
     first, second = (block.mlp for block in model.vit.layers)
     first.forward = first.forward
     second.register_state_dict_post_hook(lambda *_: None)
-    text = str(patcher.fuse_mlps_(model, given("vit")))
+    text = str(fuse_mlps_(model, given("vit")))
     assert fused(model) == [] and "its forward was replaced" in text and "a hook of its state dict" in text
 
 
@@ -406,7 +410,7 @@ def test_other_classes_are_known_by_their_calls() -> None:
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(r".*\.mlp\.", {"block_shape": 16})
     patcher.patch_model(model)
-    assert [mlp.kind for mlp in patcher.fuse_mlps_(model, given("phi")).mlps] == ["PhiMLP"] * 2
+    assert [mlp.kind for mlp in fuse_mlps_(model, given("phi")).layers] == ["PhiMLP"] * 2
 
 
 def test_halves_of_modernbert() -> None:
@@ -433,12 +437,12 @@ def test_sequences(
 ) -> None:
     sequence = nn.Sequential(layer(64, 96), activation, *between, layer(96, 64, seed=1), *ending)
     model, x = nn.Sequential(nn.LayerNorm(64), sequence), randn(5, 64, dtype=torch.float32)
-    names, patcher = list(model.state_dict()), BlockSparseModelPatcher()
+    names = list(model.state_dict())
     results = []
     for fuse in (False, True):
         if fuse:
-            report = patcher.fuse_mlps_(model)
-            assert [(mlp.name, mlp.kind) for mlp in report.mlps] == [
+            report = fuse_mlps_(model)
+            assert [(mlp.name, mlp.kind) for mlp in report.layers] == [
                 ("1", "Sequential")
             ] and not report.skipped
         for training in (False, True):
@@ -450,8 +454,6 @@ def test_sequences(
     for before, after in zip(results[:4], results[4:], strict=True):
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert list(model.state_dict()) == names
-    patcher.undo(model)
-    assert model[1] is sequence
 
 
 def test_sequences_that_compute_something_else_are_left_alone() -> None:
@@ -463,8 +465,8 @@ def test_sequences_that_compute_something_else_are_left_alone() -> None:
         nn.Sequential(up, nn.GELU(), down, nn.GELU()),
         nn.Sequential(nn.Linear(64, 96), nn.GELU(), down),
     ]
-    report = BlockSparseModelPatcher().fuse_mlps_(nn.ModuleList(others))
-    assert not report.mlps and not report.skipped
+    report = fuse_mlps_(nn.ModuleList(others))
+    assert not report.layers and not report.skipped
 
 
 class OtherMLP(nn.Module):
@@ -516,10 +518,10 @@ def test_a_call_shows_what_a_module_computes(name: str, dtype: torch.dtype) -> N
     model[0].down.bias.data.zero_()
     x = randn(5, 64, dtype=dtype)
     expected, modes = model(x), [module.training for module in model.modules()]
-    report = BlockSparseModelPatcher().fuse_mlps_(model, x)
+    report = fuse_mlps_(model, x)
     assert [module.training for module in model.modules()] == modes
     if reason is None:
-        assert len(report.mlps) == 1 and report.mlps[0].gated == gated
+        assert len(report.layers) == 1 and report.layers[0].gated == gated
         torch.testing.assert_close(model(x), expected)
         return
     assert re.search(reason, report.skipped[0].reason) and not fused(model)
@@ -531,8 +533,8 @@ def test_inputs_that_show_nothing_fuse_nothing() -> None:
         if isinstance(one, BlockSparseLinear):
             nn.init.zeros_(one.get_parameter("bias"))
     x = torch.zeros(5, 64)
-    (skipped,) = BlockSparseModelPatcher().fuse_mlps_(model, x).skipped
+    (skipped,) = fuse_mlps_(model, x).skipped
     assert "show nothing" in skipped.reason
     nn.init.zeros_(model[0].get_parameter("down.weight"))  # what follows it is not seen
-    (skipped,) = BlockSparseModelPatcher().fuse_mlps_(model, randn(5, 64, dtype=torch.float32)).skipped
+    (skipped,) = fuse_mlps_(model, randn(5, 64, dtype=torch.float32)).skipped
     assert "show nothing" in skipped.reason

@@ -1055,16 +1055,15 @@ def test_an_input_that_is_written_to_between_layers_is_another_one() -> None:
         assert torch.equal(tensor, models[1].state_dict()[name]), name
 
 
-def test_layers_whose_weight_a_module_reads_stay_dense() -> None:
+def test_layers_that_are_never_called_are_named() -> None:
     def mamba() -> MambaModel:
         sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
         return MambaModel(MambaConfig(**sizes, time_step_rank=32))
 
     case = Case(mamba, tokens(), "layers")
-    with pytest.warns(UserWarning, match=r"MambaMixer calls .*layers\.\*\.mixer\.out_proj \(2\)"):
-        report = prune_(case.model, Config(0.5, 16), case.batches)
-    assert [layer.name for layer in report.skipped] == [f"layers.{i}.mixer.dt_proj" for i in (0, 1)]
-    assert all("MambaMixer reads its weight itself" in layer.reason for layer in report.skipped)
+    with pytest.raises(InvalidArgumentError, match=r"run layer 'layers\.0\.mixer\.dt_proj'"):
+        prune_(case.model, Config(0.5, 16), case.batches)
+    report = prune_(case.model, Config(0.5, 16), case.batches, exclude="dt_proj")
     assert len(report.layers) == 6 and all(y.isfinite().all() for y in case.outputs())
     with pytest.raises(InvalidArgumentError, match=r"'layers.0.mixer.dt_proj' \(.*: MambaMixer reads"):
         configs = {"layers.0.mixer.dt_proj": Config(0.5, (16, 16))}

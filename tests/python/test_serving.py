@@ -97,7 +97,7 @@ def save_as_others_do(module: nn.Module, folder: Path) -> None:
 
     folder.mkdir()
     save_file(module.state_dict(), folder / "model.safetensors")
-    section = {"quant_method": "tilesparse", **tilesparse.io.section(module)}
+    section = {"quant_method": "tilesparse", **tilesparse.io.manifest.section(module)}
     (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
 
 
@@ -158,36 +158,53 @@ def index_a_tensor_that_is_not_there(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (replaced("config.json", '"version": 1', '"version": 2'), "config.json: version must be 1"),
-        (
-            configured(ties={"layer.other": "gone"}),
-            "config.json: ties: layer.other must be another name for a stored",
-        ),
-        (configured(ties={"layer.other": 5}), "config.json: ties must be texts"),
-        (configured(files=["model.safetensors"]), "config.json: files: "),
-        (configured(files={"other.safetensors": "0"}), "model.safetensors: does not belong to config.json"),
-        (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "must have the dtype and shape"),
-        (replaced("config.json", "{", "["), "config.json: no JSON"),
-        (replaced("config.json", '"plain"', '"plan"'), "storage: plan is not known here"),
-        (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: "),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: "),
-        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header must not be longer"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "must be a range within the file"),
-    ],
-)
+DAMAGED: list[tuple[Callable[[Path], object], str | None, str | None]] = [  # what either program says of it
+    (replaced("config.json", '"version": 1', '"version": 2'), "version must be 1", "version must be 1"),
+    (configured(ties={"layer.other": "gone"}), "ties: layer.other must be another name for a stored", None),
+    (configured(ties={"layer.other": 5}), "config.json: ties must be texts", None),
+    (configured(files=["model.safetensors"]), "config.json: files: ", None),
+    (configured(files={"other.safetensors": "0"}), "safetensors: does not belong to config.json", None),
+    (index_a_tensor_that_is_not_there, "index.json: layer.lost: in none of the files", None),
+    (replaced("config.json", '"nnz": 4', '"nnz": 5'), "have the dtype and shape", "have the dtype and shape"),
+    (replaced("config.json", '"nnz": 4', '"nnz": 4.5'), None, "nnz must be an integer from 0 to"),
+    (replaced("config.json", "{", "["), "config.json: no JSON", "tilesparse: missing"),
+    (replaced("config.json", '"plain"', '"plan"'), "storage: plan is not known here", None),
+    (replaced("model.safetensors", '"shape":[4', '"shape":[3'), "model.safetensors: damaged", None),
+    (replaced("model.safetensors", '"shape":[4,', '"shape":[4.'), None, "shape must be at most 4 integers"),
+    (replaced("model.safetensors", '"shape":[4', '"shape":[9'), None, "more elements than the layer"),
+    (replaced("model.safetensors", '"layer.slot', '"layer.slut'), None, "layer.slot: missing"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json: ", "config.json: cannot be read"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors.index.json: ", None),
+    (
+        lambda folder: os.truncate(folder / "model.safetensors", 200),
+        "header must not be longer",
+        "header is longer than the file",
+    ),
+    (
+        lambda folder: os.truncate(folder / "model.safetensors", 3000),
+        "must be a range within the file",
+        "must be a range within the file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "checkpoint", "layer_c"), DAMAGED)
 def test_a_damaged_checkpoint_is_refused_with_a_sentence(
-    program: Path, tmp_path: Path, change: Callable[[Path], None], said: str
+    programs: Path,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    checkpoint: str | None,
+    layer_c: str | None,
 ) -> None:
     tilesparse.save(nn.ModuleDict({"layer": BlockSparseLinear(IN, OUT, block_shape=(32, 32))}), tmp_path)
     change(tmp_path)
-    result = run(program, tmp_path, randn(5, IN, dtype=torch.float32), "layer")
-    assert result.returncode == 1 and result.stdout == b""
-    assert said in result.stderr.decode()
+    if checkpoint is not None:
+        result = run(programs / "checkpoint", tmp_path, randn(5, IN, dtype=torch.float32), "layer")
+        assert (result.returncode, result.stdout) == (1, b"") and checkpoint in result.stderr.decode()
+    if layer_c is not None:
+        said = measured(programs / "layer_c", tmp_path, "layer")
+        assert (said.returncode, said.stdout) == (1, "") and layer_c in said.stderr
+        assert said.stderr.count("\n") in (1, 2)  # the other is about the GPU
 
 
 def test_wrong_arguments_are_refused_with_a_sentence(program: Path, tmp_path: Path) -> None:
@@ -317,31 +334,6 @@ def test_a_wrong_result_is_noticed(programs: Path, tmp_path: Path) -> None:
     for program in ("layer", "layer_c"):
         result = measured(programs / program, tmp_path / "model", "")
         assert result.returncode == 1 and "error inf of what is allowed" in result.stdout, result.stdout
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (replaced("config.json", '"version": 1', '"version": 2'), "version must be 1"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 5'), "layer.weight must have the dtype and shape"),
-        (replaced("config.json", '"nnz": 4', '"nnz": 4.5'), "nnz must be an integer from 0 to"),
-        (replaced("model.safetensors", '"shape":[4,', '"shape":[4.'), "shape must be at most 4 integers"),
-        (replaced("model.safetensors", '"shape":[4', '"shape":[9'), "more elements than the layer"),
-        (replaced("model.safetensors", '"layer.slot', '"layer.slut'), "layer.slot: missing"),
-        (replaced("config.json", "{", "["), "tilesparse: missing"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 200), "header is longer than the file"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 3000), "must be a range within the file"),
-    ],
-)
-def test_the_program_in_c_refuses_damaged_files(
-    programs: Path, tmp_path: Path, change: Callable[[Path], None], said: str
-) -> None:
-    tilesparse.save(nn.ModuleDict({"layer": BlockSparseLinear(IN, OUT, block_shape=(32, 32))}), tmp_path)
-    change(tmp_path)
-    result = measured(programs / "layer_c", tmp_path, "layer")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert said in result.stderr and result.stderr.count("\n") in (1, 2)  # the other is about the GPU
 
 
 def test_the_graph_runs_or_says_what_it_needs(programs: Path) -> None:

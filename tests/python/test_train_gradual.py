@@ -21,7 +21,7 @@ from training import make as made
 
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from tilesparse.nn.linear import keep_blocks
+from tilesparse.nn.weight import keep_blocks
 from tilesparse.train import BlockGates, Gradual, GroupLasso, PatternSchedule, compact_, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")

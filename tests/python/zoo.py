@@ -92,6 +92,7 @@ class Kind:
         batch: some inputs, for a seed.
         dense: regular expressions of names of linear layers that `".*"` leaves dense, in blocks of BLOCK,
             and of the reason that reports give.
+        uncalled: name of layers that are never called, which pruning has to leave out.
         fused: how many MLPs `fuse_mlps_` finds in a call.
         refused: steps that are refused, and a regular expression of the sentence that says so.
         subclasses: whether its layers are subclasses of `torch.nn.Linear`, for which a patcher is overridden.
@@ -104,6 +105,7 @@ class Kind:
     config: Callable[[], Any]
     batch: Callable[[int], Batch] = text
     dense: Mapping[str, str] = field(default_factory=dict)
+    uncalled: str | None = None
     fused: int = 0
     refused: Mapping[str, str] = field(default_factory=dict)
     subclasses: bool = False
@@ -314,7 +316,8 @@ def _kinds() -> dict[str, Kind]:
     zoo["mamba"] = _decoder(
         "Mamba",
         mamba | IDS,
-        dense={r".*\.dt_proj": "weight"},  # which the mixer reads without calling the layer
+        dense={r".*\.dt_proj": "MambaMixer reads its weight|exclude"},
+        uncalled="dt_proj",
         adapted=r".*\.(in|x)_proj",
     )
     smolvlm = {

@@ -1,4 +1,4 @@
-"""Ties to Accelerate that do not import it: what it loads into a dense model has block-sparse layers, too."""
+"""Registration with Accelerate, which loads checkpoints with block-sparse layers into dense models, too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .._hooks import ACCELERATE, adapt, when_imported
+from .._hooks import adapt, when_imported
 from .._listeners import layers_changed
 
 
 def register() -> None:
-    """Makes ``load_checkpoint_and_dispatch`` know checkpoints with block-sparse layers, once it is there."""
+    """Make ``load_checkpoint_and_dispatch`` know checkpoints with block-sparse layers, once it is there."""
     when_imported(
         "accelerate.big_modeling",
         _prepare_before_loading,
@@ -41,11 +41,11 @@ def _prepare_before_loading(module: Any) -> None:
 
         return load_checkpoint_in_model
 
-    adapt(ACCELERATE, module, "load_checkpoint_in_model", preparing)
+    adapt(module, "load_checkpoint_in_model", preparing)
 
 
 def _check(model: Any, layers: list[str]) -> None:
-    """Has layers look at the patterns that they were given, unless these are offloaded."""
+    """Have layers look at the patterns that they were given, unless these are offloaded."""
     from ..nn.linear import BlockSparseLinear
 
     for name in layers:

@@ -34,4 +34,4 @@ def _refuse_to_save(module: Any) -> None:
 
         return save_pretrained
 
-    adapt("diffusers", module.ModelMixin, "save_pretrained", refusing)
+    adapt(module.ModelMixin, "save_pretrained", refusing)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._checks import SCALED
-from .._hooks import TRANSFORMERS, adapt, when_imported
+from .._hooks import adapt, when_imported
 from ..errors import CheckpointError, UnsupportedError
 
 _PASSES = "torch._inductor.fx_passes.post_grad"
@@ -50,7 +50,7 @@ def _is_equal(node: torch.fx.Node, other: torch.fx.Node) -> bool:
     )
 
 
-_LIBRARY, _PLANNER = "torch", "torch.distributed.checkpoint.default_planner"
+_PLANNER = "torch.distributed.checkpoint.default_planner"
 
 
 def register_checkpoints() -> None:
@@ -71,7 +71,7 @@ def _compare_before_planning(module: Any) -> None:
 
         return create_default_local_load_plan
 
-    adapt(_LIBRARY, module, "create_default_local_load_plan", comparing)
+    adapt(module, "create_default_local_load_plan", comparing)
 
 
 def _check_storages(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def _check_storages(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> 
         if not SCALED.keys().isdisjoint({stored, tensor.dtype}):
             raise CheckpointError(
                 f"{name} must be {tensor.dtype} in the checkpoint, as the layer stores it, got {stored}; "
-                "give the layer the storage of the checkpoint first, by to_storage or checkpoint.prepare"
+                "give the layer the storage of the checkpoint first, by to_storage or by io.reader.prepare"
             )
 
 
@@ -132,7 +132,7 @@ def _refuse_sparse_formats(module: Any) -> None:
 
         return staticmethod(from_dict)
 
-    adapt(TRANSFORMERS, module.AutoQuantizationConfig, "from_dict", refusing)
+    adapt(module.AutoQuantizationConfig, "from_dict", refusing)
 
 
 def configurations(model: Any) -> dict[str, dict[str, Any]]:
@@ -144,7 +144,7 @@ def configurations(model: Any) -> dict[str, dict[str, Any]]:
     if library is None or not isinstance(model, library.PreTrainedModel):
         return {}
     if _HF in sys.modules:
-        sys.modules[_HF].follow_to_save(model)
+        sys.modules[_HF].following.follow_to_save(model)
     own = json.loads(model.config.to_json_string())
     own |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     found = {"config.json": own}
@@ -158,12 +158,12 @@ def _describe_before_saving(module: Any) -> None:
         @wraps(save)
         def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _HF in sys.modules:
-                sys.modules[_HF].follow_to_save(self)
+                sys.modules[_HF].following.follow_to_save(self)
             return save(self, *args, **kwargs)
 
         return save_pretrained
 
-    adapt(TRANSFORMERS, module.PreTrainedModel, "save_pretrained", describing)
+    adapt(module.PreTrainedModel, "save_pretrained", describing)
 
 
 def _import_hf() -> None:

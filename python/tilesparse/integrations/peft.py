@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._checks import BLOCK_SIZES, Index, Operands
-from .._hooks import PEFT, revert
 from .._ops.autograd import autocast
 from .._ops.linear import combined, grouped_sdd_on, linear_on
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -89,7 +88,7 @@ class LoraLinear(Linear):
         self._merged_blocks: list[Tensor] = []  # the pattern that the copy of the weight belongs to
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Adds an adapter.
+        """Add an adapter.
 
         Raises:
             UnsupportedError: `config` asks for a variant of LoRA, or for an initialisation that takes the
@@ -111,7 +110,7 @@ class LoraLinear(Linear):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge_loss(self, adapter_names: list[str] | None = None) -> float:
-        """What merging loses: the Frobenius norm of B A outside of what the layer keeps, over that of B A.
+        """Return the fraction of B A, by Frobenius norm, that falls outside of what the layer keeps.
 
         Args:
             adapter_names: whose sum is meant; None is the active ones.
@@ -123,7 +122,7 @@ class LoraLinear(Linear):
         return _loss(*factors, self._kept_of(*factors))
 
     def check_mergeable(self, adapter_names: list[str] | None = None) -> None:
-        """Raises what `merge` would. PEFT merges one layer after the other: all are asked before the first.
+        """Raise what `merge` would. PEFT merges one layer after the other: all are asked before the first.
 
         Raises:
             UnsupportedError: the storage is not "plain", or there is no bias to which one could be added.
@@ -141,7 +140,7 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds to the weight what the layer keeps of the adapters, and warns of what it does not.
+        """Add to the weight what the layer keeps of the adapters, and warn of what it does not.
 
         Sums are taken in float32 and rounded once to the dtype of the weight.
 
@@ -177,7 +176,7 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Puts back the weight, and the bias, from before the first merge; the storage is "plain" again.
+        """Put back the weight, and the bias, from before the first merge; the storage is "plain" again.
 
         Raises:
             UnsupportedError: the layer has another pattern than then. It is as it was.
@@ -218,7 +217,7 @@ class LoraLinear(Linear):
         return torch.cat(a), torch.cat(b, dim=1)
 
     def _present(self, names: list[str] | None) -> list[str]:
-        """Those of the named adapters, or of the active ones, that this layer has."""
+        """Return the named adapters, or the active ones, that this layer has."""
         return [name for name in (self.active_adapters if names is None else names) if name in self.lora_A]
 
     def _bias_with(self, names: list[str]) -> Tensor | None:
@@ -239,21 +238,13 @@ class LoraLinear(Linear):
         return layer.in_features, layer.out_features
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        """Where adapters begin: 8 bits are no dtype for them."""
+        """Return device and dtype of new adapters: 8 bits are no dtype for them."""
         layer: Any = base_layer
         return layer.weight.device, layer.spec.dtype
 
 
-def unregister() -> None:
-    """Give PEFT its own functions back, so that it refuses LoRA of block-sparse layers again.
-
-    Models that have adapters keep them. ``import tilesparse`` in a new process registers again.
-    """
-    revert(PEFT)
-
-
 def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict[str, float]:
-    """What `merge_adapter` and `merge_and_unload` would lose of each block-sparse layer's adapters.
+    """Return what `merge_adapter` and `merge_and_unload` would lose of each block-sparse layer's adapters.
 
     Args:
         model: a `peft.PeftModel`, or any model with such layers; it is only read.
@@ -271,7 +262,7 @@ def merge_loss(model: nn.Module, adapter_names: list[str] | None = None) -> dict
 
 
 def _blocks(layer: BlockSparseLinear) -> list[Tensor]:
-    """Copies of the pattern's arrays on the host, and the shape of a block."""
+    """Return copies of the pattern's arrays on the host, and the shape of a block."""
     arrays = [layer.get_buffer(name).to("cpu", copy=True) for name in INDEX_NAMES]
     return [*arrays, torch.tensor(layer.block_shape, device=arrays[0].device)]
 

@@ -1,4 +1,4 @@
-"""Ties to PEFT that do not import it: it is told of block-sparse layers once it has been imported."""
+"""Registration with PEFT, which learns of block-sparse layers once it has been imported."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from .._hooks import PEFT, adapt, when_imported
+from .._hooks import adapt, when_imported
 from .._reports import listed, warn_user
 from ..errors import InvalidArgumentError
+from ..nn.experts import ExpertsLinear
 
 
 def register() -> None:
-    """Makes LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
+    """Make LoRA of PEFT know `tilesparse.integrations.peft`, now or as soon as it is imported."""
     for name, callback, otherwise in (
         ("lora.model", _adapt_layers, "LoRA of block-sparse layers will be refused"),
         ("tuners_utils", _include_in_all_linear, 'target_modules="all-linear" will pass over them'),
@@ -46,7 +47,7 @@ def _adapt_layers(module: Any) -> None:
         return create_new_module
 
     layer_class = module.BaseTunerLayer
-    adapt(PEFT, module.LoraModel, "_create_new_module", adapted)
+    adapt(module.LoraModel, "_create_new_module", adapted)
 
 
 def _include_in_all_linear(module: Any) -> None:
@@ -65,12 +66,11 @@ def _include_in_all_linear(module: Any) -> None:
         return include_block_sparse
 
     layer_class = module.BaseTunerLayer
-    adapt(PEFT, module, "_maybe_include_all_linear_layers", adapted)
+    adapt(module, "_maybe_include_all_linear_layers", adapted)
 
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
-    """Names of the layers, without the output embedding, as PEFT has it, and what has an adapter already."""
-    from ..nn.experts import ExpertsLinear
+    """Return names of layers without an adapter, and without the output embedding, as PEFT has it."""
     from ..nn.linear import BlockSparseLinear
 
     get_output = getattr(model, "get_output_embeddings", None)
@@ -115,4 +115,4 @@ def _check_before_merging(module: Any) -> None:
 
     layer_class = module.LoraLayer
     for name in ("merge_adapter", "merge_and_unload"):
-        adapt(PEFT, module.LoraModel, name, checked)
+        adapt(module.LoraModel, name, checked)

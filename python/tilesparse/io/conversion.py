@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ from .foreign import PICKLES, Found, Source, Weight
 from .manifest import (
     CONFIG,
     INDEX,
+    SAVING,
     WEIGHTS,
     byte_limit,
     checked_folder,
     joined,
     put_in_place,
     shard_name,
-    staging,
     version_of,
 )
 
@@ -166,7 +167,8 @@ def convert(
     existed = target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
-        with staging(target) as temporary:
+        with tempfile.TemporaryDirectory(prefix=SAVING, dir=target) as made:
+            temporary = Path(made)
             shards = _Shards(temporary, limit)
             report = _converted(opened, dtype, shards)
             files = shards.finish()

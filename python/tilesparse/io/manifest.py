@@ -9,7 +9,6 @@ import fcntl
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,26 +51,12 @@ def section(model: nn.Module) -> dict[str, Any]:
     return {"version": max(map(version_of, layers.values()), default=1), "layers": layers}
 
 
-def forms(folder: Path) -> Mapping[str, LayerSpec]:
-    """Return the spec of each layer of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: it is none, or damaged.
-    """
-    return read_section(folder)[0]
-
-
-def check_section(section: object) -> None:
-    """Check what a configuration says of block-sparse layers; keys besides version and layers may be there.
+def parsed_layers(section: object) -> dict[str, LayerSpec]:
+    """Return the spec of each layer that a section describes; keys besides version and layers may be there.
 
     Raises:
         InvalidArgumentError: it is of a newer version, or not what `section` makes.
     """
-    parsed_layers(section)
-
-
-def parsed_layers(section: object) -> dict[str, LayerSpec]:
-    """Return the spec of each layer that a section describes."""
     if not isinstance(section, Mapping):
         raise InvalidArgumentError(f"tilesparse must be a section, got {shown(section)}")
     version, layers = section.get("version"), section.get("layers")
@@ -136,7 +121,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of its own, by their attributes."""
+    """Yield parameters and persistent buffers of its own, by their attributes."""
     for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and attribute not in module._non_persistent_buffers_set:
             yield attribute, tensor
@@ -148,9 +133,9 @@ def joined(prefix: str, attribute: str) -> str:
 
 
 def references(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Modules and tensors in plain attributes of modules, also inside of lists and mappings, by their names.
+    """Yield modules and tensors in plain attributes of modules, also in lists and mappings, by their names.
 
-    Of a module that the model does not have otherwise, all modules and tensors.
+    Modules that the model does not have otherwise give all their modules and tensors.
     """
     modules = set(model.modules())
     for name, module in model.named_modules():
@@ -182,7 +167,7 @@ def _inside(
 
 
 def checked_folder(path: object) -> Path:
-    """What is given as the path of a checkpoint, which may be missing yet."""
+    """Return the folder that is given as the path of a checkpoint, which may be missing yet."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidArgumentError(f"path must be the path of a folder, got {shown(path)}")
     folder = Path(path)
@@ -197,20 +182,13 @@ def checked_folder(path: object) -> Path:
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SHARD = "model-{:05}-of-{:05}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
-_SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
+SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
 _LOCK = ".saving"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-@contextmanager
-def staging(folder: Path) -> Iterator[Path]:
-    """A new folder inside of another, for `put_in_place`; it is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder) as temporary:
-        yield Path(temporary)
-
-
 def byte_limit(size: object) -> int:
-    """The bytes that a size of shards says, as Transformers writes them."""
+    """Return the bytes of a size of shards, which Transformers writes as text."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     found = re.fullmatch(r"(\d{1,15}) ?([KMGT]B)?", size) if isinstance(size, str) else None
@@ -225,7 +203,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
-    """Writes one file or several with an index, and returns the checksum of each file's header."""
+    """Write one file or several with an index, and return the checksum of each file's header."""
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, tensor in tensors.items():
@@ -245,7 +223,7 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Has other saves into a folder wait, of threads and processes alike, where the file system has locks.
+    """Let other saves into a folder wait, of threads and processes alike, where the file system has locks.
 
     The lock is a file's, since network file systems lock no folders for other hosts. Who holds it removes it,
     so one that was opened before and locked afterwards locks nothing.
@@ -274,7 +252,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
-    """Replaces the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
+    """Replace the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
 
     Before, the former checkpoint stands. Afterwards the new one does, whose files `read_headers` finds in
     ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums. Of saves at the same
@@ -282,36 +260,32 @@ def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
     killed.
     """
     with _alone_in(folder):
-        _put_in_place(temporary, folder, files)
-
-
-def _put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
-    former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
-    for old in former:
-        if old.is_dir():
-            raise IsADirectoryError(f"path must have a file as {str(old)!r}, got a folder")
-    temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
-    _sync(temporary)
-    saved = temporary.rename(folder / temporary.name.replace(_SAVING, _SAVED))
-    try:
-        (saved / CONFIG).replace(folder / CONFIG)
-    except BaseException:
-        if (saved / CONFIG).exists():
-            saved.rename(temporary)  # which its owner removes
-        raise
-    _sync(folder)
-    for name in files:
-        (saved / name).replace(folder / name)
-    _sync(folder)
-    for old in former:
-        if old.name not in (*files, CONFIG):
-            old.unlink()
-    for left in folder.glob(f"{_SAVED}*"):  # of earlier saves, too, that were killed
-        shutil.rmtree(left)
+        former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
+        for old in former:
+            if old.is_dir():
+                raise IsADirectoryError(f"path must have a file as {str(old)!r}, got a folder")
+        temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
+        _sync(temporary)
+        saved = temporary.rename(folder / temporary.name.replace(SAVING, _SAVED))
+        try:
+            (saved / CONFIG).replace(folder / CONFIG)
+        except BaseException:
+            if (saved / CONFIG).exists():
+                saved.rename(temporary)  # which its owner removes
+            raise
+        _sync(folder)
+        for name in files:
+            (saved / name).replace(folder / name)
+        _sync(folder)
+        for old in former:
+            if old.name not in (*files, CONFIG):
+                old.unlink()
+        for left in folder.glob(f"{_SAVED}*"):  # of earlier saves, too, that were killed
+            shutil.rmtree(left)
 
 
 def _sync(folder: Path) -> None:
-    """Has the disk know the names in a folder, before anything that relies on them."""
+    """Flush the names in a folder to the disk, before anything that relies on them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -320,7 +294,7 @@ def _sync(folder: Path) -> None:
 
 
 def state_of(folder: Path) -> object:
-    """What a save changes wherever it makes files of a checkpoint another one's, or moves them."""
+    """Return what a save changes wherever it replaces or moves files of a checkpoint."""
     with suppress(OSError):
         found = (folder / CONFIG).stat()
         return found.st_ino, found.st_mtime_ns, sorted(folder.glob(f"{_SAVED}*/*"))
@@ -328,7 +302,7 @@ def state_of(folder: Path) -> object:
 
 
 def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint; ``expected`` has the checksums of its files."""
+    """Return all tensors of the checkpoint; ``expected`` has the checksums of its files."""
     checksums: dict[str, str] = {}
     places: dict[str, str] | None = None
     # Where a save was cut off, files of the former one may lie beside these.
@@ -357,7 +331,7 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
 
 
 def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[str, str] | None) -> Path:
-    """Where a file of the checkpoint lies: a save that was cut off may not have moved it to its place."""
+    """Return the place of a file, which a save that was cut off may not have moved."""
     for file in (place / name for place in saved):
         with suppress(CheckpointError):
             checksum = read_json(file)[1] if name == INDEX else read_header(file)[1]
@@ -367,7 +341,7 @@ def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[
 
 
 def check_belongs(name: str, checksum: str, expected: Mapping[str, str] | None) -> None:
-    """Checks that a file, which others read from its place, was not left there by a save that was cut off.
+    """Check that a file, which others read from its place, was not left there by a save that was cut off.
 
     ``expected`` has the checksums of the checkpoint's files; None and nothing are as good.
     """

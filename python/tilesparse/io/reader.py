@@ -19,14 +19,8 @@ from .._files import StoredTensor, few, in_threads, named, read_header, read_jso
 from .._listeners import check_can_change, layers_changed
 from ..config import METHOD, LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from ..model.modules import (
-    follow,
-    hand_over,
-    names_of_modules,
-    reason_from_parents,
-    set_submodule,
-    what_would_be_lost,
-)
+from ..model.modules import Target, layers_in, names_of_modules, reason_from_parents, what_would_be_lost
+from ..model.replace import replace_modules
 from ..nn.dense import is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear
@@ -51,7 +45,7 @@ from .manifest import (
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the checkpoint goes."""
+    """The place of a tensor of the checkpoint in the model."""
 
     owner: nn.Module  # the layer that is to be installed, or a module of the model
     attribute: str
@@ -67,7 +61,7 @@ def load(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Model:
-    """Loads a checkpoint that `save`, or Transformers with this package, has written.
+    """Load a checkpoint that `save`, or Transformers with this package, has written.
 
     Layers become those of the checkpoint, whatever their density, block shape and storage were: see
     `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
@@ -114,40 +108,36 @@ def _load(
     model = built(model_or_class)
     check_can_change(model)
     with named(CONFIG):
-        replacements = replacements_of(model, forms)
+        targets = targets_of(model, forms)
     device = None if device is None else checked_device(device)
-    places = _places(model, replacements, device)
+    places = _places(model, targets, device)
     _check_buffers(model, places)
     sources, doubles = _sources(places, stored, ties)
     _check_forms(places, sources, stored)
     _check_doubles(doubles)
-    _check_references(model, replacements, places)
-    contents = _read(replacements, places, sources, stored, dtype)
+    _check_references(model, targets, places)
+    contents = _read(targets, places, sources, stored, dtype)
     if dtype is not None:
-        for replacement in replacements:
-            for layer in replacement.layers().values():
-                update_spec(layer, dtype=dtype)
-    install(model, replacements)
+        for layer in _layers(targets).values():
+            update_spec(layer, dtype=dtype)
+    install(model, targets)
     contents = _written(places, contents)
     moved = _other_buffers(model, places, contents, device)
     for name, place in places.items():
         setattr(place.owner, place.attribute, contents[name])
     for owner, attribute, buffer in moved:
         setattr(owner, attribute, buffer)
-    for replacement in replacements:
-        for name in replacement.layers():
-            installed = model.get_submodule(name)
-            assert isinstance(installed, BlockSparseLinear)
-            declare_shared(installed)
+    for name in _layers(targets):
+        installed = model.get_submodule(name)
+        assert isinstance(installed, BlockSparseLinear)
+        declare_shared(installed)
     layers_changed(model)
     return model
 
 
-def _places(
-    model: nn.Module, replacements: Iterable[Replacement], device: torch.device | None
-) -> dict[str, _Place]:
-    """Where the tensors go, by all their names, once the layers are replaced."""
-    layers = {replacement.module: replacement.new for replacement in replacements}
+def _places(model: nn.Module, targets: Iterable[Target], device: torch.device | None) -> dict[str, _Place]:
+    """Return the places of tensors, by all their names, once the layers are replaced."""
+    layers = {target.module: target.replacement for target in targets}
     places = {}
     for prefix, owner, attribute, tensor, module in _tensors(model, layers):
         name = joined(prefix, attribute)
@@ -187,17 +177,15 @@ def _tensors(
                 yield name, one, attribute, tensor, module
 
 
-def _check_references(
-    model: nn.Module, replacements: Iterable[Replacement], places: Mapping[str, _Place]
-) -> None:
+def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
     """Check that no plain attribute refers to what is replaced, or to a tensor without contents."""
     kept = {id(place.kept) for place in places.values()}
     gone: dict[int, str] = {}
-    for names, module, _ in replacements:
-        if not isinstance(module, BlockSparseLinear):
-            gone[id(module)] = repr(names[0])
-            for own, parameter in module.named_parameters():
-                gone[id(parameter)] = repr(joined(names[0], own))
+    for target in targets:
+        if not isinstance(target.module, BlockSparseLinear):
+            gone[id(target.module)] = repr(target.names[0])
+            for own, parameter in target.module.named_parameters():
+                gone[id(parameter)] = repr(joined(target.names[0], own))
     for name, value in references(model):
         if id(value) in kept:
             continue
@@ -214,7 +202,7 @@ def _check_references(
 
 
 def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Buffers that are not saved under these names: name, owner, attribute and tensor."""
+    """Yield buffers that are not saved under these names: name, owner, attribute and tensor."""
     for prefix, module in model.named_modules():
         for attribute in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(attribute)
@@ -240,7 +228,7 @@ def _other_buffers(
     contents: Mapping[str, Tensor],
     device: torch.device | None,
 ) -> list[tuple[nn.Module, str, Tensor]]:
-    """What becomes of buffers that are not saved: one that is saved under another name stays the same."""
+    """Return the new buffers of those not saved; one that is saved under another name stays the same."""
     new = {place.tensor: contents[name] for name, place in places.items()}
     return [
         (owner, attribute, new[buffer] if buffer in new else buffer.to(device))
@@ -251,7 +239,7 @@ def _other_buffers(
 def _sources(
     places: Mapping[str, _Place], stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
 ) -> tuple[dict[str, str], list[tuple[StoredTensor, StoredTensor]]]:
-    """Under which name each tensor of the model is stored, and pairs that are one tensor there."""
+    """Return the stored name of each tensor of the model, and pairs that are one tensor there."""
     if wrong := [name for name, other in ties.items() if name in stored or other not in stored]:
         raise CheckpointError(f"{CONFIG}: ties: {few(wrong)} must be another name for a stored tensor")
     names: dict[Tensor, list[str]] = {}  # of each tensor, by identity
@@ -281,7 +269,7 @@ def _sources(
 def _check_forms(
     places: Mapping[str, _Place], sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
 ) -> None:
-    """That what is stored has the shapes and dtypes that the layers have."""
+    """Check that stored tensors have the shapes and dtypes of the layers."""
     for name, place in places.items():
         source, (shape, dtype) = stored[sources[name]], (tuple(place.tensor.shape), place.tensor.dtype)
         allowed: tuple[torch.dtype, ...] = (dtype,)
@@ -309,17 +297,16 @@ def _check_doubles(doubles: Iterable[tuple[StoredTensor, StoredTensor]]) -> None
 
 
 def _read(
-    replacements: Iterable[Replacement],
+    targets: Iterable[Target],
     places: Mapping[str, _Place],
     sources: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """The new tensors of the model by their names; what is one there or in the checkpoint is one."""
+    """Return the new tensors of the model by name; what is one there or in the checkpoint is one."""
     arrays: dict[str, Tensor] = {}
-    for replacement in replacements:
-        for name, layer in replacement.layers().items():
-            arrays |= _read_pattern(name, layer, sources, stored)
+    for name, layer in _layers(targets).items():
+        arrays |= _read_pattern(name, layer, sources, stored)
 
     def kind(name: str) -> tuple[str, bool, torch.device]:
         return sources[name], isinstance(places[name].tensor, nn.Parameter), places[name].device
@@ -383,7 +370,7 @@ def _check_mask(name: str, mask: Tensor) -> None:
 def _read_pattern(
     prefix: str, layer: BlockSparseLinear, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
-    """The arrays of a layer's pattern, by the names that they are stored under."""
+    """Return the arrays of a layer's pattern, by the names that they are stored under."""
     own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
     arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
     with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
@@ -421,7 +408,7 @@ def built(model_or_class: Model | Callable[[], Model]) -> Model:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Has modules that this thread makes keep their parameters on the meta device, and all else where it is.
+    """Have modules that this thread makes keep their parameters on the meta device, and all else where it is.
 
     What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
     gets it, before anything has been written to the memory of most. It stays the same object, so whatever
@@ -442,24 +429,16 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-class Replacement(NamedTuple):
-    """A module of a model, all its names there, and what is to take its place: an empty layer, or experts."""
-
-    names: list[str]
-    module: nn.Module
-    new: BlockSparseLinear | BlockSparseExperts
-
-    def layers(self) -> dict[str, BlockSparseLinear]:
-        """Return the empty layers by their first names in the model."""
-        if isinstance(self.new, BlockSparseExperts):
-            return {
-                f"{self.names[0]}.{own}".lstrip("."): layer for own, layer in self.new.projections().items()
-            }
-        return {self.names[0]: self.new}
+def _layers(targets: Iterable[Target]) -> dict[str, BlockSparseLinear]:
+    """Return the empty layers by their first names in the model."""
+    found: dict[str, BlockSparseLinear] = {}
+    for target in targets:
+        found |= layers_in(target.names[0], target.replacement)
+    return found
 
 
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
-    """Gives a model the layers that a section describes, empty on the meta device, to be loaded into.
+    """Give a model the layers that a section describes, empty on the meta device, to be loaded into.
 
     Experts of Transformers become `BlockSparseExperts`. A `torch.nn.Linear`, also of a subclass,
     Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear` with the
@@ -478,13 +457,11 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
         InvalidArgumentError: the section is wrong, a layer is missing in the model, is of another kind or
             shape there, or is block-sparse there and not in the section. The model is as it was.
     """
-    replacements = replacements_of(model, parsed_layers(section))
-    install(model, replacements)
-    return [name for replacement in replacements for name in replacement.layers()]
+    return install(model, targets_of(model, parsed_layers(section)))
 
 
 def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Prepares a model for the checkpoint of a folder, which another library loads.
+    """Prepare a model for the checkpoint of a folder, which another library loads.
 
     Args:
         model: changed in place, once all is checked.
@@ -512,13 +489,12 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
         read = read_json if name == INDEX else read_header
         check_belongs(name, read(folder / name)[1], files)
     with named(CONFIG):
-        replacements = replacements_of(model, forms)
-    install(model, replacements)
-    return [name for replacement in replacements for name in replacement.layers()]
+        targets = targets_of(model, forms)
+    return install(model, targets)
 
 
-def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Replacement]:
-    """Everything that can fail; the model is only read."""
+def targets_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Target]:
+    """Make the layers of these specs, with all checks; the model is only read."""
     names = names_of_modules(model)
     modules = {alias: module for module, aliases in names.items() for alias in aliases}
     found: dict[nn.Module, LayerSpec] = {}
@@ -543,10 +519,8 @@ def replacements_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Re
             raise InvalidArgumentError(
                 f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
             )
-    made = [Replacement(names[module], module, _empty(module, form)) for module, form in found.items()]
-    return made + [
-        Replacement(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()
-    ]
+    made = [Target(names[module], module, _empty(module, form)) for module, form in found.items()]
+    return made + [Target(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()]
 
 
 def layers_of_experts(module: nn.Module) -> dict[str, str]:
@@ -615,7 +589,7 @@ def _reason_not_replaceable(
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    """(out_features, in_features) of any linear layer."""
+    """Return (out_features, in_features) of any linear layer."""
     if isinstance(module, BlockSparseLinear):
         return module.out_features, module.in_features
     out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
@@ -635,15 +609,14 @@ def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
     return layer.train(module.training)
 
 
-def install(model: nn.Module, replacements: list[Replacement]) -> None:
-    """Put the layers into the model; nothing fails any more."""
-    new = {}
-    for names, module, layer in replacements:
+def install(model: nn.Module, targets: list[Target]) -> list[str]:
+    """Put the layers into the model, and return their names; nothing fails any more."""
+    others = []
+    for target in targets:
+        module, layer = target.module, target.replacement
         if isinstance(module, BlockSparseLinear) and isinstance(layer, BlockSparseLinear):
             take_over(module, layer)
-            continue
-        new[module] = layer
-        hand_over(module, layer)
-        for name in names:
-            set_submodule(model, name, layer)
-    follow(model, new)
+        else:
+            others.append(target)
+    replace_modules(model, others)
+    return [*_layers(targets)]

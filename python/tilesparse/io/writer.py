@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from torch import Tensor, nn
 
 from .._files import STORABLE, few, read_json, write_json
 from ..config import METHOD
-from ..errors import CheckpointError, InvalidArgumentError
+from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..integrations.hooks import configurations
 from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import is_sharded
 from .manifest import (
     CONFIG,
+    SAVING,
     byte_limit,
     checked_folder,
     is_method,
@@ -24,7 +27,6 @@ from .manifest import (
     own_tensors,
     put_in_place,
     section,
-    staging,
     write_files,
 )
 
@@ -42,7 +44,7 @@ def save(
     max_shard_size: int | str = "50GB",
     state_dict: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves a model as a folder of ``config.json`` and safetensors files.
+    """Save a model as a folder of ``config.json`` and safetensors files.
 
     They hold all parameters and persistent buffers under the names of ``state_dict()``. A tensor that has
     several names is stored once. In a folder that exists the checkpoint is replaced, other keys of its
@@ -66,6 +68,8 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(state_dict, Mapping | None):
+        raise InvalidTypeError(f"state_dict must be a mapping or None, got {type(state_dict).__name__}")
     folder, limit = checked_folder(path), byte_limit(max_shard_size)
     tensors, ties = _to_save(model, state_dict)
     own: dict[str, Any] = section(model)
@@ -75,10 +79,11 @@ def save(
     config = read_json(folder / CONFIG)[0] if (folder / CONFIG).exists() else {}
     others = configurations(model)
     config |= others.pop(CONFIG, {})
-    with staging(folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=SAVING, dir=folder) as name:
+        temporary = Path(name)
         own["files"] = write_files(temporary, tensors, limit)
-        for name, content in others.items():
-            write_json(temporary / name, content)
+        for file, content in others.items():
+            write_json(temporary / file, content)
         if is_method(config.get("quantization_config")):
             config["quantization_config"] = {"quant_method": METHOD, **own}
             config.pop(METHOD, None)  # of an earlier save
@@ -91,7 +96,7 @@ def save(
 def _to_save(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to store, and for each other name of one of them the name that it is stored under."""
+    """Return the tensors to store, and the stored name for each other name of one of them."""
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseLinear) and "weight" not in module._parameters:
             raise CheckpointError(f"model: {name!r}: parametrized; remove its parametrizations first")

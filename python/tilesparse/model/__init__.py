@@ -1,19 +1,8 @@
-"""Patching: the linear layers of whole models become block-sparse."""
+"""Whole models: linear layers become block-sparse or dense, MLPs are fused, and reports say what was done."""
 
-from .match import DEFAULT_OPTIONS
+from .fuse import fuse_mlps_
 from .patcher import BlockSparseModelPatcher
-from .replace import sparsify_
-from .report import DenseParameter, FusedMLP, FuseReport, PatchedLayer, PatchReport, Size, SkippedLayer
+from .replace import densify_, sparsify_
+from .report import Report, summary
 
-__all__ = [
-    "DEFAULT_OPTIONS",
-    "BlockSparseModelPatcher",
-    "DenseParameter",
-    "FuseReport",
-    "FusedMLP",
-    "PatchReport",
-    "PatchedLayer",
-    "Size",
-    "SkippedLayer",
-    "sparsify_",
-]
+__all__ = ["BlockSparseModelPatcher", "Report", "densify_", "fuse_mlps_", "sparsify_", "summary"]

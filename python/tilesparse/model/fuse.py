@@ -17,25 +17,16 @@ from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
 from ..nn.parameters import is_sharded
+from ..storage.formats import storage_of
 from .modules import Target, names_of_modules, owners_of_parameters, what_would_be_lost
-from .report import SkippedLayer
+from .replace import replace_modules
+from .report import Report, SkippedLayer
+
+_NOT_MERGED = "product of one x"  # kind of skipped layers
 
 
-@dataclass(frozen=True)
-class SharedProduct:
-    """Layers of one x, in the order in which they are called.
-
-    Attributes:
-        names: names of the layers.
-        reason: why each has a product of its own; None where they share one.
-    """
-
-    names: tuple[str, ...]
-    reason: str | None
-
-
-def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SharedProduct], list[MergedProduct]]:
-    """Have layers share products that a run shows to have one x; say what was done, and why not.
+def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SkippedLayer], list[MergedProduct]]:
+    """Have layers share products that a run shows to have one x.
 
     What a second run gives with each shared product is compared with what its layers give by themselves.
 
@@ -44,10 +35,10 @@ def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SharedP
         run: calls the model, without recording gradients.
 
     Returns:
-        The layers of one x, and the products that were made.
+        The layers of one x that keep products of their own, and the products that were made.
     """
     names = names_of_modules(model)
-    found: list[SharedProduct] = []
+    apart: dict[tuple[str, ...], str] = {}  # names of layers, and why
     made: dict[MergedProduct, tuple[str, ...]] = {}
     try:
         for parent, layers in _called_with_one_x(names, run):
@@ -55,21 +46,22 @@ def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SharedP
             reason = _reason_apart(layers, names)
             if reason is None and any(product_of(layer) is None for layer in layers):
                 made[MergedProduct(parent, layers)] = named
-            else:
-                found.append(SharedProduct(named, reason))
+            elif reason is not None:
+                apart[named] = reason
         wrong = _wrong(made, run) if made else set()
-        for product, named in made.items():
-            if product in wrong:
-                product.undo()
-            differ = "their results differed from those of products of their own"
-            found.append(SharedProduct(named, differ if product in wrong else None))
+        for product in wrong:
+            product.undo()
+            apart[made[product]] = "their results differed from those of products of their own"
     except BaseException:
         for product in made:
             product.undo()
         raise
     position = {name: number for number, aliases in enumerate(names.values()) for name in aliases[:1]}
-    found.sort(key=lambda one: position[one.names[0]])
-    return found, [product for product in made if product not in wrong]
+    skipped = [
+        SkippedLayer(", ".join(named), _NOT_MERGED, reason)
+        for named, reason in sorted(apart.items(), key=lambda one: position[one[0][0]])
+    ]
+    return skipped, [product for product in made if product not in wrong]
 
 
 def _called_with_one_x(
@@ -142,6 +134,70 @@ def _tolerances(y: Tensor) -> tuple[float, float]:
     """Return relative and absolute: sums of other kernels are in another order."""
     relative = 8 * torch.finfo(y.dtype).eps ** (1.0 if y.itemsize < 4 else 0.5)
     return relative, relative * float(y.abs().mean()) if y.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class FusedMLP:
+    """One MLP that became a `BlockSparseMLP`.
+
+    `activation` is None where PyTorch computes it. `storages` are those of its layers as tables name them:
+    "int8 W8A8" with 8-bit activations.
+    """
+
+    name: str
+    kind: str
+    gated: bool
+    activation: str | None
+    storages: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        return {
+            "MLP": self.name,
+            "class": self.kind,
+            "gated": "yes" if self.gated else "no",
+            "activation": self.activation or "of PyTorch",
+            "storage": ", ".join(self.storages),
+        }
+
+
+def fuse_mlps_(model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> Report:
+    """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
+
+    Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
+    names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
+    with or without them; a model that is made anew has to be fused anew. Hooks of its calls move.
+
+    Args:
+        model: changed in place.
+        batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
+            tensor. None fuses only what is known without a call, a `torch.nn.Sequential`.
+        dry_run: only report what would be done.
+
+    Returns:
+        The fused MLPs, and modules with "MLP" in the name of their class that stay, with the reason.
+    """
+    targets, skipped = mlps_to_fuse(model, batch)
+    if not dry_run:
+        replace_modules(model, targets)
+    return Report("fuse_mlps_", [_fused(target) for target in targets], skipped)
+
+
+def _fused(target: Target) -> FusedMLP:
+    mlp: Any = target.replacement
+    layers = [module for module in mlp.modules() if isinstance(module, BlockSparseLinear)]
+    storages = (storage_of(layer.storage).describe(layer.nm, layer.activations) for layer in layers)
+    kind, own = type(target.module).__name__, (mlp.gated, mlp.activation_name)
+    return FusedMLP(target.names[0], kind, *own, tuple(dict.fromkeys(storages)))
+
+
+def unfuse(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Put back the modules that fused MLPs have replaced, with what these hold now."""
+    back = []
+    for target in targets:
+        target.module._modules.update(target.replacement._modules)
+        back.append(Target(target.names, target.replacement, target.module))
+    replace_modules(model, back)
 
 
 def mlps_to_fuse(model: nn.Module, batch: Any) -> tuple[list[Target], list[SkippedLayer]]:

@@ -1,4 +1,4 @@
-"""Everything that makes a loaded model faster in inference, in one call."""
+"""Preparing a loaded model for inference, in one call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from .._checks import shown
 from .._listeners import layers_changed
-from .._reports import aligned, listed, without_numbers
-from ..calibrate.stream import call, call_apart, device_of, tensors_in, uncompiled
+from .._reports import listed
+from ..calibrate.stream import call, call_apart, device_of, listening, tensors_in, uncompiled
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.experts import ExpertsLinear, stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
@@ -27,9 +27,9 @@ from ..tuning.product import Product
 from ..tuning.selection import choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
 from ..tuning.timing import milliseconds
-from .fuse import SharedProduct, merge_layers
-from .patcher import BlockSparseModelPatcher
-from .report import FuseReport
+from .fuse import merge_layers, mlps_to_fuse, unfuse
+from .replace import replace_modules
+from .report import Report, SkippedLayer
 
 _CANDIDATES = 3  # kernels to measure for each product
 _REPETITIONS = 5  # calls of the whole model
@@ -38,13 +38,13 @@ _Tokens = dict[BlockSparseLinear, list[int]]
 
 
 @torch.no_grad()
-def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceReport:
+def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
     """Make a model with block-sparse layers ready for inference, in place, once it is on its device.
 
     In this order:
 
     - The model is put into evaluation mode, and its parameters record no gradients.
-    - MLPs are fused, see `BlockSparseModelPatcher.fuse_mlps_`.
+    - MLPs are fused, see `fuse_mlps_`.
     - On CUDA devices weights in a storage that no kernel of the device reads are stored as kernels read them.
     - With a batch, layers that their module calls with one x in each of its calls, such as q, k and v, share
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
@@ -73,7 +73,10 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceRepo
             times.
 
     Returns:
-        What was done to each layer or why not, and the time of a call before and after.
+        A `PreparedProduct` for each product of block-sparse layers, in the order of the model; what was not
+        fused or merged, with the reason; and as ``facts`` "mlps", the names of fused MLPs, "stacked", the
+        names of floating parameters of three dimensions, which stay as they are, and with a batch
+        "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
         InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
@@ -99,17 +102,16 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceRepo
     with torch.inference_mode(False), ExitStack() as undo:
         _remember(model, layers, undo)
         model.eval().requires_grad_(False)
-        patcher = BlockSparseModelPatcher()
-        mlps = patcher.fuse_mlps_(model, batch)
-        if mlps.mlps:
-            undo.callback(patcher.undo, model)
+        mlps, skipped = mlps_to_fuse(model, batch)
+        replace_modules(model, mlps)
+        undo.callback(unfuse, model, mlps)
         stored = {layer for layer in layers if layer.weight.is_cuda and _store_for_kernels(layer)}
         if stored:
             layers_changed(model)
             model.requires_grad_(False)  # of what they hold now, too
-        shared: list[SharedProduct] = []
         if batch is not None:
-            shared, merged = merge_layers(model, partial(call_apart, model, batch))
+            apart, merged = merge_layers(model, partial(call_apart, model, batch))
+            skipped += apart
             for product in merged:
                 undo.callback(product.undo)
         steps = [_step(*product, tokens, stored) for product in _products(model)]
@@ -123,7 +125,27 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> InferenceRepo
         after = None if batch is None else _seconds(model, batch)
         stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
         undo.pop_all()
-    return InferenceReport(products, mlps, shared, before, after, stacked)
+    return _report(products, [target.names[0] for target in mlps], skipped, (before, after), stacked)
+
+
+def _report(
+    products: list[PreparedProduct],
+    mlps: list[str],
+    skipped: list[SkippedLayer],
+    seconds: tuple[float | None, float | None],
+    stacked: list[str],
+) -> Report:
+    notes = [f"{len(mlps)} MLPs fused" + (f": {listed(mlps)}" if mlps else "")]
+    facts: dict[str, Any] = {"mlps": mlps, "stacked": stacked}
+    if stacked:
+        notes.append(f"3-D parameters that stay dense: {listed(stacked)}")
+    before, after = seconds
+    if before is None or after is None:
+        notes.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
+    else:
+        notes.append(f"a call took {1e3 * before:.2f} ms before, {1e3 * after:.2f} ms after")
+        facts |= {"seconds_before": before, "seconds_after": after}
+    return Report("prepare_for_inference_", products, skipped, notes=notes, facts=facts)
 
 
 def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitStack) -> None:
@@ -197,23 +219,19 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
             yield name, module
 
 
-def _tokens_of(model: nn.Module, batch: Any, layers: Iterable[BlockSparseLinear]) -> _Tokens:
+def _tokens_of(model: nn.Module, batch: Any, layers: Sequence[BlockSparseLinear]) -> _Tokens:
     """Call the model, and return the numbers of tokens that each layer was called with."""
     found: _Tokens = {}
+    own = {str(number): layer for number, layer in enumerate(layers)}
 
-    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
-        counts = found.setdefault(layer, [])
-        if x.numel() and (count := x.numel() // layer.in_features) not in counts:
+        counts = found.setdefault(own[name], [])
+        if x.numel() and (count := x.numel() // own[name].in_features) not in counts:
             counts.append(count)
 
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with uncompiled():
-            call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with listening(own, note), uncompiled():
+        call(model, batch)
     return found
 
 
@@ -331,73 +349,24 @@ class PreparedProduct:
     microseconds: float | None = None
     dense_microseconds: float | None = None
 
-
-@dataclass(frozen=True)
-class InferenceReport:
-    """What `prepare_for_inference_` did to each layer, or why not; ``str()`` makes a table of it.
-
-    Attributes:
-        products: the products of block-sparse layers, in the order of the model; one that the batch calls
-            with several numbers of tokens has an entry for each.
-        mlps: MLPs that were fused, and those that were not, with the reason.
-        shared: layers that are called with one x: whether they share a product, or why not.
-        seconds_before: time of a call of the model with the batch before, in evaluation mode; None without.
-        seconds_after: the same afterwards.
-        stacked: names of floating parameters of three dimensions, such as those of dense experts, which stay
-            as they are.
-    """
-
-    products: list[PreparedProduct]
-    mlps: FuseReport
-    shared: list[SharedProduct]
-    seconds_before: float | None
-    seconds_after: float | None
-    stacked: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        columns = "shape", "storage", "policy", "tokens", "kernel", "us", "dense us", "done"
-        rows: list[tuple[str, ...]] = [("layers", *columns)]
-        for names, product, count in _groups(self.products):
-            times = product.microseconds, product.dense_microseconds
-            rows.append(
-                (
-                    names + (f" ({count})" if count > 1 else ""),
-                    "x".join(map(str, product.shape)),
-                    product.storage,
-                    product.policy,
-                    "" if product.tokens is None else str(product.tokens),
-                    product.kernel or "",
-                    *("" if time is None else f"{time:.1f}" for time in times),
-                    ", ".join(product.done),
-                )
-            )
-        lines = [*aligned(rows), f"{len(self.mlps.mlps)} MLPs fused"]
-        lines += [f"not fused: {line}" for line in str(self.mlps).splitlines()[1 + len(self.mlps.mlps) :]]
-        lines += [f"not merged: {', '.join(one.names)}: {one.reason}" for one in self.shared if one.reason]
-        if self.seconds_before is None:
-            lines.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
-        if self.stacked:
-            lines.append(f"3-D parameters that stay dense: {listed(self.stacked)}")
-        if self.seconds_before is not None and self.seconds_after is not None:
-            before, after = 1e3 * self.seconds_before, 1e3 * self.seconds_after
-            lines.append(f"a call took {before:.2f} ms before, {after:.2f} ms after")
-        return "\n".join(lines)
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        parent = self.names[0].rpartition(".")[0]
+        times = self.microseconds, self.dense_microseconds
+        us, dense_us = ("" if time is None else f"{time:.1f}" for time in times)
+        return {
+            "layers": ", ".join(
+                [self.names[0], *(name.removeprefix(f"{parent}.") for name in self.names[1:])]
+            ),
+            "shape": "{}x{}".format(*self.shape),
+            "storage": self.storage,
+            "policy": self.policy,
+            "tokens": "" if self.tokens is None else str(self.tokens),
+            "kernel": self.kernel or "",
+            "us": us,
+            "dense us": dense_us,
+            "done": ", ".join(self.done),
+        }
 
 
-def _groups(products: Sequence[PreparedProduct]) -> list[tuple[str, PreparedProduct, int]]:
-    """Return products whose lines differ in numbers of names alone together: names, the first, and how many.
-
-    Measurements are of kinds of products, so those that are alike have the same times.
-    """
-    found: dict[tuple[object, ...], tuple[str, PreparedProduct, int]] = {}
-    for one in products:
-        parent = one.names[0].rpartition(".")[0]
-        short = [one.names[0], *(name.removeprefix(f"{parent}.") for name in one.names[1:])]
-        what = one.shape, one.storage, one.policy, one.done, one.tokens, one.kernel
-        key = (without_numbers(", ".join(short)), *what, one.microseconds, one.dense_microseconds)
-        name, first, count = found.get(key, (", ".join(short), one, 0))
-        found[key] = (key[0] if count else name, first, count + 1)
-    return list(found.values())
-
-
-__all__ = ["InferenceReport", "PreparedProduct", "SharedProduct", "prepare_for_inference_"]
+__all__ = ["PreparedProduct", "prepare_for_inference_"]

@@ -1,4 +1,4 @@
-"""Which modules of a model rules replace, and why others stay as they are."""
+"""Matching of rules to the modules of a model, and reasons why others stay as they are."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.dense import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
 from ..pattern import BlockPattern, check_parts_beside
-from ..storage.formats import storage_of
 from .modules import (
     NamePattern,
-    Read,
     Reference,
     Replacement,
     is_linear,
@@ -37,7 +35,7 @@ from .report import SkippedLayer, by_reason
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How the layers of a rule become block-sparse.
+    """Options by which the layers of a rule become block-sparse.
 
     Attributes:
         config: how they are stored.
@@ -57,6 +55,8 @@ class LayerOptions:
     untie: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, BlockSparseConfig):
+            raise InvalidTypeError(f"config must be a BlockSparseConfig, got {shown(self.config)}")
         if not isinstance(self.pattern, BlockPattern | None):
             raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
         object.__setattr__(self, "parts", check_parts_beside(self.pattern, self.parts))
@@ -115,6 +115,10 @@ def rules_of(
         raise InvalidArgumentError(
             f"layers must be None beside a mapping in config, which names the layers, got {shown(layers)}"
         )
+    if not isinstance(config, Mapping):
+        raise InvalidTypeError(
+            f"config must be a BlockSparseConfig or a mapping of them, got {shown(config)}"
+        )
     if not config:
         raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
     return [
@@ -142,9 +146,9 @@ def match_modules(
     model: nn.Module,
     names: Mapping[nn.Module, list[str]],
     rules: Sequence[Rule],
-    reads: Mapping[nn.Module, Read],
     refusal: Refusal,
     *,
+    reads: Mapping[nn.Module, str] | None = None,
     spare_outputs: bool = True,
 ) -> tuple[list[Match], list[SkippedLayer]]:
     """Return the layers that rules replace, and the modules that they match and that stay, with the reason.
@@ -153,8 +157,8 @@ def match_modules(
         model: only read.
         names: `names_of_modules` of the model.
         rules: the first one that matches a layer counts.
-        reads: `weight_reads` of the model.
         refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
+        reads: `weight_reads` of the model, if they are known.
         spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
 
     Raises:
@@ -185,11 +189,8 @@ def match_modules(
             reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
         if reason is None:
             reason = _reason_from([module], held)
-        read = reads.get(module)
-        if read is not None and read.reader and not read.called and isinstance(module, nn.Linear):
-            reason = f"{read.reader} reads its weight itself and never calls it"
-        if reason is None and read is not None and options is not None:
-            reason = read.reason_not(storage_of(options.config.storage))
+        if reason is None and reads is not None and module in reads:
+            reason = f"{reads[module]} reads its weight itself"
         if reason is None and options is not None:
             matched.append(Match(module, aliases, options, rule.layers.spells(aliases)))
         else:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from .._checks import check_text, shown
-from .._listeners import layers_changed
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError
+from ..errors import InvalidTypeError
 from ..nn.experts import projections_of
-from ..nn.mlp import BlockSparseMLP
-from .fuse import mlps_to_fuse
 from .match import LayerOptions, Rule, reason_not_patchable
-from .modules import NamePattern, Replacement, Target, follow, is_linear, set_submodule, share_hooks
-from .replace import patch, replace_modules, sparse_layer
-from .report import FuseReport, PatchReport, fused_mlp
+from .modules import NamePattern, Replacement, is_linear
+from .replace import patch, sparse_layer
+from .report import Report
 
 
 class BlockSparseModelPatcher:
@@ -35,7 +31,7 @@ class BlockSparseModelPatcher:
     The report lists as skipped:
 
     - subclasses, which an override of `is_patchable` and `new_child_module` can handle;
-    - layers whose weight another module reads itself instead of calling them, as Mamba does;
+    - layers whose weight another module reads itself in a call with ``batch``, as Mamba does;
     - layers that cannot be cut into blocks; if a pattern writes out the last part of their name, that is an
       error;
     - layers that would lose something: parametrizations, parameters or buffers besides weight and bias, hooks
@@ -59,8 +55,6 @@ class BlockSparseModelPatcher:
 
     def __init__(self) -> None:
         self._rules: list[Rule] = []
-        # What undo puts back, by name; None for models that were patched without keep_dense.
-        self._originals: MutableMapping[nn.Module, dict[str, Target] | None] = WeakKeyDictionary()
 
     def add_pattern(
         self,
@@ -123,20 +117,19 @@ class BlockSparseModelPatcher:
         return {name: module for name, module in model.named_modules() if self.is_patchable(name, module)}
 
     def patch_model(
-        self, model: nn.Module, *, dry_run: bool = False, strict: bool = True, keep_dense: bool = False
-    ) -> PatchReport:
+        self, model: nn.Module, *, batch: Any = None, dry_run: bool = False, strict: bool = True
+    ) -> Report:
         """Replace every layer that a pattern matches; on an error, none.
 
         A module registered under several names is replaced by one module under all of them. A warning names
-        layers whose chosen blocks leave block rows or columns empty, and layers whose weight another module
-        also reads, in some of its branches.
+        layers whose chosen blocks leave block rows or columns empty.
 
         Args:
             model: changed in place.
+            batch: as of `sparsify_`.
             dry_run: only report what would be done.
             strict: raise if there is no pattern, or if one makes no layer block-sparse; layers that are
                 block-sparse already count. False leaves that to the report.
-            keep_dense: keep the dense layers, and so their memory, for `undo`.
 
         Raises:
             InvalidArgumentError: see ``strict``; or a layer that a pattern names cannot be cut into blocks of
@@ -159,73 +152,4 @@ class BlockSparseModelPatcher:
                 )
             return made
 
-        report, targets = patch(model, self._rules, refusal, make, dry_run=dry_run, strict=strict)
-        if targets and not dry_run:
-            self._remember(model, targets if keep_dense else None)
-        return report
-
-    def fuse_mlps_(self, model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> FuseReport:
-        """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
-
-        Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
-        names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
-        with or without them; a model that is made anew has to be fused anew. Hooks of its calls move.
-
-        Args:
-            model: changed in place.
-            batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-                tensor. None fuses only what is known without a call, a `torch.nn.Sequential`.
-            dry_run: only report what would be done.
-        """
-        targets, skipped = mlps_to_fuse(model, batch)
-        if targets and not dry_run:
-            replace_modules(model, targets)
-            self._remember(model, targets)
-        return FuseReport([fused_mlp(target) for target in targets], skipped)
-
-    def undo(self, model: nn.Module) -> None:
-        """Put back the very modules that this patcher has replaced in `model`, with all hooks.
-
-        Raises:
-            InvalidArgumentError: `model` was patched without ``keep_dense=True``, or not by this patcher; a
-                copy of a patched model is another model. Or another module stands where this patcher has put
-                one, such as an adapter around it. The model is as it was.
-        """
-        if model not in self._originals:
-            raise InvalidArgumentError("model must be patched by this patcher, and not undone since")
-        originals = self._originals[model]
-        if originals is None:
-            raise InvalidArgumentError(
-                "model must be patched by patch_model(model, keep_dense=True) to be undone: without it the "
-                "dense layers are not kept"
-            )
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for name, target in originals.items():
-            if modules.get(name) is not target.replacement:
-                kind = type(modules[name]).__name__ if name in modules else "nothing"
-                raise InvalidArgumentError(
-                    f"model must have the layer that this patcher has put there as {name!r}, got {kind}; "
-                    "merge or remove adapters first"
-                )
-        del self._originals[model]
-        for name, target in reversed(originals.items()):
-            share_hooks(target.replacement, target.module)
-            if isinstance(target.replacement, BlockSparseMLP):  # adapters may have come since
-                target.module._modules.update(target.replacement._modules)
-            set_submodule(model, name, target.module)
-        follow(model, {target.replacement: target.module for target in originals.values()})
-        layers_changed(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_originals"}
-
-    def __setstate__(self, own: dict[str, Any]) -> None:
-        vars(self).update(own, _originals=WeakKeyDictionary())  # a copy has patched no model
-
-    def _remember(self, model: nn.Module, targets: list[Target] | None) -> None:
-        """Keep what `undo` puts back; None: nothing, from now on."""
-        originals = self._originals.setdefault(model, {})
-        if targets is None:
-            self._originals[model] = None
-        elif originals is not None:
-            originals.update({name: target for target in targets for name in target.names})
+        return patch(model, self._rules, refusal, make, batch=batch, dry_run=dry_run, strict=strict)

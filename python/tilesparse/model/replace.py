@@ -1,17 +1,20 @@
-"""Dense layers replaced by block-sparse ones."""
+"""Dense layers replaced by block-sparse ones, and the other way round."""
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape
 from .._listeners import check_can_change, layers_changed
 from .._progress import Progress
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, TileSparseError
+from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.dense import best_blocks, dense_weight, is_conv1d
 from ..nn.experts import BlockSparseExperts, Projections, projections_of
 from ..nn.linear import BlockSparseLinear
@@ -36,10 +39,11 @@ from .modules import (
     hidden_attribute,
     matching,
     names_of_modules,
+    parsed,
     set_submodule,
     weight_reads,
 )
-from .report import PatchReport, SkippedLayer, patch_report, warn_of_empty, warn_of_reads
+from .report import Report, SkippedLayer, patch_report, warn_of_empty
 
 
 def patch(
@@ -48,10 +52,11 @@ def patch(
     refusal: Refusal,
     make: Callable[[str, nn.Module, LayerOptions], Replacement],
     *,
+    batch: Any,
     dry_run: bool,
     strict: bool,
     spare_outputs: bool = True,
-) -> tuple[PatchReport, list[Target]]:
+) -> Report:
     """Replace the layers that rules match; on an error, none.
 
     Args:
@@ -59,30 +64,32 @@ def patch(
         rules: see `match_modules`.
         refusal: see `match_modules`.
         make: returns the replacement of a module, from its name, itself and its options.
+        batch: what the model is called with to see who reads weights, or None.
         dry_run: only report what would be done.
         strict: raise for rules by which no layer is block-sparse.
         spare_outputs: see `match_modules`.
     """
-    names, reads = names_of_modules(model), weight_reads(model)
-    matched, skipped = match_modules(model, names, rules, reads, refusal, spare_outputs=spare_outputs)
+    names, reads = names_of_modules(model), weight_reads(model, batch)
+    matched, skipped = match_modules(model, names, rules, refusal, reads=reads, spare_outputs=spare_outputs)
     targets, uncut = _made(matched, make)
     skipped += uncut
     if strict:
         check_rules(rules, names, {target.module for target in targets}, skipped)
     used = {place for own in matching([rule.layers for rule in rules], names).values() for place in own}
-    unmatched = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
-    report = patch_report(names, targets, skipped, unmatched)
+    unused = [
+        f"no layer matches {rule.layers.text!r}" for place, rule in enumerate(rules) if place not in used
+    ]
+    report = patch_report("sparsify_", names, targets, skipped, unused)
     if not dry_run:
         check_can_change(model)
         replace_modules(model, targets)
         layers_changed(model)
-    warn_of_reads(targets, reads)
     chosen = {target.names[0] for target in targets if target.chosen}
     of_chosen = [
         one for one in report.layers if not chosen.isdisjoint((one.name, one.name.rpartition(".")[0]))
     ]
     warn_of_empty(layer for layer in of_chosen if layer.density)
-    return report, targets
+    return report
 
 
 def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
@@ -207,14 +214,15 @@ def sparsify_(
     layers: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    batch: Any = None,
     dry_run: bool = False,
     strict: bool = True,
-) -> PatchReport:
+) -> Report:
     """Make the linear layers and the experts of a model block-sparse, in place; on an error, none.
 
     They become `BlockSparseLinear` and `BlockSparseExperts`. The blocks of largest Frobenius norm are kept,
-    with their values. `BlockSparseModelPatcher` does the same, says which layers stay dense, and can undo it.
-    Build the optimizer afterwards: the layers have new parameters.
+    with their values. `BlockSparseModelPatcher` has more options; `densify_` is the way back. Build the
+    optimizer afterwards: the layers have new parameters.
 
     Args:
         model: changed in place.
@@ -228,6 +236,9 @@ def sparsify_(
             block-sparse. None takes every `torch.nn.Linear`, Transformers' ``Conv1D`` and its experts, but
             not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
             which take a config of their name.
+        batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
+            tensor. Layers whose weight other modules then read themselves, as Mamba's do, stay dense. Without
+            it they become block-sparse, and such a model fails when it is called.
         dry_run: only report what would be done.
         strict: raise if a config makes no layer block-sparse. False leaves that to the report.
 
@@ -250,7 +261,111 @@ def sparsify_(
     def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
         return sparse_layer(module, options)
 
-    report, _ = patch(
-        model, rules, refusal, make, dry_run=dry_run, strict=strict, spare_outputs=filter_fn is None
+    return patch(
+        model,
+        rules,
+        refusal,
+        make,
+        batch=batch,
+        dry_run=dry_run,
+        strict=strict,
+        spare_outputs=filter_fn is None,
     )
+
+
+def densify_(
+    model: nn.Module,
+    *,
+    layers: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Give a model dense layers in place of block-sparse ones, zero where no block was kept.
+
+    They are `torch.nn.Linear`. Models of Transformers get the kinds of layers back that their class has,
+    ``Conv1D`` and experts among them. Hooks move, and the optimizer has to be built afterwards. On an error
+    the model is as it was.
+
+    Args:
+        model: changed in place.
+        layers: names or regular expressions, as of `sparsify_`; None is all block-sparse layers.
+        exclude: likewise, of layers that stay.
+        filter_fn: takes a block-sparse layer, or experts, and its name, and returns True to make it dense.
+        dry_run: only report what would be done.
+
+    Returns:
+        The replaced layers, and those that `exclude` and `filter_fn` leave out.
+
+    Raises:
+        InvalidArgumentError: `layers` or `exclude` have what matches nothing, or the model is such a layer.
+        UnsupportedError: weights are offloaded, layers have adapters, a model has no dense experts to take
+            the places of sparse ones, or something else describes the model, such as another quantization.
+    """
+    check_can_change(model)
+    names, twin = names_of_modules(model), _twin(model)
+    there = {} if twin is None else dict(twin.named_modules(remove_duplicate=False))
+    patterns = parsed("layers", ".*" if layers is None else layers)
+    refusal = refusal_of(names, lambda _: None, exclude, filter_fn)
+    places = {module: own for module, own in matching(patterns, names).items() if _is_whole(module)}
+    for place, pattern in enumerate(patterns if layers is not None else ()):
+        if not any(place in own for own in places.values()):
+            raise InvalidArgumentError(f"layers must name block-sparse layers, got {pattern.text!r}")
+    targets: list[Target] = []
+    skipped: list[SkippedLayer] = []
+    for module in (module for module, own in places.items() if own):
+        name = names[module][0]
+        if (reason := refusal(name, module)) is not None:
+            skipped.append(SkippedLayer(name, type(module).__name__, reason))
+        else:
+            targets.append(Target(names[module], module, _dense(name, module, there.get(name))))
+    report = patch_report("densify_", names, targets, skipped)
+    if not dry_run:
+        replace_modules(model, targets)
+        layers_changed(model)
     return report
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Return True for layers that are replaced by themselves, unlike projections of experts."""
+    return isinstance(module, Replacement) and not getattr(module, "of_experts", False)
+
+
+def _twin(model: Any) -> Any:
+    """Return a model of Transformers as its class makes it, without weights; None for others."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _dense(name: str, layer: Any, there: Any) -> nn.Module:
+    """Return the dense layer of the kind that a model's class has there, which is None if it is not known."""
+    if not name:
+        raise InvalidArgumentError("model must hold the layer, got the layer itself; call its to_linear()")
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        raise UnsupportedError(f"layer {name!r}: its weight is offloaded; load the model without")
+    if name.endswith(".base_layer"):
+        raise UnsupportedError(f"layer {name!r}: has an adapter; merge or remove it first")
+    if isinstance(layer, BlockSparseExperts):
+        if projections_of(there) is None:
+            raise UnsupportedError(f"experts {name!r}: the model has no dense experts there")
+        for own, tensor in layer.to_dense().items():
+            setattr(there, own, nn.Parameter(tensor))
+        for own, child in layer.named_children():
+            if own not in layer.projections():
+                there.add_module(own, child)
+        there.config = layer.config
+        return there.train(layer.training)  # type: ignore[no-any-return]
+    linear: nn.Linear = layer.to_linear()
+    if isinstance(layer, BlockSparseLinear) and not storage_of(layer.storage).trainable:
+        linear.weight.requires_grad_(True)  # values in that storage cannot be trained, dense ones can
+    if is_conv1d(there) or (isinstance(there, nn.Linear) and type(there) is not nn.Linear):
+        weight = linear.weight.detach()
+        there.weight = nn.Parameter(
+            weight.T.contiguous() if is_conv1d(there) else weight, linear.weight.requires_grad
+        )
+        there.bias = linear.bias
+        return there.train(linear.training)  # type: ignore[no-any-return]
+    return linear

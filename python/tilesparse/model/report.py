@@ -1,22 +1,21 @@
-"""Reports and warnings on the modules of a patched model."""
+"""Reports of what was done to the layers of a model."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._reports import aligned, empty_of, empty_texts, listed, warn_user, without_numbers
-from ..nn.experts import BlockSparseExperts
+from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
-from .modules import Read, Replacement, Target
+from .modules import Replacement, Target, layers_in
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,14 @@ class Size:
 
 
 @dataclass(frozen=True)
-class PatchedLayer:
-    """One replaced layer.
+class SparseLayer:
+    """One block-sparse layer, or projection of experts.
 
     `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
     `BlockSparseLinear`; for a `ReferenceBlockSparseLinear`, whose weight is dense, `policy` is "reference".
     `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
-    not what pruning removes.
+    not what pruning removes. `before` and `after` are sizes of the dense layer and of this one; `densify_`
+    has them the other way round.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
 
@@ -55,10 +55,24 @@ class PatchedLayer:
     empty_columns: int
     activations: str | None = None
 
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        return {
+            "layer": self.name,
+            "shape": "{}x{}".format(*self.shape),
+            "block": "{}x{}".format(*self.block_shape),
+            "density": f"{self.density:.3f}",
+            "storage": storage_of(self.storage).describe(self.nm, self.activations),
+            "error": f"{self.error:.2g}" if self.error else "",
+            "policy": self.policy,
+            "parameters": f"{self.before.parameters:,} → {self.after.parameters:,}",
+            "bytes": f"{self.before.bytes:,} → {self.after.bytes:,}",
+        }
+
 
 @dataclass(frozen=True)
 class SkippedLayer:
-    """A module that a pattern matched and that stays as it is: its name, its class and the reason."""
+    """A module that was to be changed and stays as it is: its name, its class and the reason."""
 
     name: str
     kind: str
@@ -78,123 +92,132 @@ class DenseParameter:
 
 
 @dataclass(frozen=True)
-class PatchReport:
-    """Layers that `BlockSparseModelPatcher.patch_model` or `sparsify_` replaced, or would replace.
-
-    ``str()`` makes a table of it.
+class Report:
+    """Result of a function that changes the layers of a model; ``str()`` makes a table of it.
 
     Attributes:
-        layers: the replaced layers.
-        skipped: modules that a pattern matches and that stay as they are, with the reason.
-        unmatched: patterns that match no name of the model.
-        before: size of the whole model.
-        after: its size with the replaced layers.
+        verb: name of the function.
+        layers: a record of each layer, MLP or product that was changed, or would be.
+        skipped: those that stay as they are, with the reason.
+        before: size of the whole model before; 0 where no tensor changes.
+        after: the same afterwards.
         dense: all parameters of two or more dimensions that stay dense, including those of other modules.
+        notes: what else there is to say, in sentences.
+        facts: numbers and names behind the notes.
     """
 
-    layers: list[PatchedLayer]
+    verb: str
+    layers: list[Any]
     skipped: list[SkippedLayer]
-    unmatched: list[str]
-    before: Size
-    after: Size
-    dense: list[DenseParameter]
+    before: Size = Size(0, 0)
+    after: Size = Size(0, 0)
+    dense: list[DenseParameter] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        columns = ("shape", "block", "density", "storage", "error", "policy")
-        rows: list[tuple[str, ...]] = [("layer", *columns, "parameters", "after", "bytes", "after")]
-        for layer in self.layers:
-            shape, block = (f"{out}x{in_}" for out, in_ in (layer.shape, layer.block_shape))
-            error = f"{layer.error:.2g}" if layer.error else ""
-            spec = (
-                shape,
-                block,
-                f"{layer.density:.3f}",
-                storage_of(layer.storage).describe(layer.nm, layer.activations),
-                error,
-                layer.policy,
+        lines = _table([layer.row() for layer in self.layers])
+        before, after = self.before, self.after
+        if before.bytes or after.bytes:
+            lines.append(
+                f"whole model: {before.parameters:,} → {after.parameters:,} parameters, {before.bytes:,} → "
+                f"{after.bytes:,} bytes"
             )
-            rows.append((layer.name, *spec, *_sizes(layer.before, layer.after)))
-        rows.append(("whole model", *[""] * len(columns), *_sizes(self.before, self.after)))
-        lines = aligned(rows)
-        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
-        lines += [f"no layer matches {regex!r}" for regex in self.unmatched]
+        lines += [*self.notes, *(f"skipped {text}" for text in by_reason(self.skipped))]
         return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
 
-
-@dataclass(frozen=True)
-class FusedMLP:
-    """One MLP that became a `BlockSparseMLP`.
-
-    `activation` is None where PyTorch computes it. `storages` are those of its layers as tables name them:
-    "int8 W8A8" with 8-bit activations.
-    """
-
-    name: str
-    kind: str
-    gated: bool
-    activation: str | None
-    storages: tuple[str, ...] = ()
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name; records are dictionaries, too."""
+        return asdict(self)
 
 
-@dataclass(frozen=True)
-class FuseReport:
-    """MLPs that `BlockSparseModelPatcher.fuse_mlps_` fused, or would fuse; ``str()`` makes a table of it.
-
-    Attributes:
-        mlps: the fused MLPs.
-        skipped: modules with "MLP" in the name of their class that stay as they are, with the reason.
-    """
-
-    mlps: list[FusedMLP]
-    skipped: list[SkippedLayer]
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("MLP", "class", "gated", "activation", "storage")]
-        for mlp in self.mlps:
-            function = "yes" if mlp.gated else "no", mlp.activation or "of PyTorch"
-            rows.append((mlp.name, mlp.kind, *function, ", ".join(mlp.storages)))
-        return "\n".join([*aligned(rows), *(f"skipped {text}" for text in by_reason(self.skipped))])
-
-
-def fused_mlp(target: Target) -> FusedMLP:
-    """Return the entry of a report for an MLP that becomes a `BlockSparseMLP`."""
-    mlp: Any = target.replacement
-    layers = [module for module in mlp.modules() if isinstance(module, BlockSparseLinear)]
-    storages = (storage_of(layer.storage).describe(layer.nm, layer.activations) for layer in layers)
-    what = type(target.module).__name__, mlp.gated, mlp.activation_name
-    return FusedMLP(target.names[0], *what, tuple(dict.fromkeys(storages)))
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table; rows that differ in numbers of names alone share a line."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        name, *cells = row.values()
+        groups.setdefault((without_numbers(name), *cells), []).append(name)
+    lines = [
+        (names[0] if len(names) == 1 else f"{name} ({len(names)})", *cells)
+        for (name, *cells), names in groups.items()
+    ]
+    return [line.rstrip() for line in aligned([tuple(rows[0]), *lines])] if rows else []
 
 
 def _size(modules: Iterable[nn.Module]) -> Size:
-    parameters: set[torch.Tensor] = set()
-    buffers: set[torch.Tensor] = set()
-    for module in modules:
-        parameters.update(tensor for tensor in module.parameters(recurse=False) if not is_lazy(tensor))
-        buffers.update(tensor for tensor in module.buffers(recurse=False) if not is_lazy(tensor))
-    return _size_of(parameters, buffers)
-
-
-def _size_of(parameters: Collection[torch.Tensor], buffers: Collection[torch.Tensor] = ()) -> Size:
-    sizes = (tensor.numel() * tensor.element_size() for tensor in {*parameters, *buffers})
-    return Size(sum(parameter.numel() for parameter in parameters), sum(sizes))
+    modules = list(modules)
+    parameters = {one for module in modules for one in module.parameters(recurse=False) if not is_lazy(one)}
+    buffers = {one for module in modules for one in module.buffers(recurse=False) if not is_lazy(one)}
+    tensors: set[torch.Tensor] = parameters | buffers
+    return Size(
+        sum(one.numel() for one in parameters), sum(one.numel() * one.element_size() for one in tensors)
+    )
 
 
 def patch_report(
+    verb: str,
     names: Mapping[nn.Module, list[str]],
     targets: Sequence[Target],
     skipped: list[SkippedLayer],
-    unmatched: list[str],
-) -> PatchReport:
+    notes: Sequence[str] = (),
+) -> Report:
     """Return the report of a model with these replacements, put in already or not."""
     replaced = {target.module: target.replacement for target in targets}
-    layers = [layer for target in targets for layer in _patched(target)]
-    new = (
+    new = [
         one for module in names for one in (replaced[module].modules() if module in replaced else [module])
-    )
+    ]
     before, after = _size(names), _size(new)
     left = {module: aliases for module, aliases in names.items() if module not in replaced}
     dense = _dense_parameters(left, before.parameters)
-    return PatchReport(layers, skipped, unmatched, before, after, dense)
+    layers = [layer for target in targets for layer in _layers_of(target)]
+    return Report(verb, layers, skipped, before, after, dense, [*notes])
+
+
+def summary(model: nn.Module) -> Report:
+    """Return what the block-sparse layers of a model are, and which parameters are dense; it is only read.
+
+    ``before`` is the size of the model with dense layers in the dtypes of the sparse ones.
+    """
+    names = {module: [name] for name, module in model.named_modules()}
+    layers = [
+        layer
+        for module, (name,) in names.items()
+        if isinstance(module, Replacement) and not getattr(module, "of_experts", False)
+        for layer in _layers_of(Target([name], module, module))
+    ]
+    after = _size(names)
+    parameters = sum(one.before.parameters - one.after.parameters for one in layers)
+    before = Size(
+        after.parameters + parameters, after.bytes + sum(one.before.bytes - one.after.bytes for one in layers)
+    )
+    return Report("summary", layers, [], before, after, _dense_parameters(names, before.parameters))
+
+
+def _layers_of(target: Target) -> Iterator[SparseLayer]:
+    """Yield the sparse layers that a target gains or loses: of experts their projections."""
+    gains = isinstance(target.replacement, Replacement)
+    for name, layer in layers_in(target.names[0], target.replacement if gains else target.module).items():
+        yield _described(name, layer, gains)
+
+
+def _described(name: str, layer: BlockSparseLinear | ReferenceBlockSparseLinear, gained: bool) -> SparseLayer:
+    policy: tuple[str, tuple[int, int] | None, str] = "reference", None, "plain"
+    experts, dtype, activations = 1, layer.weight.dtype, None
+    if isinstance(layer, BlockSparseLinear):
+        policy, activations = (layer.policy, layer.nm, layer.storage), layer.activations
+        experts, dtype = layer.spec.experts or 1, layer.spec.dtype
+        rows, columns = layer.pattern.block_indices()
+    else:
+        rows, columns = layer.block_rows, layer.block_cols
+    (height, width), (bn, bk) = (layer.out_features, layer.in_features), layer.block_shape
+    # Every expert has inputs of its own.
+    columns = columns + rows // (height // bn // experts) * (width // bk)
+    empty = empty_of((rows, columns), (height, experts * width), (bn, bk))
+    count = height * width + (0 if layer.bias is None else layer.bias.numel())
+    dense, sparse = Size(count, count * dtype.itemsize), _size([layer])
+    sizes = (dense, sparse) if gained else (sparse, dense)
+    spec = (height, width), (bn, bk), layer.density, *policy, layer.storage_error
+    return SparseLayer(name, *spec, *sizes, *empty, activations)
 
 
 def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[DenseParameter]:
@@ -228,57 +251,6 @@ def warn_of_empty(layers: Iterable[Any]) -> None:
     texts = empty_texts(layers)
     if texts:
         warn_user(f"the blocks that were chosen leave {'; '.join(texts)}")
-
-
-def warn_of_reads(targets: Sequence[Target], reads: Mapping[nn.Module, Read]) -> None:
-    """Warn of replaced layers whose weight another module reads in some of its branches."""
-    readers: dict[str, list[str]] = {}
-    for target in targets:
-        if target.module in reads and reads[target.module].reader:
-            readers.setdefault(reads[target.module].reader, []).append(target.names[0])
-    for reader, layers in readers.items():
-        warn_user(
-            f"{reader} calls block-sparse layers, but also reads their weight itself in some branches, which "
-            f"fail from now on (such as fused kernels for training): {listed(layers)}"
-        )
-
-
-def _patched(target: Target) -> Iterator[PatchedLayer]:
-    """Yield the layers of a replacement: of experts their projections."""
-    name, module, new = target.names[0], target.module, target.replacement
-    assert isinstance(new, Replacement)
-    if isinstance(new, BlockSparseExperts):
-        for own, layer in new.projections().items():
-            dense = [module._parameters.get(each) for each in (f"{own}_proj", f"{own}_proj_bias")]
-            before = _size_of([tensor for tensor in dense if tensor is not None])
-            yield _patched_layer(f"{name}.{own}", layer, before)
-    else:
-        yield _patched_layer(name, new, _size([module]))
-
-
-def _patched_layer(
-    name: str, new: BlockSparseLinear | ReferenceBlockSparseLinear, before: Size
-) -> PatchedLayer:
-    stored: tuple[str, tuple[int, int] | None, str] = "reference", None, "plain"
-    shape, experts = (new.out_features, new.in_features), 1
-    if isinstance(new, BlockSparseLinear):
-        stored, experts = (new.policy, new.nm, new.storage), new.spec.experts or 1
-    if isinstance(new, ReferenceBlockSparseLinear):
-        rows, columns = new.block_rows, new.block_cols
-    else:
-        rows, columns = new.pattern.block_indices()
-    # Every expert has inputs of its own.
-    blocks_high, blocks_wide = shape[0] // new.block_shape[0], shape[1] // new.block_shape[1]
-    columns = columns + rows // (blocks_high // experts) * blocks_wide
-    empty = empty_of((rows, columns), (shape[0], experts * shape[1]), new.block_shape)
-    activations = new.activations if isinstance(new, BlockSparseLinear) else None
-    spec = shape, new.block_shape, new.density, *stored, new.storage_error
-    return PatchedLayer(name, *spec, before, _size([new]), *empty, activations)
-
-
-def _sizes(before: Size, after: Size) -> tuple[str, str, str, str]:
-    numbers = (before.parameters, after.parameters, before.bytes, after.bytes)
-    return tuple(f"{number:,}" for number in numbers)  # type: ignore[return-value]
 
 
 def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from .match import (
     refusal_of,
     rules_of,
 )
-from .modules import NamePattern, Read, names_of_modules, weight_reads
+from .modules import NamePattern, names_of_modules
 from .replace import CannotBeCutError, check_blocks_can_be_chosen
 from .report import SkippedLayer
 
@@ -42,7 +42,6 @@ def chosen_layers(
     *,
     strict: bool = True,
     cut: bool = True,
-    reads: Mapping[nn.Module, Read] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
     """Return the linear layers that a config is for, each with its own, and those that stay dense.
@@ -55,11 +54,9 @@ def chosen_layers(
         filter_fn: returns True for a layer, and its name, that is pruned.
         strict: each name or expression has to find a layer.
         cut: one whose name is written out has to fit the blocks.
-        reads: `weight_reads` of the model, where it is known.
         refused: `reasons_against_experts` of the model, where these are linear layers.
     """
     names, rules = names_of_modules(model), rules_of(config, layers)
-    reads = weight_reads(model) if reads is None else reads
     refusal = refusal_of(names, reason_not_linear, exclude, filter_fn)
 
     def refusal_in_experts(name: str, module: nn.Module) -> str | None:
@@ -67,9 +64,7 @@ def chosen_layers(
         return refusal(name, module) or (refused or {}).get(home)
 
     spare_outputs = filter_fn is None
-    matched, skipped = match_modules(
-        model, names, rules, reads, refusal_in_experts, spare_outputs=spare_outputs
-    )
+    matched, skipped = match_modules(model, names, rules, refusal_in_experts, spare_outputs=spare_outputs)
     targets: dict[str, BlockSparseConfig] = {}
     found: set[nn.Module] = set()
     for module, aliases, options, named in matched:
@@ -89,7 +84,7 @@ def chosen_layers(
     return targets, [layer for layer in skipped if _has_weights(model.get_submodule(layer.name))]
 
 
-def reasons_against_experts(model: nn.Module, reads: Mapping[nn.Module, Read]) -> dict[str, str]:
+def reasons_against_experts(model: nn.Module) -> dict[str, str]:
     """Say of modules of experts, by name, why sparse ones cannot take their places."""
 
     def refusal(name: str, module: nn.Module) -> str | None:
@@ -100,7 +95,7 @@ def reasons_against_experts(model: nn.Module, reads: Mapping[nn.Module, Read]) -
     if not experts:
         return {}
     dense = Rule(NamePattern.parse(".*"), LayerOptions(BlockSparseConfig(1.0, min(BLOCK_SIZES))))
-    skipped = match_modules(model, names, [dense], reads, refusal)[1]
+    skipped = match_modules(model, names, [dense], refusal)[1]
     own = {aliases[0] for aliases in experts.values()}
     return {layer.name: layer.reason for layer in skipped if layer.name in own}
 

@@ -186,6 +186,6 @@ def _refusing(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tens
     return refusing
 
 
-adapt("torch", torch.nn.init, "_calculate_fan_in_and_fan_out", _with_fans)
+adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _with_fans)
 for _name in ("orthogonal_", "dirac_"):
-    adapt("torch", torch.nn.init, _name, _refusing(_name))
+    adapt(torch.nn.init, _name, _refusing(_name))

@@ -63,14 +63,25 @@ class ReferenceBlockSparseLinear(nn.Module):
         x = input
         if self.activations is not None:
             x = _rounded(x, storage_of(self.activations).dtype, self._grouped)
-        blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
-        blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
-        y = F.linear(x, blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1), self.bias)
+        y = F.linear(x, self._dense_weight(), self.bias)
         if residual is not None and residual.shape != y.shape:
             raise InvalidArgumentError(
                 f"residual must have shape {tuple(y.shape)}, got {tuple(residual.shape)}"
             )
         return y if residual is None else y + residual
+
+    def _dense_weight(self) -> Tensor:
+        blocks = self.weight.new_zeros(*self._grid, *self.block_shape)
+        blocks = blocks.index_put((self.block_rows, self.block_cols), self.weight)
+        return blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the dense layer with the same weight, as `BlockSparseLinear.to_linear` does."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self._dense_weight().detach(), self.weight.requires_grad)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
+        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         """Return what `BlockSparseLinear` returns."""

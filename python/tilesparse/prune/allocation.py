@@ -27,7 +27,6 @@ from ..calibrate.moments import DAMPING
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
-from ..model.modules import weight_reads
 from ..model.report import SkippedLayer
 from ..model.targets import (
     Filter,
@@ -532,13 +531,12 @@ def measure_errors(
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")
     check_model(model)
-    reads = weight_reads(model)
     with expanded(model) as experts:
         fitting: dict[str, list[BlockSparseConfig]] = {}
         others: list[SkippedLayer] = []
         for config in dict.fromkeys(checked):
             targets, skipped = chosen_layers(
-                model, config, layers, exclude, filter_fn, strict=False, cut=False, reads=reads
+                model, config, layers, exclude, filter_fn, strict=False, cut=False
             )
             others += skipped
             for name in targets:

@@ -37,7 +37,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, check_flag
 from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..model.match import STAYS_DENSE
-from ..model.modules import Target, hidden_attribute, names_of_modules, weight_reads
+from ..model.modules import Target, hidden_attribute, names_of_modules
 from ..model.replace import replace_modules
 from ..model.report import (
     DenseParameter,
@@ -47,7 +47,6 @@ from ..model.report import (
     dense_lines,
     patch_report,
     warn_of_empty,
-    warn_of_reads,
 )
 from ..model.targets import (
     Filter,
@@ -221,14 +220,13 @@ def prune_(
         }
     else:
         raise InvalidTypeError(f"config must be a BlockSparseConfig or a mapping, got {shown(config)}")
-    reads = weight_reads(model)
-    refused = reasons_against_experts(model, reads)
+    refused = reasons_against_experts(model)
     solutions: dict[str, Solution] = {}
     made: dict[str, Any] = {}
     stack = None
     with expanded(model) as experts:
         targets, skipped = chosen_layers(
-            model, config, layers, exclude, filter_fn, strict=strict, reads=reads, refused=refused
+            model, config, layers, exclude, filter_fn, strict=strict, refused=refused
         )
         all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as planned
         if not targets and not all_stay_dense and strict:
@@ -276,11 +274,10 @@ def prune_(
         if hidden is not None:
             raise InvalidArgumentError(f"layer {name!r}: {hidden}")
         replaced.append(Target(names[module], module, layer))
-    sizes = patch_report(names, replaced, [], [])
+    sizes = patch_report("prune_", names, replaced, [])
     if made:
         replace_modules(model, replaced)
         layers_changed(model)
-        warn_of_reads(replaced, reads)
     pruned = [
         PrunedLayer(
             name,

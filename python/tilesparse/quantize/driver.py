@@ -15,7 +15,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from ..model.match import STAYS_DENSE, refusal_of, rules_of
-from ..model.modules import matching, names_of_modules, owners_of_parameters, weight_reads
+from ..model.modules import matching, names_of_modules, owners_of_parameters
 from ..model.report import SkippedLayer, by_reason
 from ..nn.experts import stacked_parameters
 from ..nn.linear import BlockSparseLinear
@@ -156,7 +156,7 @@ def _targets(
     rules, names = rules_of(config, layers), names_of_modules(model)
     places = matching([rule.layers for rule in rules], names)
     configs = {module: rules[own[0]].options for module, own in places.items() if own}
-    owners, reads = owners_of_parameters(names), weight_reads(model)
+    owners = owners_of_parameters(names)
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
     used: set[int] = set()  # places of rules that decide about a layer
@@ -171,8 +171,6 @@ def _targets(
             continue
         name = names[module][0]
         reason = refusal(name, module)
-        if reason is None and options is not None and module in reads:
-            reason = reads[module].reason_not(storage_of(options.config.storage))
         if reason is None and options is not None:
             targets[name] = options.config
         else:

@@ -293,7 +293,7 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}
-    for spec in manifest.forms(Path(folder)).values():
+    for spec in manifest.read_section(Path(folder))[0].values():
         gradients = storage_of(spec.storage).trainable
         for op in [op for op in ops if spec.nnz and (op != "wgrad" or gradients)]:
             for count in tokens:

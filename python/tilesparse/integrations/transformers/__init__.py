@@ -16,20 +16,9 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse needs Transformers 5.17 or newer, got {transformers.__version__}")
 from ..._listeners import Listener, add_listener
 from .card import model_card
-from .dense import to_dense
-from .following import TAGS, check_can_follow, follow, follow_to_save
-from .quantizer import TileSparseConfig, TileSparseHfQuantizer, unregister
+from .following import check_can_follow, follow
+from .quantizer import TileSparseConfig as TileSparseConfig  # in pickles of configurations
 
-__all__ = [
-    "TAGS",
-    "TileSparseConfig",
-    "TileSparseHfQuantizer",
-    "check_can_follow",
-    "follow",
-    "follow_to_save",
-    "model_card",
-    "to_dense",
-    "unregister",
-]
+__all__ = ["follow", "model_card"]
 
 add_listener(Listener(check_can_follow, follow))

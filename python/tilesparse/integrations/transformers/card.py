@@ -7,12 +7,12 @@ from typing import Any
 from ..._checks import check_module, check_text
 from ...errors import InvalidArgumentError
 from ...nn.linear import BlockSparseLinear
-from .dense import sparse_layers, tensors_of
-from .following import TAGS
+from .following import TAGS, sparse_layers
+from .quantizer import tensors_of
 
 
 def model_card(model: Any, repository: str = "path/or/repository") -> str:
-    """A README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
+    """Return a README.md for the Hub: how to load the model, a check that it is sparse then, and its layers.
 
     Args:
         model: a ``PreTrainedModel`` with block-sparse layers.

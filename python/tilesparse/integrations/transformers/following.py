@@ -11,14 +11,14 @@ from torch import nn
 from ..._checks import check_module
 from ...config import METHOD
 from ...errors import UnsupportedError
-from .dense import sparse_layers
+from ...nn.linear import BlockSparseLinear
 from .quantizer import TileSparseConfig, TileSparseHfQuantizer, method_of, owner_of
 
 TAGS = ("tilesparse", "block-sparse")
 
 
 def follow(model: nn.Module) -> None:
-    """Makes the configurations of Transformers' models say what their block-sparse layers are.
+    """Make the configurations of Transformers' models say what their block-sparse layers are.
 
     The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
     model by other means, or have changed storages, by which the Trainer decides what may be trained. What
@@ -44,19 +44,19 @@ def follow(model: nn.Module) -> None:
             shared = None if before is None else before.instead_of
         if layers:
             config = TileSparseConfig.of(pretrained)
-            config.untied = _retie(pretrained, before) or _untie(pretrained, layers)
             config.instead_of = shared
+            _untie(pretrained, layers)
             pretrained.config.quantization_config = config
             # What `tilesparse.save` has written to the file it was read from.
             vars(pretrained.config).pop(METHOD, None)
             pretrained.add_model_tags(list(TAGS))
             _tell_trainer(pretrained, config)
         elif before is not None:
-            _forget(pretrained, before)
+            _forget(pretrained)
 
 
 def follow_to_save(model: Any) -> None:
-    """Makes the configuration of a model that is about to be saved its own, and right, where it is neither.
+    """Make the configuration of a model that is about to be saved its own, and right, where it is neither.
 
     Its layers may have been patched as a part of it, put in by hand or unpickled, or it is dense and made of
     the configuration of a sparse one.
@@ -69,7 +69,7 @@ def follow_to_save(model: Any) -> None:
 
 
 def check_can_follow(model: nn.Module) -> None:
-    """Raises where `follow` would; nothing is changed."""
+    """Raise where `follow` would; nothing is changed."""
     check_module(model)
     for pretrained in _pretrained(model):
         config = getattr(pretrained.config, "quantization_config", None)
@@ -82,8 +82,15 @@ def check_can_follow(model: nn.Module) -> None:
             )
 
 
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
+    """Yield the block-sparse layers of a model with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear):
+            yield name, module
+
+
 def _pretrained(model: nn.Module) -> Iterator[Any]:
-    """Transformers' models in a model that are not part of another one there."""
+    """Yield Transformers' models in a model that are not part of another one there."""
     from transformers.modeling_utils import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -93,44 +100,25 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
             yield from _pretrained(child)
 
 
-def _untie(model: Any, layers: Sequence[str]) -> dict[str, str]:
-    """A block-sparse output embedding does not share the weight of the input embedding any more.
+def _untie(model: Any, layers: Sequence[str]) -> None:
+    """Have the configuration say that a block-sparse output embedding shares no weight any more.
 
     Transformers has one switch for all that a model shares, so what else it shared gets weights of its own.
-
-    Returns:
-        What shared the weight of a layer: by its name that of what it was tied to.
     """
     before = dict(model.all_tied_weights_keys)
     weights = {f"{name}.weight" for name in layers}
-    pairs = {target: source for target, source in before.items() if not weights.isdisjoint((target, source))}
-    if pairs:
-        _set_tied(model, False)
-        for name in before.keys() - pairs.keys() - model.all_tied_weights_keys.keys():
-            parent, _, own = name.rpartition(".")
-            if parent not in layers:  # which have no weights but their own
-                tensor = model.get_parameter(name)
-                copied = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
-                setattr(model.get_submodule(parent), own, copied)
-    return pairs
-
-
-def _retie(model: Any, config: Any) -> dict[str, str]:
-    """The pairs that a configuration has untied; none once they are one parameter again, as after `undo`."""
-    pairs: dict[str, str] = getattr(config, "untied", {})
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    shared = [name in parameters and parameters[name] is parameters.get(pairs[name]) for name in pairs]
-    if not pairs or not all(shared):
-        return pairs
-    _set_tied(model, True)
-    model.tie_weights()
-    return {}
-
-
-def _set_tied(model: Any, tied: bool) -> None:
+    pairs = {target for target, source in before.items() if not weights.isdisjoint((target, source))}
+    if not pairs:
+        return
     for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = tied
+        config.tie_word_embeddings = False
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for name in before.keys() - pairs - model.all_tied_weights_keys.keys():
+        parent, _, own = name.rpartition(".")
+        if parent not in layers:  # which have no weights but their own
+            tensor = model.get_parameter(name)
+            copied = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+            setattr(model.get_submodule(parent), own, copied)
 
 
 def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
@@ -142,7 +130,7 @@ def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
 
 
 def _give_own_config(model: Any) -> Any:
-    """Copies the configuration of a model, which others may have, for all its modules; returns the former.
+    """Copy the configuration of a model, which others may have, for all its modules; return the former.
 
     A module may have a part of it, as of the text; one that was patched before the whole has a copy already.
     """
@@ -159,12 +147,11 @@ def _give_own_config(model: Any) -> Any:
     return shared
 
 
-def _forget(model: Any, config: Any) -> None:
+def _forget(model: Any) -> None:
     del model.config.quantization_config
     model.is_quantized = False
     model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS]
     _drop_quantizer(model)
-    _retie(model, config)
 
 
 def _drop_quantizer(model: Any) -> None:

@@ -11,29 +11,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..._checks import DTYPES
 from ..._files import StoredTensor, read_header
-from ..._hooks import TRANSFORMERS, revert
 from ..._listeners import layers_changed
 from ...config import METHOD, BlockSparseConfig
 from ...errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ...io.manifest import VERSION, check_belongs, check_section, section
+from ...io.manifest import VERSION, check_belongs, parsed_layers, section
 from ...io.reader import prepare
-from ...model.replace import sparsify_
+from ...model.replace import densify_, sparsify_
 from ...nn.linear import BlockSparseLinear
 from ...nn.parameters import align
 from ...nn.weight import INDEX_NAMES
 from ...storage.formats import STORED_NAMES, forms_of, storage_of
-from .dense import tensors_of, to_dense
 
 for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
     if not hasattr(HfQuantizer, _name):
@@ -44,7 +37,7 @@ for _name in ("_process_model_before_weight_loading", "_process_model_after_weig
 
 @register_quantizer(METHOD)
 class TileSparseHfQuantizer(HfQuantizer):
-    """Makes `from_pretrained` load block-sparse layers, and tells the Trainer what it may train.
+    """Quantizer that loads block-sparse layers, and tells the Trainer what it may train.
 
     A model whose layers are all stored plain is an ordinary one once it is loaded: it keeps no quantizer, and
     ``is_quantized`` is False. Other storages are trained by adapters alone, so such a model keeps it.
@@ -64,23 +57,23 @@ class TileSparseHfQuantizer(HfQuantizer):
             )
 
     def is_serializable(self) -> bool:
-        """Whether ``save_pretrained`` may write the model: always."""
+        """Return True: ``save_pretrained`` may always write the model."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters are: x has a gradient in every storage."""
+        """True: adapters are, as x has a gradient in every storage."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """The layers themselves are in the storage "plain" alone."""
+        """True where the layers themselves are: with dense blocks alone."""
         plain: bool = self.quantization_config.is_plain()
         return plain
 
     @property
     def is_compileable(self) -> bool:
-        """Whether generation may be compiled: always."""
+        """Return True: generation may always be compiled."""
         return True
 
     def _process_model_before_weight_loading(
@@ -125,22 +118,19 @@ class TileSparseHfQuantizer(HfQuantizer):
         layers_changed(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return to_dense(model, dtype)
+        densify_(model)
+        return model if dtype is None else model.to(dtype)
 
 
-def unregister() -> None:
-    """Make Transformers forget the method "tilesparse", so that `from_pretrained` refuses such checkpoints.
-
-    Models that are there keep their configurations. ``import tilesparse`` in a new process registers again.
-    """
-    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
-    AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-    revert(TRANSFORMERS)
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers with their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @register_quantization_config(METHOD)
 class TileSparseConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a model with block-sparse layers, a section as in `checkpoint.section`.
+    """The ``quantization_config`` of a model with block-sparse layers, with a section as of `io.manifest`.
 
     One that `follow` has made reads the layers of its model whenever it is asked. Copies and pickles hold
     what was read last, unless the model is copied along.
@@ -156,21 +146,20 @@ class TileSparseConfig(QuantizationConfigMixin):
 
     def __init__(self, **section: Any) -> None:
         section.pop("quant_method", None)
-        check_section(section)
+        parsed_layers(section)
         self._section = section
         self._model: Callable[[], nn.Module | None] = _nobody
-        self.untied: dict[str, str] = {}  # pairs that the model has shared before
         self.instead_of: Any = None  # the configuration that the model had before, others may have it still
 
     @classmethod
     def of(cls, model: nn.Module) -> TileSparseConfig:
-        """One that follows a model."""
+        """Return a configuration that follows a model."""
         config = cls(**section(model))
         config._model = weakref.ref(model)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The section as it is written: of the layers as they are now, if the model is still there."""
+        """Return the section as it is written: of the layers as they are now, if the model is still there."""
         model = self._model()
         if model is not None:
             self._section = section(model)
@@ -181,7 +170,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         return all(entry["storage"] == "plain" for entry in self.to_dict()["layers"].values())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict, which Transformers expects a configuration to be that was not loaded from a file."""
+        """Return a value as a dict does, which Transformers expects of configurations from no file."""
         return self.to_dict().get(key, default)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -191,7 +180,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         copied = TileSparseConfig(**self.to_dict())
         with_it = memo.get(id(self._model()))
         if isinstance(with_it, nn.Module):
-            copied._model, copied.untied = weakref.ref(with_it), self.untied
+            copied._model = weakref.ref(with_it)
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[dict[str, Any]]]:
@@ -214,7 +203,7 @@ def method_of(config: Any) -> Any:
 
 
 def owner_of(config: Any) -> nn.Module | None:
-    """The model that a configuration follows; another one may hold the same."""
+    """Return the model that a configuration follows; another one may hold the same."""
     return config._model() if isinstance(config, TileSparseConfig) else None
 
 
@@ -222,7 +211,7 @@ OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tens
 
 
 def named_as_in(model: Any, layers: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of each layer that a model has, by its name there: the name in the checkpoint, and the entry.
+    """Return of each layer that a model has, by its name there, the name in the checkpoint and the entry.
 
     A model without the head of the one that was saved, or with another, has names with or without the prefix
     of the base model, and lacks some, which Transformers reports as unexpected. A layer with an adapter does
@@ -265,7 +254,7 @@ def _dtype_of(modules: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums: Mapping[str, str]) -> None:
-    """That files hold what layers need, before anything is read, and belong to the configuration.
+    """Check that files hold what layers need, before anything is read, and belong to the configuration.
 
     Layers that Transformers stores under other names are only checked once they are loaded.
     """
@@ -297,7 +286,7 @@ def _check_forms(name: str, given: Mapping[str, StoredTensor], expected: Mapping
 
 
 def settle(name: str, layer: BlockSparseLinear) -> None:
-    """Checks what was loaded into a layer, and undoes what Transformers does to tensors of other kinds."""
+    """Check what was loaded into a layer, and undo what Transformers does to tensors of other kinds."""
     if not hasattr(layer, "_hf_hook"):  # tensors that were moved to be offloaded have lost the mark
         for own, tensor in tensors_of(layer):
             if not hasattr(tensor, "_is_hf_initialized"):
