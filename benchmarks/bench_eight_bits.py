@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness import (
-    CudaTimer,
+    Timer,
     block_list,
     budgeted_parser,
     density_list,
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Any, document: dict[str, Any]) -> None:
-    start, timer = time.monotonic(), CudaTimer()
+    start, timer = time.monotonic(), Timer("cuda")
     warm_up()
     shapes = [SHAPES[name] for name in arguments.shapes]
     cases = [
@@ -189,7 +189,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
             print(f"    {result}", flush=True)
 
 
-def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
+def _measure(layer: Layer, case: Case, timer: Timer) -> dict[str, Any]:
     """Microseconds of ours and of those that users would pick instead, and errors of ours."""
     exact = layer.exact()
     errors = {case.precision: relative_error(poisoned(layer.sparse), exact)}

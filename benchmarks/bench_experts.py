@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
     Timer,
     block_list,
     budgeted_parser,
@@ -241,7 +239,7 @@ def _custom_shape(text: str) -> Shape:
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
     on_gpu = arguments.device == "cuda"
-    timer: Timer = CudaTimer() if on_gpu else HostTimer()
+    timer = Timer(arguments.device)
     if on_gpu:
         warm_up()
     else:

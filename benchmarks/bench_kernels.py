@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import (
-    CudaTimer,
+    Timer,
     budgeted_parser,
     name_list,
     parsed,
@@ -74,7 +74,7 @@ def _layer(text: str) -> tuple[int, int]:
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
-    timer = CudaTimer(launch_seconds=LAUNCH_SECONDS)
+    timer = Timer("cuda", LAUNCH_SECONDS)
     warm_up()
     chance = random.Random(arguments.seed)
     cases = [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             _print(result)
 
 
-def _measure(calls: Calls, kernels: Sequence[str], timer: CudaTimer) -> dict[str, Any]:
+def _measure(calls: Calls, kernels: Sequence[str], timer: Timer) -> dict[str, Any]:
     """Microseconds of every kernel and of dense, and by how much results differ."""
     times, errors = {}, [0.0]
     first = None

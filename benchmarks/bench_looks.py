@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CudaTimer, HostTimer, host_batch, parsed, positive, recording, run_benchmark, warm_up
+from harness import Timer, host_batch, parsed, positive, recording, run_benchmark, warm_up
 from torch import Tensor
 
 from tilesparse import BlockSparseLinear
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     if arguments.device == "cuda":
         warm_up()
-    timer = CudaTimer() if arguments.device == "cuda" else HostTimer()
+    timer = Timer(arguments.device)
     for out_features, in_features, block in LAYERS:
         options: dict[str, Any] = {"device": arguments.device, "dtype": DTYPES[arguments.device]}
         generator = torch.Generator().manual_seed(0)
@@ -69,9 +69,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 case["results"] += _measure(layer, x, timer, arguments.rounds)
 
 
-def _measure(
-    layer: BlockSparseLinear, x: Tensor, timer: CudaTimer | HostTimer, rounds: int
-) -> list[dict[str, Any]]:
+def _measure(layer: BlockSparseLinear, x: Tensor, timer: Timer, rounds: int) -> list[dict[str, Any]]:
     def call() -> Tensor:
         y: Tensor = layer(x)
         return y

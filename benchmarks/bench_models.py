@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
     Timer,
     Unavailable,
     block_list,
@@ -78,7 +76,7 @@ class Bench:
     ) -> None:
         self.device, self.repetitions, self.seed = device, repetitions, seed
         self.activations = activations
-        self.timer: Timer = CudaTimer(host_ahead=False) if device.type == "cuda" else HostTimer()
+        self.timer = Timer(device, launch_seconds=None)
 
     def dense(self, group: Group) -> Prepared:
         """The dense model of a group, in float8 if that is what users would pick instead."""

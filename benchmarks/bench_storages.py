@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import problems
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
+    LAUNCH_SECONDS,
     Timer,
     Unavailable,
     budgeted_parser,
@@ -243,9 +242,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _timer(device: torch.device, case: Case) -> Timer:
-    if device.type == "cpu":
-        return HostTimer()
-    return CudaTimer(launch_seconds=CUSPARSELT_SECONDS) if CUSPARSELT in case.contenders else CudaTimer()
+    return Timer(device, CUSPARSELT_SECONDS if CUSPARSELT in case.contenders else LAUNCH_SECONDS)
 
 
 def _of_any_tokens(case: Case) -> Case:

@@ -388,8 +388,8 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
             self.sparse = lambda: right() * (2 if asked[-1] == wrong else 1)
 
     class Timer:
-        def __init__(self, launch_seconds: float) -> None:
-            self.launch_seconds = launch_seconds
+        def __init__(self, device: str, launch_seconds: float) -> None:
+            self.device, self.launch_seconds = device, launch_seconds
 
         def microseconds(self, call: Callable[[], torch.Tensor], repetitions: int) -> float:
             return 12.5
@@ -402,7 +402,7 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
         yield
 
     monkeypatch.setattr(bench_kernels, "Calls", Made)
-    monkeypatch.setattr(bench_kernels, "CudaTimer", Timer)
+    monkeypatch.setattr(bench_kernels, "Timer", Timer)
     monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
     monkeypatch.setattr(bench_kernels, "prefer", prefer)
     monkeypatch.setattr(bench_kernels, "_kernels", lambda case, calls: ["one", "other"])
