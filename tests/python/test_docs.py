@@ -236,12 +236,6 @@ def test_the_tutorial_keeps_what_it_promises(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(layer(x), block.gate_proj(x))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
-def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / f"examples/{name}.py"))
-
-
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs/results").glob("*.md")))
 def test_pages_of_results_are_generated(page: str) -> None:
     text = (ROOT / f"docs/results/{page}.md").read_text()
