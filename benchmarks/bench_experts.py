@@ -99,7 +99,7 @@ class Case:
 
 
 class Operands:
-    """What a case multiplies: normal numbers in the blocks, their dense weight [E, out, in], tokens.
+    """Operands of a case: normal numbers in the blocks, their dense weight [E, out, in], tokens.
 
     Tokens are sorted by expert; ``offsets`` [E + 1] and the counts that the host knows say where they change.
     """

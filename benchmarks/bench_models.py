@@ -48,7 +48,7 @@ COMPILED_MODELS = 256  # in one process; PyTorch stops at 8 of the same code
 
 
 class Group(NamedTuple):
-    """What one dense model is compared in."""
+    """One dense model and the settings it is compared in."""
 
     name: str
     architecture: Architecture
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
 
 
 class Bench:
-    """How models are made ready on one device and timed."""
+    """Prepares models on one device and times them."""
 
     def __init__(
         self, device: torch.device, repetitions: int, seed: int, activations: str | None = None
@@ -91,7 +91,7 @@ class Bench:
     def error(
         self, group: Group, density: float, block_shape: tuple[int, int], call: Callable[[], Tensor]
     ) -> float | None:
-        """Of the output of inference, from what the expanded weights give."""
+        """Relative error of the output of inference against the expanded weights."""
         model = make_dense(self._sparse(group, density, block_shape))
         with torch.no_grad():
             return relative_error(call(), model.eval()(self._inputs(group)).float())
@@ -146,7 +146,7 @@ class CapturedCall:
 
 
 def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], Tensor]:
-    """What runs a model once: inference gives its output, a step of training the loss."""
+    """Return a function that runs a model once: inference gives its output, a step of training the loss."""
     if mode in CAPTURED and not x.is_cuda:
         raise Unavailable("CUDA graphs need a GPU")
     if mode == "compile-graph":
@@ -258,7 +258,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 def _results(
     bench: Bench, group: Group, record: dict[str, Any], arguments: argparse.Namespace, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Those of all blocks and densities for which there is time, against one dense model."""
+    """Results of all blocks and densities for which there is time, against one dense model."""
     dense = bench.dense(group)
     record |= _held(dense)
     print(f"  dense   {bench.timer.microseconds(dense.call, 3) / 1e3:16.3f} ms", flush=True)

@@ -143,7 +143,7 @@ class Trainee:
         return loss
 
     def mean(self, losses: Tensor) -> list[float]:
-        """Of all processes, whose shares of the data are equal."""
+        """Mean over all processes, whose shares of the data are equal."""
         if self._data_parallel:
             dist.all_reduce(losses)
             losses /= dist.get_world_size()
@@ -151,7 +151,7 @@ class Trainee:
         return numbers
 
     def state_bytes(self) -> dict[str, int]:
-        """What this process keeps between steps, and its gradients."""
+        """Bytes that this process keeps between steps, and of its gradients."""
         self.backward()
         parameters = list(self.model.parameters())
         states = [value for state in self._optimizer.state.values() for value in state.values()]
@@ -196,7 +196,7 @@ class Communication(TorchDispatchMode):
 
 
 def measure(contender: str, way: str, arguments: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """What one process has measured."""
+    """Measurements of one process."""
     on_gpu = mesh.device_type == "cuda"
     gc.collect()
     if on_gpu:

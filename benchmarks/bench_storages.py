@@ -161,7 +161,7 @@ class Layer:
         return plain, name.removeprefix("2:4").strip() or "compressed"
 
     def stored_bytes(self, name: str) -> int:
-        """Of values, metadata and scales."""
+        """Bytes of values, metadata and scales."""
         return sum(tensor.nbytes for tensor in self.stored(name) if tensor is not None)
 
     def kernel(self, op: int, tokens: int, name: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Contender(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What contenders are compared with, and how each of them is made."""
+    """Reference of the contenders, and how each of them is made."""
 
     dense: Callable[[], Tensor]
     plain: Callable[[], Tensor]
@@ -195,7 +195,7 @@ class Comparison(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Where is measured, and how."""
+    """Device, timer and repetitions of a measurement."""
 
     device: torch.device
     timer: Timer
@@ -367,7 +367,7 @@ def _compare_sm80(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
 
 
 def _sm80_kernels(compressed: bool) -> list[str]:
-    """Of the forward product in bfloat16 for any number of tokens."""
+    """Kernels of the forward product in bfloat16 for any number of tokens."""
     return [
         kernel.name
         for kernel in _C.kernels()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, the timer, and what is recorded of an environment or a failure."""
+"""Shared parts of the benchmarks: arguments, the timer, and records of an environment or a failure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ContextLostError(Exception):
 
 
 def budgeted_parser(description: str | None, output: str, budget: float) -> argparse.ArgumentParser:
-    """What scripts that start no case after so many seconds have in common."""
+    """Make the parser of a script that starts no case after so many seconds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -260,7 +260,7 @@ def host_batch(call: Callable[[], object]) -> float:
 
 
 def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """What parses an argument that lists some of these names."""
+    """Return a parser of an argument that lists some of these names."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = name_list(text)

@@ -79,7 +79,7 @@ CPU = Device("CPU", None, 1)
 
 @cache
 def public() -> dict[str, Any]:
-    """What the reference lists, by name: functions, classes and the public methods of these."""
+    """Functions, classes and the public methods of these that the reference lists, by name."""
     found = {}
     pages = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
     for name, options in re.findall(r"^::: tilesparse\.([\w.]+)\n((?:    .*\n)*)", pages, re.M):

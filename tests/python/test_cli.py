@@ -263,7 +263,7 @@ def test_an_output_that_takes_nothing_is_one_line_and_status_one(
 
 @pytest.mark.parametrize("command", [["-m", "tilesparse"], ["tilesparse"]])
 def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: Path) -> None:
-    """Of the module, and of a script as it is installed; PyTorch is replaced by one that never ends.
+    """For the module, and a script as it is installed; PyTorch is replaced by one that never ends.
 
     It sets the handler: a process that is started in the background inherits that the signal is ignored.
     """

@@ -1,4 +1,4 @@
-"""What README and the pages in docs show runs, and names what there is."""
+"""README and the pages in docs run, and name what there is."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def is_sparse(model: nn.Module) -> bool:
 
 
 def test_concepts_are_as_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the page says is printed is printed, and its drawings are of the same pattern."""
+    """The page prints what it says, and its drawings are of the same pattern."""
     page = (ROOT / "docs/concepts.md").read_text()
     names = executed("concepts.md")
     printed = re.findall(r"tensor\(\[(.*?)\]", capsys.readouterr().out)

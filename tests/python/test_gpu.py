@@ -1,4 +1,4 @@
-"""What PyTorch users rely on beside the numbers: streams, graphs, memory, errors, compilation."""
+"""Properties that PyTorch users rely on beside the numbers: streams, graphs, memory, errors, compilation."""
 
 from __future__ import annotations
 
@@ -1153,7 +1153,7 @@ def test_what_is_chosen_for_float32_is_compiled(options: dict[str, Any]) -> None
 
 
 def test_a_foreign_plan_ends_in_an_error() -> None:
-    """What the host cannot know the kernel refuses: it ends the process's CUDA context, so in another one."""
+    """The kernel refuses it and ends the process's CUDA context, so the test has a process of its own."""
     code = """
 import torch
 from tilesparse import BlockPattern, _C

@@ -120,7 +120,7 @@ class Row(NamedTuple):
 
 
 def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | None]:
-    """What a kernel reads as it is, of 8 bits with either kind of scales."""
+    """Storages that a kernel reads without conversion, of 8 bits with either kind of scales."""
     if dtype in QUANTIZED:  # as x is
         return [form for form, bit in ((None, 1), (STORAGES["2:4"], 2)) if kernel.storages & bit]
     own = kernel.values_dtypes == 0 or kernel.values_dtypes >> DTYPES[dtype] & 1
@@ -244,7 +244,7 @@ def accepts(
 
 
 def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
-    """How values are stored, and results, as `_C.Product` takes it; ``gap``: bytes between lines."""
+    """Storage of values and results, as arguments of `_C.Product`; ``gap``: bytes between lines."""
     storage = row.storage
     if row.scales_inside:
         ld = max(4, (4 * tokens + gap + CHUNK - 1) // CHUNK * CHUNK // 4)
@@ -262,7 +262,7 @@ def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
 
 
 def entry_of(row: Row, device: torch.device, pattern: BlockPattern, groups: int) -> Prepared:
-    """What products on that device read of a pattern; its memory lasts as long as the pattern."""
+    """The arrays of a pattern on a device; their memory lasts as long as the pattern."""
     entry = prepared(pattern.index_on(device))
     return entry.grouped(groups) if row.grouped else entry
 
@@ -293,12 +293,12 @@ class Problem:
 
     @property
     def offsets(self) -> list[int]:
-        """Where groups begin, and the number of tokens."""
+        """Indices at which groups begin, and the number of tokens."""
         return list(accumulate(self.counts or (self.tokens,), initial=0))
 
     @property
     def features(self) -> int:
-        """Those of y."""
+        """Features of y."""
         return self.pattern.out_features // self.groups
 
     def part(self, group: int) -> tuple[BlockPattern, slice | Tensor]:
@@ -344,7 +344,7 @@ class Guarded:
         self.bits.fill_(self._poison)
 
     def is_poison(self, *, inside: bool) -> bool:
-        """Whether the poison is whole around the lines, or also inside of them."""
+        """Return True if the poison is whole around the lines, or also inside of them."""
         bits = self.bits.clone()
         if not inside:
             bits.as_strided(*self._inside).fill_(self._poison)
@@ -526,7 +526,7 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
 
 
 class Plan(NamedTuple):
-    """Of which kernel and pattern it is, and where."""
+    """Address and size of a plan, and the key of its kernel and pattern."""
 
     address: int
     size: int
@@ -615,7 +615,7 @@ def reference(row: Row, problem: Problem, part: Part) -> tuple[Tensor, Tensor]:
 
 
 def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
-    """What the problem's activation makes of values, and of how far off they may be."""
+    """Apply the problem's activation to values and to their tolerance."""
     if problem.activation == "none":
         return values, tolerance
     # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits on
@@ -827,7 +827,7 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
 
 @of(ROWS_THAT_EXPAND)
 def test_expanded_values(row: Row) -> None:
-    """What a kernel does not read it is given as plain values, in its workspace."""
+    """A kernel is given dense blocks, in its workspace, of storages that it does not read."""
     draw = random.Random(f"{row} expanded")
     shapes = [shape for shape in accepted_shapes(row) if shape[1] % COMPRESSIBLE == 0]
     for storage in [STORAGES["2:4"]] if row.of_8_bits else STORAGES.values():
@@ -911,7 +911,7 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
 
 
 def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
-    """Of what a storage has beside values."""
+    """Bad addresses of metadata and scales."""
     found: list[tuple[str, dict[str, Any]]] = []
     for name, least in (("metadata", CHUNK), ("scales", 4), ("x_scales", CHUNK)):
         if name in operands.buffers:
@@ -924,7 +924,7 @@ def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_a_short_workspace_is_refused(row: Row) -> None:
-    """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null.
+    """A workspace is needed for the sum over many tokens of few blocks, say; otherwise it may be null.
 
     A product that was never asked for its size takes it to be 0; one less by a byte is in tests/c.
     """

@@ -53,7 +53,7 @@ needs_all = pytest.mark.skipif(
 
 
 def limited(limits: dict[str, int], device: Device = HOPPER) -> _C.DeviceInfo:
-    """What a GPU looks like with such limits, which lower what it has."""
+    """Describe a GPU with such limits, which lower what it has."""
     info = device.info()
     kept = {
         name: min(limits.get(name, getattr(info, name)), getattr(info, name))
@@ -152,7 +152,7 @@ def test_limits_lower_what_a_device_has_and_never_raise_it() -> None:
 
 
 def device_with(limits: str) -> str:
-    """What a process with these limits says of the GPU, or the error it raises."""
+    """Return how a process with these limits describes the GPU, or the error it raises."""
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         env=os.environ | {"TILESPARSE_DEVICE_LIMITS": limits},

@@ -1,4 +1,4 @@
-"""What pictures show is what there is: data of artists rather than pixels."""
+"""Pictures show the model: data of artists are compared rather than pixels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_of(*densities: float, device: str = "cpu", **options: Any) -> nn.Seque
 
 
 def shades_of(figure: Figure, panel: int = 0) -> Tensor:
-    """What the map of a layer shows, NaN where no block is kept."""
+    """Shades of the map of a layer, NaN where no block is kept."""
     image = figure.axes[panel].images[-1].get_array()
     assert image is not None
     return torch.as_tensor(image.filled(torch.nan))

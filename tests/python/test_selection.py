@@ -93,7 +93,7 @@ def asked(
 
 
 def selection(device: _C.DeviceInfo, *args: Any, **options: Any) -> tuple[int, str]:
-    """What is chosen, and why."""
+    """Number of the chosen kernel, and the reason."""
     return asked(device, *args, **options).select(device)
 
 
@@ -248,7 +248,7 @@ def test_float64_has_one_kernel(op: int) -> None:
 @needs_cuda
 @pytest.mark.parametrize("device", [A100, H200], ids=["A100", "H200"])
 def test_gradients_in_float32_have_the_kernels_of_those_in_16_bits(device: _C.DeviceInfo) -> None:
-    """Where they are asked for; the other products refuse."""
+    """If they are asked for; the other products refuse."""
     for dtype, block, tokens in product((torch.bfloat16, torch.float16), (16, 64, 128), (128, 8192)):
         names = [
             KERNELS[
@@ -344,7 +344,7 @@ def test_products_without_a_kernel_run_dense_where_that_is_allowed(policy: int) 
 
 @needs_cuda
 def test_auto_stays_sparse_where_nothing_was_measured() -> None:
-    """Of float64."""
+    """Nothing was measured in float64."""
     index, _ = selection(H200, dtype=torch.float64, density=1.0, policy=AUTO)
     assert KERNELS[index].name == "sm80_plain_f64"
 
@@ -404,7 +404,7 @@ def test_choices_are_close_to_the_best_that_was_measured() -> None:
 def test_choices_are_compared_with_the_best_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where all kernels of a case were measured; the fastest here is one that nothing would choose."""
+    """All kernels of the case were measured; the fastest here is one that nothing would choose."""
     document = stored.document(RESULTS / "h200_untuned.json")
     case = next(case for case in document["cases"] if case["op"] == "dds_nt")
     times = {"sm90_dds_nt_bf16_512x128": 100.0, "sm80_dds_nt_bf16_32x128": 50.0}
@@ -590,7 +590,7 @@ def test_no_gpu_is_given_a_kernel_that_is_not_for_it() -> None:
 
 @needs_all
 def test_kernels_fit_into_the_shared_memory_there_is() -> None:
-    """What 8.6, 8.9 and 12.0 have, 99 KiB, is less than some kernels take elsewhere."""
+    """8.6, 8.9 and 12.0 have 99 KiB, less than some kernels take elsewhere."""
     wide = Product(4096, 14336, 8192, 0.25, 64, BF16)
     assert choose(wide, "8.0").kernel == "sm80_dds_nt_bf16_256x128"
     for device in ("8.6", "8.9", "12.0"):
@@ -1044,7 +1044,7 @@ def test_choices_for_less_shared_memory_are_close_to_the_best() -> None:
 @needs_sm90
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_auto_takes_the_faster_of_sparse_and_dense(gpu: str) -> None:
-    """Where the measured times are apart by a quarter; dense is with writing W out, or copying its blocks."""
+    """Measured times are apart by a quarter; dense is with writing W out, or copying its blocks."""
     document = stored.document(RESULTS / f"{gpu.lower()}_fit.json.gz#kernels_second")
     device = Device.find(gpu).info()
     numbers = {kernel.name: number for number, kernel in enumerate(KERNELS)}

@@ -63,7 +63,7 @@ def names(product: Product = PRODUCT) -> list[str]:
 
 
 def last_is_fastest(dense: float = 9.0) -> Clock:
-    """Of two kernels."""
+    """Times of two kernels."""
     return Clock(2.0, 1.0, dense)
 
 
