@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
-from test_kernels import CPU, Operands, Problem, Row, check, launch, make_product, rows_of, run
+from test_kernels import (
+    COUNTS,
+    CPU,
+    PLAIN_OPTIONS,
+    Operands,
+    Problem,
+    Row,
+    check,
+    launch,
+    make_product,
+    of_groups,
+    rows_of,
+    run,
+)
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
@@ -114,6 +127,12 @@ def test_more_than_one_wave(row: Row) -> None:
     for grid in ((3, 40), (40, 3), (20, 20)):
         check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(LAYOUTS)))
     check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(LAYOUTS)))
+
+
+def test_each_group_meets_its_weight(row: Row) -> None:
+    grouped = row._replace(grouped=True)
+    for options in PLAIN_OPTIONS[row.op][-2:]:
+        check(grouped, of_groups(grouped, COUNTS["uneven"], (32, 16), (3, 4), **options))
 
 
 @only(torch.float32)
