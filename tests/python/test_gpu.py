@@ -478,9 +478,9 @@ def test_compiled_graphs_make_the_plans_they_need(training: bool) -> None:
     model = torch.nn.Sequential(*layers)
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     batches = [[numbers(70, 256, seed=seed + i) for i in (0, 1)] for seed in range(5)]
-    of_graphs = [results_of(compiled, model, *batch, training) for batch in batches]
-    for batch, result in zip(batches, of_graphs, strict=True):
-        expected = results_of(model, model, *batch, training)
+    of_graphs = [results_of(compiled, model, x, grad, training) for x, grad in batches]
+    for (x, grad), result in zip(batches, of_graphs, strict=True):
+        expected = results_of(model, model, x, grad, training)
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=5e-2)
 
 

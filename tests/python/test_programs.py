@@ -35,7 +35,7 @@ import break_even
 import documents
 import harness
 import kernel_cases
-import matplotlib
+import matplotlib.pyplot
 import models
 import pytest
 import recover_kinds
@@ -302,7 +302,8 @@ def test_decoding_continues_a_prompt() -> None:
     token.load_state_dict(dict(prompt.named_parameters()), strict=False)
     x = prefill.inputs(CPU, torch.float32, seed=1)
     with torch.no_grad():
-        block, cache = prompt.blocks[0], token.blocks[0].attention
+        block: Any = prompt.blocks[0]
+        cache: Any = token.blocks[0].attention  # type: ignore[union-attr, index]
         _, keys, values = block.attention.project(block.norm1(x), prompt.cos, prompt.sin)
         cache.keys[:, :, :-1], cache.values[:, :, :-1] = keys[:, :, :-1], values[:, :, :-1]
         torch.testing.assert_close(token(x[:, -1:]), prompt(x)[:, -1:], rtol=1e-4, atol=1e-5)

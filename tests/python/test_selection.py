@@ -76,7 +76,7 @@ def asked(
     dtype: torch.dtype = BF16,
     tokens: int = 8192,
     result: torch.dtype | None = None,
-    **options: int,
+    **options: Any,
 ) -> _C.Product:
     """A product by a pattern of that density, none of whose arrays is looked at."""
     bn, bk = (block, block) if isinstance(block, int) else block
