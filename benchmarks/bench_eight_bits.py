@@ -22,12 +22,12 @@ import torch
 from harness import (
     Timer,
     block_list,
-    budgeted_parser,
     density_list,
     parsed,
     poisoned,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -157,7 +157,7 @@ def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = budgeted_parser(__doc__, "eight_bits.json", 540.0)
+    parser = result_parser(__doc__, "eight_bits.json", 540.0)
     parser.add_argument(
         "--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help=f"({','.join(QUANTIZED)})"
     )

@@ -20,7 +20,6 @@ import torch
 from harness import (
     Timer,
     block_list,
-    budgeted_parser,
     density_list,
     name_list,
     parsed,
@@ -28,6 +27,7 @@ from harness import (
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "experts.json", 540.0)
+    parser = result_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
     add("--dtypes", type=subset(DTYPES), default=(), help="of bf16,fp32 (bf16 on a GPU, fp32 on a CPU)")

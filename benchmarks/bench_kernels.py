@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from harness import (
     Timer,
-    budgeted_parser,
     name_list,
     parsed,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     subset,
     warm_up,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "kernels.json", 540.0)
+    parser = result_parser(__doc__, "kernels.json", 540.0)
     parser.add_argument("--cases", type=positive, default=100_000, help="at most (%(default)s)")
     parser.add_argument(
         "--kinds", type=subset(KINDS), default=tuple(KINDS), help=f"of {','.join(KINDS)} (all)"

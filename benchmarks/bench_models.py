@@ -21,12 +21,12 @@ from harness import (
     Timer,
     Unavailable,
     block_list,
-    budgeted_parser,
     density_list,
     parsed,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "models.json", 540.0)
+    parser = result_parser(__doc__, "models.json", 540.0)
     parser.add_argument(
         "--models", type=subset(MODELS), default=tuple(MODELS), help=f"of {','.join(MODELS)} (all)"
     )

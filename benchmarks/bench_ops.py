@@ -20,7 +20,6 @@ from contenders import Prepare, Prepared
 from harness import (
     Timer,
     block_list,
-    budgeted_parser,
     density_list,
     host_microseconds,
     name_list,
@@ -29,6 +28,7 @@ from harness import (
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "ops.json", 540.0)
+    parser = result_parser(__doc__, "ops.json", 540.0)
     parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     parser.add_argument(
         "--dtypes", type=subset(PRECISIONS), default=("bf16",), help=f"of {','.join(PRECISIONS)} (bf16)"

@@ -16,12 +16,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import positive, recording, run_benchmark, subset, warm_up, write_json
+from harness import positive, recording, result_parser, run_benchmark, subset, warm_up, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -331,13 +330,7 @@ def _with_others(rank: int, arguments: argparse.Namespace, port: int, call: Call
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("parallel.json"), help="results as JSON (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = result_parser(__doc__, "parallel.json")
     parser.add_argument("--contenders", type=subset(CONTENDERS), default=CONTENDERS, help="(all)")
     parser.add_argument("--ways", type=subset(WAYS), default=WAYS, help=f"of {','.join(WAYS)} (all)")
     parser.add_argument("--processes", type=positive, default=2, help="with a GPU each (%(default)s)")

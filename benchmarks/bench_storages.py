@@ -23,12 +23,12 @@ from harness import (
     LAUNCH_SECONDS,
     Timer,
     Unavailable,
-    budgeted_parser,
     parsed,
     poisoned,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -205,7 +205,7 @@ class Bench(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = budgeted_parser(__doc__, "storages.json", 140.0)
+    parser = result_parser(__doc__, "storages.json", 140.0)
     parser.add_argument(
         "--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (all)"
     )

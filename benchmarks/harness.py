@@ -53,16 +53,18 @@ class ContextLostError(Exception):
     """The GPU refuses all further work of this process."""
 
 
-def budgeted_parser(description: str | None, output: str, budget: float) -> argparse.ArgumentParser:
-    """Make the parser of a script that starts no case after so many seconds."""
+def result_parser(
+    description: str | None, output: str | None, budget: float | None = None
+) -> argparse.ArgumentParser:
+    """Make the parser of a script that writes results, and starts no case after a budget of seconds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path(output), help="results as JSON (%(default)s)")
-    parser.add_argument(
-        "--budget", type=float, default=budget, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=output, help="results as JSON (%(default)s)")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
+    if budget is not None:
+        help = "no case starts later (%(default)s)"
+        parser.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=help)
     return parser
 
 
