@@ -248,10 +248,13 @@ def run_in_shell(arguments: str, redirection: str, **options: str) -> subprocess
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("redirection", "said"),
-    [(">/dev/full", "stdout cannot be written: No space left"), (">&-", "stdout must be open")],
+    ("redirection", "said", "unbuffered"),
+    [
+        (">/dev/full", "stdout cannot be written: No space left", ""),
+        (">/dev/full", "stdout cannot be written: No space left", "1"),
+        (">&-", "stdout must be open", ""),
+    ],
 )
 def test_an_output_that_takes_nothing_is_one_line_and_status_one(
     redirection: str, said: str, unbuffered: str
