@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from harness import block_list, budgeted_parser, density_list, parsed, recording, run_benchmark, subset
+from harness import block_list, density_list, parsed, recording, result_parser, run_benchmark, subset
 from torch import nn
 
 import tilesparse as ts
@@ -73,7 +73,7 @@ ON_CPU = ("minilm",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = budgeted_parser(__doc__, "advise.json", 540.0)
+    parser = result_parser(__doc__, "advise.json", 540.0)
     parser.add_argument("--models", type=subset(MODELS), help="(those for the device)")
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
     parser.add_argument("--blocks", type=block_list, help="(by model)")

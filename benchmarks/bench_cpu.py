@@ -16,11 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import environment, write_json
+from harness import environment, result_parser, write_json
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, BlockSparseMatrix
@@ -123,15 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="results as JSON, kept up to date")
+    parser = result_parser(__doc__, None)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("float32", "bfloat16"))
     parser.add_argument("--repetitions", type=int, default=41, help="of every product (%(default)s)")
     parser.add_argument("--quick", dest="repetitions", action="store_const", const=7, help="7 repetitions")
     parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     return parser
 
 

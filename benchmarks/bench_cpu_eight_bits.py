@@ -17,12 +17,11 @@ import importlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_cpu import KEPT_BYTES
-from harness import environment, write_json
+from harness import environment, result_parser, write_json
 from torch.ao.quantization import quantize_dynamic
 
 from tilesparse import _C, BlockPattern, functional
@@ -176,14 +175,12 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--output", type=Path, help="results as JSON, kept up to date")
+    parser = result_parser(__doc__, None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, nargs="+", default=(512,))
     parser.add_argument("--blocks", type=int, nargs="+", default=(16, 32, 64, 128))
     parser.add_argument("--densities", type=float, nargs="+", default=(0.5, 0.25, 0.1))
     parser.add_argument("--processor", action="store_true", help="processor time instead of time")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ from typing import Any
 import prune_minilm
 import torch
 from common import packaged
-from harness import environment, write_json
+from harness import environment, result_parser, write_json
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
@@ -343,18 +343,14 @@ def cases(processes: list[Process], best: dict[Any, float]) -> list[dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = result_parser(__doc__, None)
     parser.add_argument("--folder", type=Path, required=True, help="for exported models")
     parser.add_argument("--prepare", action="store_true", help="write the models, and nothing else")
-    parser.add_argument("--output", type=Path, help="results as JSON")
     parser.add_argument("--densities", type=float, nargs="+", default=(0.5, 0.25))
     parser.add_argument("--blocks", type=int, nargs="+", default=(32, 64))
     parser.add_argument("--threads", type=int, nargs="+", default=(2, 1))
     parser.add_argument("--turn", type=float, default=0.4, help="seconds of a turn (%(default)s)")
     parser.add_argument("--seconds", type=float, default=240, help="of all rounds, about (%(default)s)")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--density", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--block", type=int, help=argparse.SUPPRESS)

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from harness import (
-    CudaTimer,
+    Timer,
     block_list,
-    budgeted_parser,
     density_list,
     parsed,
     poisoned,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -163,7 +163,7 @@ def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = budgeted_parser(__doc__, "eight_bits.json", 540.0)
+    parser = result_parser(__doc__, "eight_bits.json", 540.0)
     parser.add_argument(
         "--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help=f"({','.join(QUANTIZED)})"
     )
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Any, document: dict[str, Any]) -> None:
-    start, timer = time.monotonic(), CudaTimer()
+    start, timer = time.monotonic(), Timer("cuda")
     warm_up()
     shapes = [SHAPES[name] for name in arguments.shapes]
     cases = [
@@ -195,7 +195,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
             print(f"    {result}", flush=True)
 
 
-def _measure(layer: Layer, case: Case, timer: CudaTimer) -> dict[str, Any]:
+def _measure(layer: Layer, case: Case, timer: Timer) -> dict[str, Any]:
     """Microseconds of ours and of those that users would pick instead, and errors of ours."""
     exact = layer.exact()
     errors = {case.precision: relative_error(poisoned(layer.sparse), exact)}

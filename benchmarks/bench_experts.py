@@ -18,11 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
     Timer,
     block_list,
-    budgeted_parser,
     density_list,
     name_list,
     parsed,
@@ -30,6 +27,7 @@ from harness import (
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -101,7 +99,7 @@ class Case:
 
 
 class Operands:
-    """What a case multiplies: normal numbers in the blocks, their dense weight [E, out, in], tokens.
+    """Operands of a case: normal numbers in the blocks, their dense weight [E, out, in], tokens.
 
     Tokens are sorted by expert; ``offsets`` [E + 1] and the counts that the host knows say where they change.
     """
@@ -204,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "experts.json", 540.0)
+    parser = result_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
     add("--dtypes", type=subset(DTYPES), default=(), help="of bf16,fp32 (bf16 on a GPU, fp32 on a CPU)")
@@ -241,7 +239,7 @@ def _custom_shape(text: str) -> Shape:
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
     on_gpu = arguments.device == "cuda"
-    timer: Timer = CudaTimer() if on_gpu else HostTimer()
+    timer = Timer(arguments.device)
     if on_gpu:
         warm_up()
     else:

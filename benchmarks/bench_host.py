@@ -15,11 +15,10 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import host_batch, parsed, positive, recording, run_benchmark
+from harness import host_batch, parsed, positive, recording, result_parser, run_benchmark
 from torch import Tensor, nn
 
 from tilesparse import BlockSparseLinear
@@ -38,16 +37,12 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("host.json"), help="as JSON (%(default)s)")
+    parser = result_parser(__doc__, "host.json")
     parser.add_argument("--device", choices=DTYPES, default="cuda", help="(%(default)s)")
     parser.add_argument("--tokens", type=positive, default=16, help="(%(default)s)")
     parser.add_argument("--activations", choices=("int8", "float8_e4m3fn"), help="multiply in 8 bits")
     parser.add_argument("--rounds", type=positive, default=25, help="turns of each layer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, pattern and data (%(default)s)")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 

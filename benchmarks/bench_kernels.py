@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from harness import (
-    CudaTimer,
-    budgeted_parser,
+    Timer,
     name_list,
     parsed,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     subset,
     warm_up,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "kernels.json", 540.0)
+    parser = result_parser(__doc__, "kernels.json", 540.0)
     parser.add_argument("--cases", type=positive, default=100_000, help="at most (%(default)s)")
     parser.add_argument(
         "--kinds", type=subset(KINDS), default=tuple(KINDS), help=f"of {','.join(KINDS)} (all)"
@@ -74,7 +74,7 @@ def _layer(text: str) -> tuple[int, int]:
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
-    timer = CudaTimer(launch_seconds=LAUNCH_SECONDS)
+    timer = Timer("cuda", LAUNCH_SECONDS)
     warm_up()
     chance = random.Random(arguments.seed)
     cases = [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             _print(result)
 
 
-def _measure(calls: Calls, kernels: Sequence[str], timer: CudaTimer) -> dict[str, Any]:
+def _measure(calls: Calls, kernels: Sequence[str], timer: Timer) -> dict[str, Any]:
     """Microseconds of every kernel and of dense, and by how much results differ."""
     times, errors = {}, [0.0]
     first = None

@@ -14,11 +14,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CudaTimer, HostTimer, host_batch, parsed, positive, recording, run_benchmark, warm_up
+from harness import Timer, host_batch, parsed, positive, recording, result_parser, run_benchmark, warm_up
 from torch import Tensor
 
 from tilesparse import BlockSparseLinear
@@ -34,22 +33,18 @@ TIMES = ("call_us", "host_us", "device_us")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("looks.json"), help="as JSON (%(default)s)")
+    parser = result_parser(__doc__, "looks.json")
     parser.add_argument("--device", choices=DTYPES, default="cuda", help="(%(default)s)")
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 16], help="(%(default)s)")
     parser.add_argument("--density", type=float, default=0.25, help="(%(default)s)")
     parser.add_argument("--rounds", type=positive, default=15, help="turns of each (%(default)s)")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     return run_benchmark(parsed(parser, argv), _run)
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     if arguments.device == "cuda":
         warm_up()
-    timer = CudaTimer() if arguments.device == "cuda" else HostTimer()
+    timer = Timer(arguments.device)
     for out_features, in_features, block in LAYERS:
         options: dict[str, Any] = {"device": arguments.device, "dtype": DTYPES[arguments.device]}
         generator = torch.Generator().manual_seed(0)
@@ -70,9 +65,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 case["results"] += _measure(layer, x, timer, arguments.rounds)
 
 
-def _measure(
-    layer: BlockSparseLinear, x: Tensor, timer: CudaTimer | HostTimer, rounds: int
-) -> list[dict[str, Any]]:
+def _measure(layer: BlockSparseLinear, x: Tensor, timer: Timer, rounds: int) -> list[dict[str, Any]]:
     def call() -> Tensor:
         y: Tensor = layer(x)
         return y

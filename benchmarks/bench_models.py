@@ -18,17 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
     Timer,
     Unavailable,
     block_list,
-    budgeted_parser,
     density_list,
     parsed,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -50,7 +48,7 @@ COMPILED_MODELS = 256  # in one process; PyTorch stops at 8 of the same code
 
 
 class Group(NamedTuple):
-    """What one dense model is compared in."""
+    """One dense model and the settings it is compared in."""
 
     name: str
     architecture: Architecture
@@ -71,14 +69,14 @@ class Prepared(NamedTuple):
 
 
 class Bench:
-    """How models are made ready on one device and timed."""
+    """Prepares models on one device and times them."""
 
     def __init__(
         self, device: torch.device, repetitions: int, seed: int, activations: str | None = None
     ) -> None:
         self.device, self.repetitions, self.seed = device, repetitions, seed
         self.activations = activations
-        self.timer: Timer = CudaTimer(host_ahead=False) if device.type == "cuda" else HostTimer()
+        self.timer = Timer(device, launch_seconds=None)
 
     def dense(self, group: Group) -> Prepared:
         """The dense model of a group, in float8 if that is what users would pick instead."""
@@ -93,7 +91,7 @@ class Bench:
     def error(
         self, group: Group, density: float, block_shape: tuple[int, int], call: Callable[[], Tensor]
     ) -> float | None:
-        """Of the output of inference, from what the expanded weights give."""
+        """Relative error of the output of inference against the expanded weights."""
         model = make_dense(self._sparse(group, density, block_shape))
         with torch.no_grad():
             return relative_error(call(), model.eval()(self._inputs(group)).float())
@@ -148,7 +146,7 @@ class CapturedCall:
 
 
 def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], Tensor]:
-    """What runs a model once: inference gives its output, a step of training the loss."""
+    """Return a function that runs a model once: inference gives its output, a step of training the loss."""
     if mode in CAPTURED and not x.is_cuda:
         raise Unavailable("CUDA graphs need a GPU")
     if mode == "compile-graph":
@@ -201,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "models.json", 540.0)
+    parser = result_parser(__doc__, "models.json", 540.0)
     parser.add_argument(
         "--models", type=subset(MODELS), default=tuple(MODELS), help=f"of {','.join(MODELS)} (all)"
     )
@@ -260,7 +258,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 def _results(
     bench: Bench, group: Group, record: dict[str, Any], arguments: argparse.Namespace, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Those of all blocks and densities for which there is time, against one dense model."""
+    """Results of all blocks and densities for which there is time, against one dense model."""
     dense = bench.dense(group)
     record |= _held(dense)
     print(f"  dense   {bench.timer.microseconds(dense.call, 3) / 1e3:16.3f} ms", flush=True)

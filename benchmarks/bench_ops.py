@@ -18,9 +18,8 @@ import contenders
 import torch
 from contenders import Prepare, Prepared
 from harness import (
-    CudaTimer,
+    Timer,
     block_list,
-    budgeted_parser,
     density_list,
     host_microseconds,
     name_list,
@@ -29,6 +28,7 @@ from harness import (
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = budgeted_parser(__doc__, "ops.json", 540.0)
+    parser = result_parser(__doc__, "ops.json", 540.0)
     parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     parser.add_argument(
         "--dtypes", type=subset(PRECISIONS), default=("bf16",), help=f"of {','.join(PRECISIONS)} (bf16)"
@@ -120,7 +120,7 @@ def _custom_shape(text: str) -> Shape:
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     start = time.monotonic()
-    timer = CudaTimer()
+    timer = Timer("cuda")
     prepares = {name: contenders.CONTENDERS[name] for name in arguments.contenders}
     warm_up()
     document["host"] = _host_costs(prepares, timer, arguments.seed)
@@ -146,7 +146,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.op == "dds_nt" or case.shape.name not in DECODE]
 
 
-def _host_costs(prepares: dict[str, Prepare], timer: CudaTimer, seed: int) -> list[dict[str, Any]]:
+def _host_costs(prepares: dict[str, Prepare], timer: Timer, seed: int) -> list[dict[str, Any]]:
     """Microseconds the host spends in one eager call, by a layer whose GPU time is shorter."""
     records: list[dict[str, Any]] = []
     for op in OPS:
@@ -162,7 +162,7 @@ def _host_costs(prepares: dict[str, Prepare], timer: CudaTimer, seed: int) -> li
     return records
 
 
-def _prepare_dense(problem: Problem, timer: CudaTimer) -> Prepared:
+def _prepare_dense(problem: Problem, timer: Timer) -> Prepared:
     return Prepared(contenders.dense(problem), {})
 
 
@@ -170,7 +170,7 @@ def _measure_case(
     case: Case,
     record: dict[str, Any],
     prepares: dict[str, Prepare],
-    timer: CudaTimer,
+    timer: Timer,
     arguments: argparse.Namespace,
 ) -> None:
     with recording(record, "case"), float32_precision(PRECISIONS[case.precision].float32):
@@ -184,7 +184,7 @@ def _measure_case(
                 _print_result(result)
 
 
-def _measure(problem: Problem, prepare: Prepare, timer: CudaTimer, repetitions: int) -> dict[str, Any]:
+def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int) -> dict[str, Any]:
     prepared = prepare(problem, timer)
     error = relative_error(poisoned(prepared.call), problem.exact)
     times = steady_times(prepared.call, contenders.dense(problem), timer, repetitions)

@@ -16,12 +16,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import positive, recording, run_benchmark, subset, warm_up, write_json
+from harness import positive, recording, result_parser, run_benchmark, subset, warm_up, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -143,7 +142,7 @@ class Trainee:
         return loss
 
     def mean(self, losses: Tensor) -> list[float]:
-        """Of all processes, whose shares of the data are equal."""
+        """Mean over all processes, whose shares of the data are equal."""
         if self._data_parallel:
             dist.all_reduce(losses)
             losses /= dist.get_world_size()
@@ -151,7 +150,7 @@ class Trainee:
         return numbers
 
     def state_bytes(self) -> dict[str, int]:
-        """What this process keeps between steps, and its gradients."""
+        """Bytes that this process keeps between steps, and of its gradients."""
         self.backward()
         parameters = list(self.model.parameters())
         states = [value for state in self._optimizer.state.values() for value in state.values()]
@@ -196,7 +195,7 @@ class Communication(TorchDispatchMode):
 
 
 def measure(contender: str, way: str, arguments: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """What one process has measured."""
+    """Measurements of one process."""
     on_gpu = mesh.device_type == "cuda"
     gc.collect()
     if on_gpu:
@@ -331,13 +330,7 @@ def _with_others(rank: int, arguments: argparse.Namespace, port: int, call: Call
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("parallel.json"), help="results as JSON (%(default)s)"
-    )
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
+    parser = result_parser(__doc__, "parallel.json")
     parser.add_argument("--contenders", type=subset(CONTENDERS), default=CONTENDERS, help="(all)")
     parser.add_argument("--ways", type=subset(WAYS), default=WAYS, help=f"of {','.join(WAYS)} (all)")
     parser.add_argument("--processes", type=positive, default=2, help="with a GPU each (%(default)s)")

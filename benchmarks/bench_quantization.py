@@ -23,7 +23,7 @@ import prune_minilm
 import prune_smollm2
 import torch
 from common import packaged
-from harness import recording, run_benchmark, write_json
+from harness import recording, result_parser, run_benchmark, write_json
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -104,12 +104,7 @@ class MiniLM(Subject):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("quantization.json"), help="as JSON (%(default)s)"
-    )
+    parser = result_parser(__doc__, "quantization.json")
     parser.add_argument("--models", nargs="+", default=["minilm", "smollm2"])
     parser.add_argument("--smollm2", help="its folder (default: of the package)")
     parser.add_argument("--minilm", help="likewise")
@@ -121,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sentences", type=int, default=512, help="to calibrate MiniLM (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where models run (%(default)s)")
     parser.add_argument("--resume", type=Path, help="a folder that keeps the progress of pruning")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     return run_benchmark(parser.parse_args(argv), run)
 
 

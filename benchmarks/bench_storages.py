@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 import problems
 import torch
 from harness import (
-    CudaTimer,
-    HostTimer,
+    LAUNCH_SECONDS,
     Timer,
     Unavailable,
-    budgeted_parser,
     parsed,
     poisoned,
     positive,
     recording,
     relative_error,
+    result_parser,
     run_benchmark,
     steady_times,
     subset,
@@ -162,7 +161,7 @@ class Layer:
         return plain, name.removeprefix("2:4").strip() or "compressed"
 
     def stored_bytes(self, name: str) -> int:
-        """Of values, metadata and scales."""
+        """Bytes of values, metadata and scales."""
         return sum(tensor.nbytes for tensor in self.stored(name) if tensor is not None)
 
     def kernel(self, op: int, tokens: int, name: str) -> dict[str, Any]:
@@ -189,7 +188,7 @@ class Contender(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What contenders are compared with, and how each of them is made."""
+    """Reference of the contenders, and how each of them is made."""
 
     dense: Callable[[], Tensor]
     plain: Callable[[], Tensor]
@@ -197,7 +196,7 @@ class Comparison(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Where is measured, and how."""
+    """Device, timer and repetitions of a measurement."""
 
     device: torch.device
     timer: Timer
@@ -207,7 +206,7 @@ class Bench(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = budgeted_parser(__doc__, "storages.json", 140.0)
+    parser = result_parser(__doc__, "storages.json", 140.0)
     parser.add_argument(
         "--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (all)"
     )
@@ -244,9 +243,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _timer(device: torch.device, case: Case) -> Timer:
-    if device.type == "cpu":
-        return HostTimer()
-    return CudaTimer(launch_seconds=CUSPARSELT_SECONDS) if CUSPARSELT in case.contenders else CudaTimer()
+    return Timer(device, CUSPARSELT_SECONDS if CUSPARSELT in case.contenders else LAUNCH_SECONDS)
 
 
 def _of_any_tokens(case: Case) -> Case:
@@ -371,7 +368,7 @@ def _compare_sm80(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
 
 
 def _sm80_kernels(compressed: bool) -> list[str]:
-    """Of the forward product in bfloat16 for any number of tokens."""
+    """Kernels of the forward product in bfloat16 for any number of tokens."""
     return [
         kernel.name
         for kernel in _C.kernels()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import environment, write_json
+from harness import environment, result_parser, write_json
 
 import tilesparse as ts
 
@@ -185,10 +185,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, or serve one model to the process that does."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="results as JSON; added to what the file has")
+    parser = result_parser(__doc__, None)
     parser.add_argument("--folder", type=Path, default=Path("build/bench_vllm"), help="of the models")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=6)
@@ -196,7 +193,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), help="models beside the dense one")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)  # for the processes
     arguments = parser.parse_args(argv)
     if arguments.serve:

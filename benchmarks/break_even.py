@@ -54,7 +54,7 @@ def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def crossing(times: Mapping[float, float]) -> float:
-    """Where the line through the nearest two points, {density: time over dense}, reaches 1; from 0 to 1."""
+    """Return the density, from 0 to 1, at which the line through the nearest two points reaches 1."""
     points = sorted(times.items())
     slower = next((place for place, (_, time) in enumerate(points) if time >= 1), len(points))
     place = min(max(slower, 1), len(points) - 1)

@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of several kernels for one case the one with the least estimate, and the fastest."""
+    """The kernel with the least estimate of several for one case, and the fastest."""
 
     chosen: Pair
     best: Pair
@@ -87,7 +87,7 @@ def print_errors(pairs: Sequence[Pair], worst: int) -> None:
 
 
 def print_choices(choices: Sequence[Choice], worst: int) -> None:
-    """How much longer than the best kernel the chosen one takes."""
+    """Time that the chosen kernel takes beyond the best, as a fraction of the latter."""
     losses = [choice.loss for choice in choices]
     over = [sum(loss > limit for loss in losses) for limit in (0.05, 0.1)]
     print(
@@ -102,7 +102,7 @@ def print_choices(choices: Sequence[Choice], worst: int) -> None:
 
 
 def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
-    """Of every measured kernel that this library has, on a GPU that is known here."""
+    """Yield a pair for every measured kernel that this library has, on a GPU that is known here."""
     for document in documents:
         gpu = gpu_of(document["environment"].get("gpu") or "")
         if gpu is None or "op" not in document["cases"][0]:
@@ -127,7 +127,7 @@ def limited(device: _C.DeviceInfo, limits: str) -> _C.DeviceInfo:
 
 
 def choices_of(pairs: Sequence[Pair]) -> list[Choice]:
-    """Of one document, for those cases of which more than one kernel was measured."""
+    """Yield the choices of one document, for cases of which more than one kernel was measured."""
     cases = defaultdict(list)
     for pair in pairs:
         cases[pair.case].append(pair)
@@ -139,7 +139,7 @@ def choices_of(pairs: Sequence[Pair]) -> list[Choice]:
 
 
 def estimate(case: Mapping[str, Any], kernel: int, device: _C.DeviceInfo, *, packed: bool = False) -> float:
-    """What the library says of a kernel for a case."""
+    """Return the library's estimate of a kernel for a case."""
     product = product_of(case)
     if packed:
         product.use_prepacked(256, 1 << 40, 0)  # an address that nothing reads

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import CudaTimer, Unavailable
+from harness import Timer, Unavailable
 from problems import LAYOUTS, OPS, PRECISIONS, Problem
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     details: dict[str, Any]
 
 
-Prepare = Callable[[Problem, CudaTimer], Prepared]
+Prepare = Callable[[Problem, Timer], Prepared]
 
 
 def dense(problem: Problem) -> Callable[[], Tensor]:
@@ -46,7 +46,7 @@ def dense(problem: Problem) -> Callable[[], Tensor]:
     return lambda: y.t() @ x
 
 
-def _tilesparse(problem: Problem, timer: CudaTimer) -> Prepared:
+def _tilesparse(problem: Problem, timer: Timer) -> Prepared:
     kernel = _chosen_kernel(problem)
     if not kernel.startswith(os.environ.get("TILESPARSE_KERNEL", "")):
         raise Unavailable(f"no kernel of that name computes this; {kernel} would")
@@ -65,7 +65,7 @@ def tilesparse_call(problem: Problem) -> Callable[[], Tensor]:
     return lambda: functional.sdd(y, x, pattern)
 
 
-def _packed(problem: Problem, timer: CudaTimer) -> Prepared:
+def _packed(problem: Problem, timer: Timer) -> Prepared:
     """As in inference with a layer that keeps its weight packed, see `BlockSparseLinear.prepack`."""
     kernel = _chosen_kernel(problem)
     if "narrow" not in kernel or problem.case.op != "dds_nt":
@@ -96,7 +96,7 @@ def _chosen_kernel(problem: Problem) -> str:
     return _C.kernels()[product.select(_C.device_info(1))[0]].name
 
 
-def _triton(problem: Problem, timer: CudaTimer) -> Prepared:
+def _triton(problem: Problem, timer: Timer) -> Prepared:
     """PyTorch's Triton kernels for BSR matrices, as ``F.linear`` with a BSR weight calls them.
 
     They have no product with the transposed weight: dgrad gets the blocks of Wᵀ, copied and sorted
@@ -144,7 +144,7 @@ def _triton_settings(tokens: int, block: int) -> list[dict[str, int]]:
 
 
 def _tuned(
-    call: Callable[[dict[str, int]], Tensor], settings: Sequence[dict[str, int]], timer: CudaTimer
+    call: Callable[[dict[str, int]], Tensor], settings: Sequence[dict[str, int]], timer: Timer
 ) -> dict[str, int]:
     """The fastest of the settings; those the GPU has too little memory for are passed over."""
     times: list[tuple[float, int]] = []
@@ -161,7 +161,7 @@ def _tuned(
     return settings[min(times)[1]]
 
 
-def _stk(problem: Problem, timer: CudaTimer) -> Prepared:
+def _stk(problem: Problem, timer: Timer) -> Prepared:
     """STK of Gale et al., "MegaBlocks" (MLSys 2023)."""
     if problem.pattern.block_shape != (STK_BLOCK, STK_BLOCK):
         raise Unavailable(f"has blocks of {STK_BLOCK}x{STK_BLOCK} only")

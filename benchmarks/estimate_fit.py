@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """How much longer than the best kernel of a case the chosen one takes, and the best of three."""
+    """Return by how much the chosen kernel of a case, and the best of three, take longer than the best."""
 
     case: int
     chosen: float

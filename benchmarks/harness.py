@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, timers, and what is recorded of an environment or a failure."""
+"""Shared parts of the benchmarks: arguments, the timer, and records of an environment or a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import records
 import torch
@@ -21,20 +21,17 @@ from torch import Tensor
 
 from tilesparse import _C
 from tilesparse._checks import BLOCK_SIZES
+from tilesparse.tuning.timing import milliseconds
 
-FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of most that is measured
-CYCLES_PER_SECOND = 2e9  # a little more than GPUs run at, so that a delay is not too short
 HOST_CALLS = 200  # in a row; fewer than the launches that fit into a stream's queue
 STEADY = 0.05  # by how much the dense times before and after a contender may differ
 ATTEMPTS = 3  # at a steady measurement
 MOST_REPETITIONS = 100
-FILL_US = 20_000  # short calls are repeated more often, up to about this time
+FILL_US = 20_000  # short calls on a GPU are repeated more often, up to about this time
 WARM_UP_SECONDS = 1.0
 
 Item = TypeVar("Item")
-
-_cuda: Any = torch.cuda  # parts of it have no types
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
@@ -56,16 +53,18 @@ class ContextLostError(Exception):
     """The GPU refuses all further work of this process."""
 
 
-def budgeted_parser(description: str | None, output: str, budget: float) -> argparse.ArgumentParser:
-    """What scripts that start no case after so many seconds have in common."""
+def result_parser(
+    description: str | None, output: str | None, budget: float | None = None
+) -> argparse.ArgumentParser:
+    """Make the parser of a script that writes results, and starts no case after a budget of seconds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path(output), help="results as JSON (%(default)s)")
-    parser.add_argument(
-        "--budget", type=float, default=budget, metavar="SECONDS", help="no case starts later (%(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=output, help="results as JSON (%(default)s)")
     parser.add_argument("--commit", help="of the sources (default: ask git)")
+    if budget is not None:
+        help = "no case starts later (%(default)s)"
+        parser.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=help)
     return parser
 
 
@@ -150,57 +149,21 @@ def _check_gpu(reason: str) -> None:
         raise ContextLostError(reason) from lost
 
 
-class Timer(Protocol):
-    """Something that times calls."""
+class Timer:
+    """The timer of `tilesparse.tuning`, for one call at a time.
 
-    def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
-        """Median time of a call."""
-
-
-class CudaTimer:
-    """Times of GPU work with a cold L2 cache.
-
-    With ``host_ahead`` a delay ahead of the repetitions lets the host issue them all before the first
-    one runs: otherwise short calls would be timed at the speed of the host. Without it every call
-    begins on an idle GPU and its time includes what it waits for the host. ``launch_seconds``: what the host
-    needs at most for one repetition.
+    ``launch_seconds`` is what the host needs at most for one repetition: the GPU begins only when all are
+    issued. With None every call begins on an idle GPU and its time includes what it waits for the host.
     """
 
-    def __init__(self, host_ahead: bool = True, launch_seconds: float = LAUNCH_SECONDS) -> None:
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        self._host_ahead = host_ahead
+    def __init__(self, device: torch.device | str, launch_seconds: float | None = LAUNCH_SECONDS) -> None:
+        self.device = torch.device(device)
         self._launch_seconds = launch_seconds
 
     def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
-        """Median time of a call between two events."""
-        events = [
-            (_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(repetitions)
-        ]
-        torch.cuda.synchronize()
-        if self._host_ahead:
-            _cuda._sleep(int(repetitions * self._launch_seconds * CYCLES_PER_SECOND))
-        for start, end in events:
-            self._flush.zero_()
-            if not self._host_ahead:
-                torch.cuda.synchronize()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return 1e3 * float(statistics.median(start.elapsed_time(end) for start, end in events))
-
-
-class HostTimer:
-    """Times of calls that compute on the CPU."""
-
-    def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
-        """Median time of a call."""
-        seconds = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        return 1e6 * statistics.median(seconds)
+        """Median time of a call with a cold L2 cache on a GPU, least time on the CPU."""
+        head_start = None if self._launch_seconds is None else repetitions * self._launch_seconds
+        return 1e3 * milliseconds([call], self.device, repetitions, head_start=head_start)[0]
 
 
 class Times(NamedTuple):
@@ -241,8 +204,8 @@ def steady_times(
     compared = {"dense": dense, **others}
     for call in (sparse, *compared.values()):
         call()
-    estimate = timer.microseconds(sparse, 3)
-    repetitions = max(repetitions, min(MOST_REPETITIONS, int(FILL_US / estimate)))
+    if timer.device.type == "cuda":
+        repetitions = max(repetitions, min(MOST_REPETITIONS, int(FILL_US / timer.microseconds(sparse, 3))))
 
     def beside() -> dict[str, float]:
         return {name: timer.microseconds(call, repetitions) for name, call in compared.items()}
@@ -299,7 +262,7 @@ def host_batch(call: Callable[[], object]) -> float:
 
 
 def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """What parses an argument that lists some of these names."""
+    """Return a parser of an argument that lists some of these names."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = name_list(text)

@@ -20,7 +20,7 @@ LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model and of its input [batch, tokens, hidden].
+    """Sizes of a model and of its input [batch, tokens, hidden].
 
     ``cached`` is 0, or the positions of a KV cache, the last of which is the input's only token.
     """
@@ -166,7 +166,7 @@ class GatedMLP(nn.Module):
 
 
 class GatedPerceptrons(nn.Module):
-    """Those of Llama's blocks alone, one after another."""
+    """The products of Llama's blocks alone, one after another."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ DECODE = {
 
 
 class Precision(NamedTuple):
-    """What is computed with, and the relative Frobenius error above which a result is wrong."""
+    """A precision, and the relative Frobenius error above which a result is wrong."""
 
     dtype: torch.dtype
     float32: str  # PyTorch's setting for float32 products
@@ -81,7 +81,7 @@ class Case:
         )
 
     def record(self) -> dict[str, Any]:
-        """What is written of it, with results to come."""
+        """Return the record of the case, with results to come."""
         return {
             "op": self.op,
             "dtype": self.precision,
@@ -137,7 +137,7 @@ class Problem:
         return 2 * self.case.shape.tokens * self.values.numel()
 
     def bytes(self) -> int:
-        """What must be moved at least: values and column indices, and both activations."""
+        """Bytes that must be moved at least: values and column indices, and both activations."""
         indices = self.pattern.nnz * self.pattern.col_indices.itemsize
         elements = self.values.numel() + self.x.numel() + self.y.numel()
         return elements * self.values.itemsize + indices

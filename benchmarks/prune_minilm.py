@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from common import packaged
+from harness import result_parser
 from records import recorded, write_json
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -38,17 +39,13 @@ TOKENS = 128  # per sentence at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("minilm.json"), help="as JSON (%(default)s)")
+    parser = result_parser(__doc__, "minilm.json")
     parser.add_argument("--model", default=None, help="its folder (default: of the package)")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.75, 0.9])
     parser.add_argument("--methods", nargs="+", default=["magnitude", "obs"], help="magnitude: without refit")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--sentences", type=int, default=1024, help="for calibration (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the choice of sentences")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     return recorded(parser.parse_args(argv), run)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from common import SMOLLM2, language_model
+from harness import result_parser
 from records import recorded, write_json
 from torch import Tensor, nn
 
@@ -28,10 +29,7 @@ from tilesparse.prune import prune_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("smollm2.json"), help="as JSON (%(default)s)")
+    parser = result_parser(__doc__, "smollm2.json")
     parser.add_argument("--model", default=None, help="its folder (default: of the package)")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.5])
     parser.add_argument("--methods", nargs="+", default=["obs"], help="magnitude: without refit")
@@ -41,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of chunks")
     parser.add_argument("--resume", type=Path, help="a folder that keeps progress")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     return recorded(parser.parse_args(argv), run)
 
 

@@ -17,7 +17,7 @@ jobs=${JOBS:-6}
 export TILESPARSE_REQUIRE_GPU=1
 pytest=(python -m pytest -q -p no:cacheprovider --maxprocesses="$jobs" -n "$jobs")
 # Each layout and storage of each kernel, sums in several parts, grouped products, and the kernels that expand values.
-sample=("${pytest[@]}" tests/python/test_kernels.py tests/python/test_grouped_kernels.py
+sample=("${pytest[@]}" tests/python/test_kernels.py
     -k "test_small or (each_group and uneven) or expanded_values")
 
 check() { # NAME COMMAND …: runs it, keeps its output and what the summary needs

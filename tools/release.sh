@@ -96,7 +96,7 @@ ls "$work/from-sdist"
 # What PyTorch 2.6 cannot do, each as it was seen to fail there.
 with_oldest=(
     # Its fully_shard needs a GPU: streams of the CPU have no record_event.
-    test_parallel.py test_benchmarks.py::test_parallel_training_is_measured
+    test_parallel.py test_programs.py::test_parallel_training_is_measured
     test_distributed.py::test_every_way_to_train_together test_docs.py::test_the_page_on_several_processes_runs
     # It does not write float8 to files of torch.export, and does not trace Transformers 5.
     test_export.py::test_every_storage_and_policy_is_exported test_export.py::test_a_model_of_transformers_is_exported

@@ -23,7 +23,7 @@ def printed(text: str, *values: str) -> str:
 
 
 def statements(header: str) -> list[str]:
-    """What a program prints about constants, structures and types of a header without comments."""
+    """Statements of a program that prints constants, structures and types of a header without comments."""
     enums = ",".join(re.findall(r"\benum \{(.*?)\}", header, re.S))
     names = ["TS_ABI_VERSION", *re.findall(r"\bTS_\w+", enums)]
     program = [printed(f"{name} = %lld", name) for name in names]

@@ -1,4 +1,4 @@
-"""What programs that are built rely on: the binary interface, its versions, headers without warnings."""
+"""The interface of built programs: the binary interface, its versions, headers without warnings."""
 
 from __future__ import annotations
 

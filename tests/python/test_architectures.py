@@ -79,7 +79,7 @@ struct Stub {
 
 
 def copy_sources(target: Path) -> None:
-    """What CMake reads, and an architecture more."""
+    """Copy the files that CMake reads, and add an architecture."""
     for name in ("CMakeLists.txt", "cmake", "cpp", "cuda", "third_party/cutlass/CMakeLists.txt"):
         source = ROOT / name
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def build(sources: Path) -> None:
 
 
 def ask(sources: Path) -> list[Any]:
-    """What a process that loads the new library sees: architectures, kernels, and what is chosen."""
+    """Load the new library in a process and return its architectures, kernels and choices."""
     folder = sources / "module"
     (folder / "lib").mkdir(parents=True, exist_ok=True)
     module = shutil.copy(_C.__file__, folder)

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,21 +43,6 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
         assert any(f"{kernel.name}: " in line for kernel in _C.kernels())
 
 
-def test_info_begins_with_what_is_asked_most(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(info, "_devices", lambda: [_C.device_info(0), _C.DeviceInfo(1, 90, 132, 227 << 10)])
-    assert cli.main(["info", *LAYER]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    starts = ["tilesparse 0", "library: ", "cpu: ", "  int4: cpu", "  2:4, int8, ", "cuda: ", "  kernels: "]
-    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
-    library = Path(lines[1].split(",")[0].removeprefix("library: "))
-    assert library.is_file() and "compute capability 9.0" in lines[5]
-    policy = next(place for place, line in enumerate(lines) if "policy='dense'" in line)
-    layer = next(place for place, line in enumerate(lines) if line.startswith("64 -> 96"))
-    assert policy < layer < lines.index("kernels:")
-
-
 @pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
 @pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "RTX PRO 6000"])
 def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,23 +72,6 @@ def test_info_says_what_estimates_rest_on(gpu: str, says: str, capsys: pytest.Ca
     line = next(line for line in lines if "estimated times" in line)
     assert line.endswith(says)
     assert ("nothing was measured on this GPU" in line) == (gpu not in MEASURED)
-
-
-def test_the_kernels_of_a_gpu_are_those_that_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = [
-        SimpleNamespace(name=name, device=device, min_compute_capability=least, dtypes=dtypes)
-        for name, device, least, dtypes in (
-            ("cpu_portable", 0, 0, 0b11110),
-            ("sm80_first", 1, 80, 0b00100),
-            ("sm80_second", 1, 80, 0b11000),
-            ("sm90_first", 1, 90, 0b11000),
-        )
-    ]
-    monkeypatch.setattr(_C, "kernels", lambda: kernels)
-    old, new = "sm80 (float32, float16, bfloat16)", "sm90 (float16, bfloat16)"
-    for capability, families in ((75, "none"), (89, old), (90, f"{new}, {old}"), (120, old)):
-        text = info._describe_device(_C.DeviceInfo(1, capability, 10, 100 << 10))
-        assert text.splitlines()[1].startswith(f"  kernels: {families}")
 
 
 def test_a_gpu_without_kernels_is_left_alone_and_reported(
@@ -139,18 +108,10 @@ def test_info_says_what_multiplies_values_in_fewer_bytes(
 ) -> None:
     plain, two_of_four, int8, float8, int4 = 0b01, 0b10, 1 << 5, 1 << 6, 1 << 7
     forward, both = 0b001, 0b011
+    facts = "name", "min_compute_capability", "ops", "dtypes", "max_tokens", "storages", "values_dtypes"
     kernels = [
-        SimpleNamespace(
-            name=name,
-            device=1,
-            min_compute_capability=least,
-            ops=ops,
-            dtypes=dtypes,
-            max_tokens=tokens,
-            storages=storages,
-            values_dtypes=values_dtypes,
-        )
-        for name, least, ops, dtypes, tokens, storages, values_dtypes in (
+        SimpleNamespace(device=1, **dict(zip(facts, kernel, strict=True)))
+        for kernel in (
             ("sm80_plain", 80, both, 0b11100, 0, plain, 0),
             ("sm80_few_tokens", 80, forward, 0b11000, 64, plain | two_of_four, int8 | float8),
             ("sm80_four_bits", 80, forward, 0b11000, 64, plain, int4),
@@ -237,21 +198,22 @@ def test_blocks_are_one_number_or_two(given: str, block: str, capsys: pytest.Cap
     assert f"blocks {block}, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("module", "name"), [(demo, "main"), (cli, "_default_device")])
+def test_an_interrupt_ends_quietly(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupt)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
 def test_bad_input_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--in-features", "100"]) == 2
     output = capsys.readouterr()
     assert output.err.startswith("tilesparse info: in_features") and output.err.count("\n") == 1
-
-
-def test_an_interrupt_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "main", interrupt)
-    assert cli.main(["demo"]) == 130
-    assert "interrupted" in capsys.readouterr().err
 
 
 def test_the_command_and_the_module_are_installed() -> None:
@@ -286,10 +248,13 @@ def run_in_shell(arguments: str, redirection: str, **options: str) -> subprocess
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("redirection", "said"),
-    [(">/dev/full", "stdout cannot be written: No space left"), (">&-", "stdout must be open")],
+    ("redirection", "said", "unbuffered"),
+    [
+        (">/dev/full", "stdout cannot be written: No space left", ""),
+        (">/dev/full", "stdout cannot be written: No space left", "1"),
+        (">&-", "stdout must be open", ""),
+    ],
 )
 def test_an_output_that_takes_nothing_is_one_line_and_status_one(
     redirection: str, said: str, unbuffered: str
@@ -301,7 +266,7 @@ def test_an_output_that_takes_nothing_is_one_line_and_status_one(
 
 @pytest.mark.parametrize("command", [["-m", "tilesparse"], ["tilesparse"]])
 def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: Path) -> None:
-    """Of the module, and of a script as it is installed; PyTorch is replaced by one that never ends.
+    """For the module, and a script as it is installed; PyTorch is replaced by one that never ends.
 
     It sets the handler: a process that is started in the background inherits that the signal is ignored.
     """
@@ -326,17 +291,6 @@ def test_an_interrupt_while_importing_is_one_line(command: list[str], tmp_path: 
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == "\ninterrupted\n"
     assert process.returncode == 130
-
-
-def test_an_interrupt_before_the_command_runs_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_default_device", interrupt)
-    assert cli.main(["bench"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(

@@ -25,7 +25,7 @@ def needed(program: Path) -> list[str]:
 
 
 def run_programs(build: Path, *targets: str) -> None:
-    """Those linked to the static library do not look for the shared one."""
+    """Run programs; those linked to the static library do not look for the shared one."""
     run("cmake", "--build", build)
     for target in targets:
         for program in (build / f"c_{target}", build / f"product_{target}"):
@@ -71,7 +71,7 @@ def test_find_package(prefix: Path, tmp_path: Path) -> None:
 
 
 def test_what_an_installation_does_not_have_is_said(tmp_path: Path) -> None:
-    """That of the wheel has no static library."""
+    """The wheel's installation has no static library."""
     result = configure(tmp_path, CMAKE_PREFIX_PATH=PACKAGE, COMPONENTS="static")
     assert result.returncode != 0
     assert "has no static library" in " ".join(result.stderr.split())

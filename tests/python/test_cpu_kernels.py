@@ -1,85 +1,40 @@
 """Every CPU kernel of the registry, called through the C ABI, against float64 references.
 
-All operands lie amid NaNs of one bit pattern that no arithmetic gives: a kernel that reads outside of
-them computes NaN, one that writes there changes the pattern, and one that leaves a part of its output
-out leaves NaN in it.
+Operands lie amid poison as those of test_kernels.py, aligned to no more than an element.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    FUNCTIONS,
-    LAYOUTS,
-    OPTIONS,
-    OUTPUTS,
-    PATTERNS,
-    assert_within,
-    blocks_of_dense,
-    dense_weight,
-    make_pattern,
-    reference_of_bias,
-    rounded,
-    rounding_unit,
-    seeded,
-    shuffled,
-    sums_unit,
+from helpers import LAYOUTS, OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
+from test_kernels import (
+    COUNTS,
+    CPU,
+    PLAIN_OPTIONS,
+    Operands,
+    Problem,
+    Row,
+    check,
+    launch,
+    make_product,
+    of_groups,
+    rows_of,
+    run,
 )
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, DTYPES
-from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
-CPU = 0
-# By the size of an element.
-POISON = {
-    1: (torch.int8, 0x7F),
-    2: (torch.int16, 0x7FA5),
-    4: (torch.int32, 0x7FA57FA5),
-    8: (torch.int64, 0x7FF57FA57FA57FA5),
-}
-GUARD = 4096  # elements of poison before and after an operand
-
-
-class Row(NamedTuple):
-    """A kernel and one product, dtype and result of those it computes."""
-
-    number: int  # as callers name it: its index plus 1
-    name: str
-    op: int
-    dtype: torch.dtype
-    result: torch.dtype
-
-    def __str__(self) -> str:
-        op = {DDS_NT: "dds_nt", DDS_NN: "dds_nn", SDD_TN: "sdd_tn"}[self.op]
-        result = "" if self.result == self.dtype else f"-to-{self.result}"
-        return f"{self.name}-{op}-{self.dtype}{result}".replace("torch.", "")
-
-
-def results_of(op: int, dtype: torch.dtype) -> list[torch.dtype]:
-    """Dtypes of what every kernel writes."""
-    return [dtype, torch.float32] if op == SDD_TN and dtype.itemsize == 2 else [dtype]
-
-
-ROWS = [
-    Row(index + 1, kernel.name, op, dtype, result)
-    for index, kernel in enumerate(_C.kernels())
-    if kernel.device == CPU and not kernel.values_dtypes
-    for op in (DDS_NT, DDS_NN, SDD_TN)
-    if kernel.ops >> op & 1
-    for dtype, code in DTYPES.items()
-    if kernel.dtypes >> code & 1
-    for result in results_of(op, dtype)
-]
+ROWS = [row for row in rows_of(CPU, DTYPES) if row.storage is None]
 
 
 @pytest.fixture(params=ROWS, ids=str)
@@ -105,208 +60,6 @@ def refusal(row: Row) -> str:
 def descriptor(pattern: BlockPattern) -> _C.Pattern:
     """Of memory that lasts as long as the pattern."""
     return prepared(pattern.index_on(torch.device("cpu"))).descriptor
-
-
-@dataclass(frozen=True)
-class Problem:
-    pattern: BlockPattern
-    tokens: int
-    x_layout: int = 0
-    y_layout: int = 0
-    gap: int = 0  # elements between the lines of x and y
-    bias: bool = False
-    activation: str = "none"
-    residual: bool = False
-    gated: bool = False  # the residual is a gate
-    accumulate: bool = False
-    of_bias: str = ""  # what becomes of the sums of y: nothing, "stored" or "added in float32"
-
-
-class Guarded:
-    """Lines of numbers amid poison, aligned to no more than an element."""
-
-    def __init__(self, lines: int, length: int, dtype: torch.dtype, *, gap: int = 0) -> None:
-        integer, self._poison = POISON[dtype.itemsize]
-        self.ld = length + gap
-        self._inside = ((lines, length), (self.ld, 1), GUARD + 1)
-        size = 2 * GUARD + 1 + lines * self.ld
-        self.bits = torch.full((size,), self._poison, dtype=integer)
-        self.lines = self.bits.view(dtype).as_strided(*self._inside)
-        self.address = self.lines.data_ptr() if self.lines.numel() else self.bits.data_ptr()
-
-    def poison(self) -> None:
-        self.bits.fill_(self._poison)
-
-    def is_whole_outside(self) -> bool:
-        bits = self.bits.clone()
-        bits.as_strided(*self._inside).fill_(self._poison)
-        return bool((bits == self._poison).all())
-
-
-class Operands:
-    """x, y, values, bias and residual or gate of one problem, random but for the output, which is poison."""
-
-    def __init__(self, row: Row, problem: Problem) -> None:
-        pattern, dtype = problem.pattern, row.dtype
-        bn, bk = pattern.block_shape
-        of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else dtype
-        self.buffers = {
-            "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
-            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype),
-            "values": Guarded(1, pattern.nnz * bn * bk, row.result),
-            "bias": Guarded(1, pattern.out_features, of_bias),
-            "residual": _guarded_matrix(problem, pattern.out_features, problem.y_layout, dtype, more=1),
-        }
-        self.output = self.buffers[OUTPUTS[row.op]]
-        self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
-        self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
-        for seed, buffer in enumerate(self.inputs):
-            buffer.lines.copy_(_normal(buffer, seed))
-        self.before = _normal(self.output, 9).to(row.result) if problem.accumulate else None
-        added = "added" in problem.of_bias
-        self.bias_before = _normal(self.buffers["bias"], 11).to(of_bias) if added else None
-        x, y = self.buffers["x"].lines, self.buffers["y"].lines
-        self.x = x.t() if problem.x_layout else x
-        self.y = y.t() if problem.y_layout else y
-        self.values = self.buffers["values"].lines.view(pattern.nnz, bn, bk)
-        self.bias = self.buffers["bias"].lines[0] if problem.bias else None
-        residual = self.buffers["residual"].lines if problem.residual else None
-        self.residual = residual.t() if problem.y_layout and residual is not None else residual
-
-    def prepare_output(self) -> None:
-        for output in self.outputs:
-            output.poison()
-        if self.before is not None:
-            self.output.lines.copy_(self.before)
-        if self.bias_before is not None:
-            self.buffers["bias"].lines.copy_(self.bias_before)
-
-
-def _guarded_matrix(
-    problem: Problem, features: int, layout: int, dtype: torch.dtype, more: int = 0
-) -> Guarded:
-    lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
-    return Guarded(lines, length, dtype, gap=problem.gap + more)
-
-
-def _normal(buffer: Guarded, seed: int) -> Tensor:
-    return torch.randn(buffer.lines.shape, generator=seeded(seed))
-
-
-def make_product(row: Row, problem: Problem, operands: Operands) -> _C.Product:
-    """The product as that kernel is to compute it."""
-    x, y, residual = (operands.buffers[name] for name in ("x", "y", "residual"))
-    product = _C.Product(
-        descriptor(problem.pattern),
-        row.op,
-        DTYPES[row.dtype],
-        CPU,
-        problem.tokens,
-        activation=ACTIVATIONS[problem.activation],
-        accumulate=problem.accumulate,
-        kernel=row.number,
-        x_layout=problem.x_layout,
-        ldx=x.ld,
-        y_layout=problem.y_layout,
-        ldy=y.ld,
-        residual=problem.residual,
-        ldr=residual.ld,
-        result_dtype=DTYPES[row.result],
-        gated=problem.gated,
-        bias_gradient=bool(problem.of_bias),
-        bias_gradient_dtype=DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else 0,
-        accumulate_bias=operands.bias_before is not None,
-    )
-    assert product.resolve() == (row.number - 1, 0), "another kernel, or one with a plan"
-    return product
-
-
-def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int) -> None:
-    """Calls the kernel with a workspace at that address."""
-    at = {name: buffer.address for name, buffer in operands.buffers.items()}
-    bias = at["bias"] if problem.bias or problem.of_bias else 0
-    residual = at["residual"] if problem.residual else 0
-    product.run(at["x"], at["y"], at["values"], bias, residual, workspace, 0)
-
-
-def launch(row: Row, problem: Problem, operands: Operands) -> None:
-    """Calls the kernel with a poisoned workspace."""
-    product = make_product(row, problem, operands)
-    workspace_bytes, poison = product.workspace_size(), POISON[4][1]
-    workspace = torch.full((workspace_bytes // 4 + 1024,), poison, dtype=torch.int32)
-    first = -workspace.data_ptr() // 4 % 64  # the alignment of a workspace is 256 bytes
-    run(product, problem, operands, workspace[first:].data_ptr())
-    after = workspace[first + (workspace_bytes + 3) // 4 :]
-    assert bool((workspace[:first] == poison).all()), "memory before the workspace was written"
-    assert bool((after == poison).all()), "memory after the workspace was written"
-
-
-def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(expected, tolerance) in float64, shaped like the output."""
-    pattern = problem.pattern
-    if row.op == SDD_TN:
-        left, right = operands.y.double().t(), operands.x.double()
-    else:
-        weight = dense_weight(operands.values, pattern)
-        left, right = (operands.x, weight.t()) if row.op == DDS_NT else (operands.y, weight)
-        left = left.double()
-    expected, magnitude = left @ right, left.abs() @ right.abs()
-    if row.op == SDD_TN:
-        expected, magnitude = blocks_of_dense(expected, pattern), blocks_of_dense(magnitude, pattern)
-    added = operands.before.view_as(expected) if operands.before is not None else operands.bias
-    if added is not None:
-        expected, magnitude = expected + added.double(), magnitude + added.double().abs()
-    unit = sums_unit(row.dtype)
-    # Higham, "Accuracy and Stability of Numerical Algorithms", 3.1, doubled for instructions that round
-    # the sum of two products on the way.
-    tolerance = 2 * (left.shape[-1] + 4) * unit * magnitude
-    if problem.gated:
-        gate = operands.residual.double()
-        gate, error = activated(problem, gate, torch.zeros_like(gate), unit)
-        error = rounded(gate, error, row.dtype)
-        tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
-        return expected * gate, rounded(expected * gate, tolerance, row.dtype)
-    expected, tolerance = activated(problem, expected, tolerance, unit)
-    if operands.residual is not None:
-        expected = expected + operands.residual.double()
-        tolerance = tolerance + unit * (expected.abs() + tolerance)
-    return expected, rounded(expected, tolerance, row.result)
-
-
-def activated(problem: Problem, values: Tensor, tolerance: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    """What the problem's activation makes of values, and of how far off they may be."""
-    if problem.activation == "none":
-        return values, tolerance
-    # No activation's slope exceeds 1.13; the functions themselves are good to a few units.
-    return FUNCTIONS[problem.activation](values), 1.13 * tolerance + 8 * unit * values.abs()
-
-
-def check(row: Row, problem: Problem) -> None:
-    """Runs a problem twice and checks everything about it."""
-    try:
-        _check(row, problem)
-    except Exception as error:
-        raise AssertionError(f"{row}, {problem}: {error}") from error
-
-
-def _check(row: Row, problem: Problem) -> None:
-    operands = Operands(row, problem)
-    inputs = [buffer.bits.clone() for buffer in operands.inputs]
-    results = []
-    for _ in range(2):
-        operands.prepare_output()
-        launch(row, problem, operands)
-        for output in operands.outputs:
-            assert output.is_whole_outside(), "memory around an output was written"
-        results.append([output.bits.clone() for output in operands.outputs])
-    assert all(map(torch.equal, *results)), "two runs differ"
-    for before, buffer in zip(inputs, operands.inputs, strict=True):
-        assert torch.equal(buffer.bits, before), "an input was written"
-    actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
-    assert_within(actual, *reference(row, problem, operands))
-    if problem.of_bias:
-        of_bias = operands.buffers["bias"].lines[0]
-        assert_within(of_bias, *reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype))
 
 
 def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockPattern:
@@ -374,6 +127,12 @@ def test_more_than_one_wave(row: Row) -> None:
     for grid in ((3, 40), (40, 3), (20, 20)):
         check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(LAYOUTS)))
     check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(LAYOUTS)))
+
+
+def test_each_group_meets_its_weight(row: Row) -> None:
+    grouped = row._replace(grouped=True)
+    for options in PLAIN_OPTIONS[row.op][-2:]:
+        check(grouped, of_groups(grouped, COUNTS["uneven"], (32, 16), (3, 4), **options))
 
 
 @only(torch.float32)

@@ -1,18 +1,19 @@
-"""Every CUDA kernel of the registry, called through the C ABI, against float64 references.
+"""Every kernel of the registry, called through the C ABI, against float64 references; grouped products too.
 
 All operands lie amid poison: NaNs of one bit pattern that no arithmetic gives. A kernel that reads
 outside of them computes NaN, one that writes there changes the pattern, and one that leaves a part of
-its output out leaves NaN in it.
+its output out leaves NaN in it. Kernels of the CPU have their tests in test_cpu_kernels.py, by the same
+`check`.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, product
+from itertools import accumulate, cycle, product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -50,12 +51,13 @@ from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
 
+CPU, CUDA, TF32, FAST, PER_BLOCK, PER_FEATURE = 0, 1, 1, 1, 1, 3
 DEVICE = torch.device("cuda", 0)
-CUDA, TF32, FAST, PER_BLOCK, PER_FEATURE = 1, 1, 1, 1, 3
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
-CHUNK = 16  # bytes, the alignment of operands
+LIMITED = "TILESPARSE_DEVICE_LIMITS" in os.environ  # test_other_gpus.py knows what is refused then
+CHUNK = 16  # bytes, the alignment of operands on a GPU
 CODES = DTYPES | QUANTIZED  # of what is multiplied
-GUARD = 128 * 128 * 8  # bytes of poison before and after an operand, as long as the largest block
+GUARD = {"cpu": 1 << 15, "cuda": 1 << 17}  # bytes of poison around an operand; the latter, the largest block
 # By the size of an element. As int8 it is a number, which spoils results all the same.
 POISON = {
     1: (torch.int8, 0x7F),
@@ -65,12 +67,16 @@ POISON = {
 }
 
 
+FACTS = ("name", "device", "min_compute_capability", "precision", "plan", "max_tokens")
+
+
 class Row(NamedTuple):
     """A kernel and one product, dtype, storage and result of those it computes; None are plain values."""
 
     number: int  # as callers name it: its index plus 1
-    name: str
-    capability: int  # the lowest compute capability that runs it
+    name: str  # this and what follows: `FACTS`
+    device: int
+    capability: int
     precision: int
     plan: int
     max_tokens: int  # 0: any number
@@ -78,6 +84,11 @@ class Row(NamedTuple):
     dtype: torch.dtype
     storage: Storage | None
     result: torch.dtype
+    grouped: bool = False
+
+    @property
+    def on(self) -> torch.device:
+        return DEVICE if self.device == CUDA else torch.device("cpu")
 
     @property
     def of_8_bits(self) -> bool:
@@ -94,15 +105,22 @@ class Row(NamedTuple):
         """The dtype of y, bias and residual."""
         return self.result if self.op == DDS_NT else self.dtype
 
+    @property
+    def of_values(self) -> torch.dtype:
+        """The dtype of dense blocks."""
+        return self.result if self.op == SDD_TN else self.dtype
+
     def __str__(self) -> str:
         names = [name for name, storage in STORAGES.items() if storage == self.storage]
+        if self.device == CPU:
+            names += [{DDS_NT: "dds_nt", DDS_NN: "dds_nn", SDD_TN: "sdd_tn"}[self.op], str(self.dtype)]
         if self.result != self.dtype:
-            names.append(f"to {self.result}".replace("torch.", ""))
-        return " ".join([self.name, *names])
+            names.append(f"to {self.result}")
+        return " ".join([self.name, *names]).replace("torch.", "")
 
 
 def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | None]:
-    """What a kernel reads as it is, of 8 bits with either kind of scales."""
+    """Storages that a kernel reads without conversion, of 8 bits with either kind of scales."""
     if dtype in QUANTIZED:  # as x is
         return [form for form, bit in ((None, 1), (STORAGES["2:4"], 2)) if kernel.storages & bit]
     own = kernel.values_dtypes == 0 or kernel.values_dtypes >> DTYPES[dtype] & 1
@@ -115,41 +133,37 @@ def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | Non
     return found
 
 
-def results_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[torch.dtype]:
+def results_of(kernel: _C.KernelInfo, op: int, dtype: torch.dtype) -> list[torch.dtype]:
     """Dtypes of what it writes."""
+    if kernel.device == CPU:  # those of all kernels there
+        return [dtype, torch.float32] if op == SDD_TN and dtype.itemsize == 2 else [dtype]
     if kernel.result_dtypes == 0:
         return [dtype]
     return [result for result, code in DTYPES.items() if kernel.result_dtypes >> code & 1]
 
 
-EVERY_ROW = [
-    Row(
-        index + 1,
-        kernel.name,
-        kernel.min_compute_capability,
-        kernel.precision,
-        kernel.plan,
-        kernel.max_tokens,
-        op,
-        dtype,
-        storage,
-        result,
-    )
-    for index, kernel in enumerate(_C.kernels())
-    if kernel.device == CUDA
-    for op in (DDS_NT, DDS_NN, SDD_TN)
-    if kernel.ops >> op & 1
-    for dtype, code in CODES.items()
-    if kernel.dtypes >> code & 1
-    for storage in storages_of(kernel, dtype)
-    for result in results_of(kernel, dtype)
-]
-# Those named so compute grouped products alone, see test_grouped_kernels.py.
-ROWS = [row for row in EVERY_ROW if "grouped" not in row.name]
+def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
+    return [
+        Row(index + 1, *(getattr(kernel, fact) for fact in FACTS), op, dtype, storage, result)
+        for index, kernel in enumerate(_C.kernels())
+        if kernel.device == device
+        for op in (DDS_NT, DDS_NN, SDD_TN)
+        if kernel.ops >> op & 1
+        for dtype in dtypes
+        if kernel.dtypes >> CODES[dtype] & 1
+        for storage in storages_of(kernel, dtype)
+        for result in results_of(kernel, op, dtype)
+    ]
+
+
+# Those named so compute grouped products alone.
+ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
+GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.of_8_bits]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
 ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.scales_inside]
+PLAIN_OPTIONS = {op: [each for each in options if "of_bias" not in each] for op, options in OPTIONS.items()}
 
 
 def runs_here(row: Row) -> bool:
@@ -158,27 +172,26 @@ def runs_here(row: Row) -> bool:
     return row.capability == here or (row.capability == 80 and here > 80)
 
 
-def fits(row: Row, device: _C.DeviceInfo) -> bool:
-    """Whether a GPU that runs the kernel has room for it, with blocks of some shape."""
-    return any(accepts(row, shape, device=device) for shape in product(BLOCK_SIZES, BLOCK_SIZES))
-
-
 @pytest.fixture(params=ROWS, ids=str)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Row:
-    record_property("kernel", request.param.name)
-    if not runs_here(request.param):
-        pytest.skip(f"needs compute capability {request.param.capability}")
-    # See test_other_gpus.py, which knows what is refused there.
-    if "TILESPARSE_DEVICE_LIMITS" in os.environ and not fits(request.param, _C.device_info(CUDA)):
-        pytest.skip("is refused with these limits")
-    return request.param
+    found: Row = request.param
+    record_property("kernel", found.name)
+    if not runs_here(found):
+        pytest.skip(f"needs compute capability {found.capability}")
+    if not accepted_shapes(found):
+        pytest.skip("computes no grouped products" if found.grouped else "is refused with these limits")
+    return found
+
+
+def of(rows: list[Row]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", rows, ids=str, indirect=True)
 
 
 @cache
 def accepted_shapes(row: Row) -> list[tuple[int, int]]:
     """The block shapes a kernel accepts."""
     shapes = [shape for shape in product(BLOCK_SIZES, BLOCK_SIZES) if accepts(row, shape)]
-    assert shapes, "the kernel accepts no block shape"
+    assert shapes or row.grouped or LIMITED, "the kernel accepts no block shape"
     return shapes
 
 
@@ -199,33 +212,39 @@ def accepts(
     tokens: int = 8,
     device: _C.DeviceInfo | None = None,
 ) -> bool:
-    """Return True if the kernel computes such products on the GPU that is here, or on another."""
+    """Return True if the kernel computes such products on the device that is here, or on another."""
     if row.storage is not None and row.storage.compressed and block_shape[1] % COMPRESSIBLE:
         return False
     if row.scales_inside and block_shape != (128, 128):  # which is refused before kernels are asked
         return False
-    pattern = BlockPattern.full(block_shape, block_shape=block_shape)
-    product = _C.Product(
-        prepared_on("cpu", pattern).descriptor,
-        row.op,
-        CODES[row.dtype],
-        CUDA,
-        tokens,
-        precision=row.precision,
-        kernel=row.number,
-        x_layout=x_layout,
-        y_layout=y_layout,
-        **form_of(row, tokens),
-    )
+    groups = 1 + row.grouped
+    pattern = BlockPattern.full((groups * block_shape[0], block_shape[1]), block_shape=block_shape)
     try:
-        product.select(_C.device_info(CUDA) if device is None else device)
+        product = _C.Product(
+            entry_of(row, torch.device("cpu"), pattern, groups).descriptor,
+            row.op,
+            CODES[row.dtype],
+            row.device,
+            tokens,
+            precision=row.precision,
+            kernel=row.number,
+            x_layout=x_layout,
+            y_layout=y_layout,
+            grouped=row.grouped,
+            **form_of(row, tokens),
+        )
+        product.select(_C.device_info(row.device) if device is None else device)
     except UnsupportedError:
         return False
+    except ValueError:
+        if row.grouped:
+            return False
+        raise
     return True
 
 
 def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
-    """How values are stored, and results, as `_C.Product` takes it; ``gap``: bytes between lines."""
+    """Storage of values and results, as arguments of `_C.Product`; ``gap``: bytes between lines."""
     storage = row.storage
     if row.scales_inside:
         ld = max(4, (4 * tokens + gap + CHUNK - 1) // CHUNK * CHUNK // 4)
@@ -242,9 +261,10 @@ def form_of(row: Row, tokens: int = 0, gap: int = 0) -> dict[str, Any]:
     }
 
 
-def prepared_on(device: str | torch.device, pattern: BlockPattern) -> Prepared:
-    """What products on that device read of a pattern; its memory lasts as long as the pattern."""
-    return prepared(pattern.index_on(torch.device(device)))
+def entry_of(row: Row, device: torch.device, pattern: BlockPattern, groups: int) -> Prepared:
+    """The arrays of a pattern on a device; their memory lasts as long as the pattern."""
+    entry = prepared(pattern.index_on(device))
+    return entry.grouped(groups) if row.grouped else entry
 
 
 def within(row: Row, tokens: int) -> int:
@@ -254,7 +274,7 @@ def within(row: Row, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    pattern: BlockPattern
+    pattern: BlockPattern  # of all groups
     tokens: int
     x_layout: int = 0
     y_layout: int = 0
@@ -265,32 +285,85 @@ class Problem:
     gated: bool = False  # the residual is a gate
     accumulate: bool = False
     of_bias: str = ""  # what becomes of the sums of y: nothing, "stored" or "added in float32"
+    counts: tuple[int, ...] = ()  # tokens of each group; () for one product
+
+    @property
+    def groups(self) -> int:
+        return len(self.counts) or 1
+
+    @property
+    def offsets(self) -> list[int]:
+        """Indices at which groups begin, and the number of tokens."""
+        return list(accumulate(self.counts or (self.tokens,), initial=0))
+
+    @property
+    def features(self) -> int:
+        """Features of y."""
+        return self.pattern.out_features // self.groups
+
+    def part(self, group: int) -> tuple[BlockPattern, slice | Tensor]:
+        """The pattern of a group by itself, and the slots that its blocks have in that of all."""
+        if not self.counts:
+            return self.pattern, slice(None)
+        height = self.pattern.grid[0] // self.groups
+        mask = self.pattern.to_block_mask().cpu()[group * height : (group + 1) * height]
+        rows, columns = (index.cpu() for index in self.pattern.block_indices())
+        order = (rows * self.pattern.grid[1] + columns).argsort()
+        slots = order[rows[order] // height == group]
+        return BlockPattern.from_block_mask(mask, block_shape=self.pattern.block_shape), slots
 
 
 class Guarded:
-    """Lines of numbers amid poison, aligned to exactly `alignment` bytes."""
+    """Lines of numbers amid poison, aligned to exactly `alignment` bytes: as far as a device demands."""
 
     def __init__(
-        self, lines: int, length: int, dtype: torch.dtype, *, gap: int = 0, alignment: int = CHUNK
+        self,
+        lines: int,
+        length: int,
+        dtype: torch.dtype,
+        *,
+        gap: int = 0,
+        alignment: int = 0,
+        device: torch.device = DEVICE,
     ) -> None:
-        size = dtype.itemsize
+        size, guard = dtype.itemsize, GUARD[device.type]
         integer, self._poison = POISON[size]
-        guard = (GUARD + alignment) // size
-        self.ld = (length * size + gap + CHUNK - 1) // CHUNK * CHUNK // size
-        self._inside = ((lines, length), (self.ld, 1), guard)
-        self.bits = torch.full((2 * guard + lines * self.ld,), self._poison, dtype=integer, device=DEVICE)
+        chunk = CHUNK if device.type == "cuda" else size
+        alignment = alignment or chunk
+        # On the CPU lines may begin anywhere: one element more.
+        odd = device.type == "cpu" and gap > 0
+        self.ld = (length * size + gap + chunk - 1) // chunk * chunk // size + odd
+        elements = 2 * (guard + 2 * alignment) // size + lines * self.ld
+        self.bits = torch.full((elements,), self._poison, dtype=integer, device=device)
+        begin = guard + alignment + -(self.bits.data_ptr() + guard) % (2 * alignment)
+        self._inside = ((lines, length), (self.ld, 1), begin // size)
         self.lines = self.bits.view(dtype).as_strided(*self._inside)
-        self.address = self.bits.data_ptr() + guard * size
+        self.address = self.bits.data_ptr() + begin
 
     def poison(self) -> None:
         self.bits.fill_(self._poison)
 
     def is_poison(self, *, inside: bool) -> bool:
-        """Whether the poison is whole around the lines, or also inside of them."""
+        """Return True if the poison is whole around the lines, or also inside of them."""
         bits = self.bits.clone()
         if not inside:
             bits.as_strided(*self._inside).fill_(self._poison)
         return bool((bits == self._poison).all())
+
+
+class Part(NamedTuple):
+    """The operands of one group, of which `expected` is a product; scales of x where x has 8 bits."""
+
+    pattern: BlockPattern
+    x: Tensor
+    y: Tensor
+    values: Tensor
+    plain: Tensor
+    before: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    scales: Tensor | None
+    x_scales: Tensor | None
 
 
 class Operands:
@@ -300,33 +373,40 @@ class Operands:
     """
 
     def __init__(self, row: Row, problem: Problem) -> None:
-        pattern, dtype = problem.pattern, row.dtype
-        of_values = dtype if row.op != SDD_TN else row.result
-        stored = random_stored(pattern, row.storage, of_values, row.scales_inside)
+        self.row, pattern, dtype, on = row, problem.pattern, row.dtype, row.on
+        stored = random_stored(row, pattern)
         of_bias = torch.float32 if "float32" in problem.of_bias and dtype.itemsize == 2 else row.of_y
+
+        def matrix(features: int, layout: int, dtype: torch.dtype, more: int = 0) -> Guarded:
+            lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
+            return Guarded(lines, length, dtype, gap=problem.gap + more, device=on)
+
+        def vector(length: int, dtype: torch.dtype, alignment: int = 0) -> Guarded:
+            return Guarded(1, length, dtype, alignment=alignment, device=on)
+
         self.buffers = {
-            "x": _guarded_matrix(problem, pattern.in_features, problem.x_layout, dtype),
-            "y": _guarded_matrix(problem, pattern.out_features, problem.y_layout, row.of_y),
-            "values": Guarded(1, stored.values.numel(), stored.values.dtype),
-            "bias": Guarded(1, pattern.out_features, of_bias, alignment=of_bias.itemsize),
-            "residual": _guarded_matrix(
-                problem, pattern.out_features, problem.y_layout, row.of_y, more=CHUNK
-            ),
+            "x": matrix(pattern.in_features, problem.x_layout, dtype),
+            "y": matrix(problem.features, problem.y_layout, row.of_y),
+            "values": vector(stored.values.numel(), stored.values.dtype),
+            "bias": vector(pattern.out_features, of_bias, of_bias.itemsize),
+            "residual": matrix(problem.features, problem.y_layout, row.of_y, CHUNK),
         }
         if stored.metadata is not None:
-            self.buffers["metadata"] = Guarded(1, stored.metadata.numel(), torch.int32)
+            self.buffers["metadata"] = vector(stored.metadata.numel(), torch.int32)
         if stored.scales is not None:
-            self.buffers["scales"] = Guarded(1, stored.scales.numel(), torch.float32, alignment=4)
+            self.buffers["scales"] = vector(stored.scales.numel(), torch.float32, 4)
         if row.of_8_bits:
             lines, gap = (pattern.in_features // 128, problem.gap) if row.scales_inside else (1, 0)
-            self.buffers["x_scales"] = Guarded(lines, problem.tokens, torch.float32, gap=gap)
+            self.buffers["x_scales"] = Guarded(lines, problem.tokens, torch.float32, gap=gap, device=on)
+        if problem.counts:
+            self.buffers["group_offsets"] = vector(problem.groups + 1, torch.int32, 4)
         self.output = self.buffers[OUTPUTS[row.op]]
         self.outputs = [self.output, self.buffers["bias"]] if problem.of_bias else [self.output]
         self.inputs = [buffer for buffer in self.buffers.values() if buffer not in self.outputs]
-        self.before = normal(self.output.lines.shape, row.result, 9) if problem.accumulate else None
+        self.before = normal(self.output.lines.shape, row.result, 9, on) if problem.accumulate else None
         added = "added" in problem.of_bias
-        self.bias_before = normal(self.buffers["bias"].lines.shape, of_bias, 11) if added else None
-        given = stored._asdict()
+        self.bias_before = normal(self.buffers["bias"].lines.shape, of_bias, 11, on) if added else None
+        given = stored._asdict() | {"group_offsets": torch.tensor(problem.offsets)}
         for seed, (name, buffer) in enumerate(self.buffers.items()):
             if buffer not in self.outputs:
                 random = some(name, buffer, seed) if name not in given else given[name]
@@ -352,59 +432,68 @@ class Operands:
         if self.bias_before is not None:
             self.buffers["bias"].lines.copy_(self.bias_before)
 
+    def part(self, problem: Problem, group: int) -> Part:
+        pattern, slots = problem.part(group)
+        tokens = slice(*problem.offsets[group : group + 2])
+        features = slice(group * problem.features, (group + 1) * problem.features)
+        return Part(
+            pattern,
+            self.x[tokens],
+            self.y[tokens],
+            self.values[slots] if self.output is self.buffers["values"] else self.values,
+            self.plain[slots],
+            None if self.before is None else self.before.view_as(self.values)[slots],
+            None if self.bias is None else self.bias[features],
+            None if self.residual is None else self.residual[tokens],
+            getattr(self, "scales", None),
+            getattr(self, "x_scales", None),
+        )
 
-def random_stored(
-    pattern: BlockPattern, storage: Storage | None, dtype: torch.dtype, scales_inside: bool = False
-) -> Stored:
-    if dtype in QUANTIZED:
-        values = of_8_bits(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
-        count = pattern.nnz if scales_inside else pattern.out_features
-        scales, metadata, plain = scales_of_8_bits(count, 11), None, values
-        if storage is not None:
-            values, metadata = compress(values, random_mask(values.shape).to(DEVICE))
-            plain = expanded_by_definition(values, metadata, None, dtype)
+
+def random_stored(row: Row, pattern: BlockPattern) -> Stored:
+    size = torch.Size([pattern.nnz, *pattern.block_shape])
+    if row.of_8_bits:
+        values = of_8_bits(size, row.dtype, 10, row.on)
+        count = pattern.nnz if row.scales_inside else pattern.out_features
+        scales, metadata, plain = scales_of_8_bits(count, 11, row.on), None, values
+        if row.storage is not None:
+            values, metadata = compress(values, random_mask(values.shape).to(row.on))
+            plain = expanded_by_definition(values, metadata, None, row.dtype)
         return Stored(values, metadata, scales, plain)
-    if storage is not None:
-        return stored_values(pattern, storage, dtype=dtype, device=str(DEVICE))
-    values = normal(torch.Size([pattern.nnz, *pattern.block_shape]), dtype, 10)
+    if row.storage is not None:
+        return stored_values(pattern, row.storage, dtype=row.of_values, device=str(row.on))
+    values = normal(size, row.of_values, 10, row.on)
     return Stored(values, None, None, values)
 
 
-def _guarded_matrix(
-    problem: Problem, features: int, layout: int, dtype: torch.dtype, more: int = 0
-) -> Guarded:
-    lines, length = (features, problem.tokens) if layout else (problem.tokens, features)
-    return Guarded(lines, length, dtype, gap=problem.gap + more)
-
-
-def normal(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(size, dtype=dtype, device=DEVICE, generator=generator)
+def normal(size: torch.Size, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
 
 def some(name: str, buffer: Guarded, seed: int) -> Tensor:
     """Random contents for an operand."""
-    size, dtype = buffer.lines.shape, buffer.lines.dtype
+    size, dtype, device = buffer.lines.shape, buffer.lines.dtype, buffer.lines.device
     if name == "x_scales":
-        return scales_of_8_bits(size.numel(), seed)
-    return of_8_bits(size, dtype, seed) if dtype in QUANTIZED else normal(size, dtype, seed)
+        return scales_of_8_bits(size.numel(), seed, device)
+    return (of_8_bits if dtype in QUANTIZED else normal)(size, dtype, seed, device)
 
 
-def of_8_bits(size: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
+def of_8_bits(size: torch.Size, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
     """All numbers of int8; of float8 normal ones and a few of the others, but NaN."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    bits = torch.randint(-128, 128, size, dtype=torch.int8, device=DEVICE, generator=generator)
+    generator = torch.Generator(device).manual_seed(seed)
+    bits = torch.randint(-128, 128, size, dtype=torch.int8, device=device, generator=generator)
     if dtype == torch.int8:
         return bits
     bits[bits.bitwise_and(127) == 127] = 0  # NaN
-    rare = torch.rand(size, device=DEVICE, generator=generator) < 0.01
-    return torch.where(rare, bits.view(dtype).float(), normal(size, torch.float32, seed)).to(dtype)
+    rare = torch.rand(size, device=device, generator=generator) < 0.01
+    return torch.where(rare, bits.view(dtype).float(), normal(size, torch.float32, seed, device)).to(dtype)
 
 
-def scales_of_8_bits(count: int, seed: int) -> Tensor:
+def scales_of_8_bits(count: int, seed: int, device: torch.device) -> Tensor:
     """Scales of either sign, small enough for sums in float16."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return (torch.rand(count, device=DEVICE, generator=generator) - 0.5) / 64
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.rand(count, device=device, generator=generator) - 0.5) / 64
 
 
 def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any) -> _C.Product:
@@ -422,19 +511,22 @@ def make_product(row: Row, problem: Problem, operands: Operands, **changes: Any)
         "residual": problem.residual,
         "ldr": residual.ld,
         "gated": problem.gated,
+        "grouped": row.grouped,
         "bias_gradient": bool(problem.of_bias),
         "bias_gradient_dtype": DTYPES[operands.buffers["bias"].lines.dtype] if problem.of_bias else 0,
         "accumulate_bias": operands.bias_before is not None,
         **form_of(row, problem.tokens, problem.gap),
     }
-    descriptor = prepared_on(DEVICE, problem.pattern).descriptor
-    product = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, problem.tokens, **(arguments | changes))
+    descriptor = entry_of(row, row.on, problem.pattern, problem.groups).descriptor
+    product = _C.Product(
+        descriptor, row.op, CODES[row.dtype], row.device, problem.tokens, **(arguments | changes)
+    )
     assert product.resolve() == (row.number - 1, row.plan), "another kernel was chosen"
     return product
 
 
 class Plan(NamedTuple):
-    """Of which kernel and pattern it is, and where."""
+    """Address and size of a plan, and the key of its kernel and pattern."""
 
     address: int
     size: int
@@ -445,24 +537,25 @@ def plan_of(row: Row, problem: Problem) -> Plan:
     """The plan as products of tensors walk it, made by the GPU; empty for kernels without one."""
     if not row.plan:
         return Plan(0, 0, 0)
-    entry = prepared_on(DEVICE, problem.pattern)
+    entry = entry_of(row, DEVICE, problem.pattern, problem.groups)
     memory = entry.plans.get(row.op, row.number - 1, row.plan)
-    return Plan(memory.data_ptr(), memory.numel(), key_of(row, entry))
-
-
-def key_of(row: Row, entry: Prepared) -> int:
-    return _C.plan_key(entry.descriptor, row.number - 1, row.op)
+    return Plan(memory.data_ptr(), memory.numel(), _C.plan_key(entry.descriptor, row.number - 1, row.op))
 
 
 def run(product: _C.Product, problem: Problem, operands: Operands, workspace: int, **changes: int) -> None:
-    """Calls the kernel with a workspace at that address; `changes` replace other addresses."""
+    """Call the kernel with a workspace at that address; `changes` replace other addresses."""
     addresses = {name: buffer.address for name, buffer in operands.buffers.items()}
     if not (problem.bias or problem.of_bias):
         addresses["bias"] = 0
     if not problem.residual:
         addresses["residual"] = 0
-    stream = torch.cuda.current_stream(DEVICE).cuda_stream
+    stream = torch.cuda.current_stream(DEVICE).cuda_stream if operands.row.device == CUDA else 0
     product.run(**(addresses | changes), workspace=workspace, stream=stream)
+
+
+def workspace_of(row: Row, product: _C.Product) -> Guarded:
+    size = (product.workspace_size() + 3) // 4
+    return Guarded(1, size, torch.float32, alignment=256, device=row.on)
 
 
 def launch(
@@ -473,65 +566,63 @@ def launch(
     arguments: Mapping[str, int] = MappingProxyType({}),
     **addresses: int,
 ) -> None:
-    """Calls the kernel with a poisoned workspace, and as it is called otherwise but for what is given."""
+    """Call the kernel with a poisoned workspace, and as it is called otherwise but for what is given."""
     product = make_product(row, problem, operands, **arguments)
-    product.use_plan(*(plan_of(row, problem) if plan is None else plan))
-    workspace = Guarded(1, (product.workspace_size() + 3) // 4, torch.float32, alignment=256)
+    if row.plan:
+        product.use_plan(*(plan_of(row, problem) if plan is None else plan))
+    workspace = workspace_of(row, product)
     run(product, problem, operands, workspace.address, **addresses)
     assert workspace.is_poison(inside=False), "memory around the workspace was written"
+    for output in operands.outputs:
+        assert output.is_poison(inside=False), "memory around an output was written"
 
 
-def reference(row: Row, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+def reference(row: Row, problem: Problem, part: Part) -> tuple[Tensor, Tensor]:
     """(expected, tolerance) in float64, shaped like the output."""
-    pattern = problem.pattern
+    pattern = part.pattern
     if row.op == SDD_TN:
-        left, right = operands.y.t(), operands.x
+        left, right = part.y.t(), part.x
     elif row.op == DDS_NT:
-        left, right = operands.x, dense_weight(scaled_blocks(row, operands), pattern).t()
+        # Times their scales where these are inside of the sums.
+        blocks = part.plain.double() * part.scales[:, None, None] if row.scales_inside else part.plain
+        left, right = part.x, dense_weight(blocks, pattern).t()
     else:
-        left, right = operands.y, dense_weight(operands.plain, pattern)
+        left, right = part.y, dense_weight(part.plain, pattern)
     left, right = left.double(), right.double()
     if row.scales_inside:
-        left = left * operands.x_scales.double().repeat_interleave(128, 1)
+        left = left * part.x_scales.double().repeat_interleave(128, 1)
     elif row.of_8_bits:
-        left, right = left * operands.x_scales[:, None].double(), right * operands.scales.double()
+        left, right = left * part.x_scales[:, None].double(), right * part.scales.double()
     expected, magnitude = left @ right, left.abs() @ right.abs()
     if row.op == SDD_TN:
         expected, magnitude = blocks_of(expected, pattern), blocks_of(magnitude, pattern)
-    added = operands.before.view_as(expected) if operands.before is not None else operands.bias
+    added = part.before if part.before is not None else part.bias
     if added is not None:
         expected, magnitude = expected + added.double(), magnitude + added.double().abs()
     tolerance = relative_error(row, left.shape[-1]) * magnitude
     unit = sums_unit(row.dtype)
     if problem.gated:
-        gate = operands.residual.double()
+        gate = part.residual.double()
         gate, error = activated(row, problem, gate, torch.zeros_like(gate))
         error = rounded(gate, error, row.result)
         tolerance = tolerance * gate.abs() + (expected.abs() + tolerance) * error
         return expected * gate, rounded(expected * gate, tolerance, row.result)
     expected, tolerance = activated(row, problem, expected, tolerance)
-    if operands.residual is not None:
-        expected = expected + operands.residual.double()
+    if part.residual is not None:
+        expected = expected + part.residual.double()
         tolerance = tolerance + unit * (expected.abs() + tolerance)
     return expected, rounded(expected, tolerance, row.result)
 
 
-def scaled_blocks(row: Row, operands: Operands) -> Tensor:
-    """The blocks of W, times their scales where these are inside of the sums."""
-    if not row.scales_inside:
-        return operands.plain
-    return operands.plain.double() * operands.scales.double()[:, None, None]
-
-
 def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
-    """What the problem's activation makes of values, and of how far off they may be."""
+    """Apply the problem's activation to values and to their tolerance."""
     if problem.activation == "none":
         return values, tolerance
-    # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits to
-    # what the C header states.
+    # No activation's slope exceeds 1.13; the functions themselves are good to a few units, gelu in 16 bits on
+    # a GPU to what the C header states.
     unit = sums_unit(row.dtype)
     tolerance = 1.13 * tolerance + 8 * unit * values.abs()
-    if problem.activation == "gelu" and row.result.itemsize == 2:
+    if problem.activation == "gelu" and row.result.itemsize == 2 and row.device == CUDA:
         tolerance = tolerance + 1e-5
     return FUNCTIONS[problem.activation](values), tolerance
 
@@ -540,23 +631,22 @@ def relative_error(row: Row, terms: int) -> float:
     """Bound of |error| / sum of |l r| before the result is rounded.
 
     Tensor cores multiply exactly and truncate sums to float32 or better, twice the error of rounding
-    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). TF32 rounds each factor to 2^-11.
+    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021); on the CPU some instructions round the
+    sum of two products on the way. TF32 rounds each factor to 2^-11.
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
     Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
     12 bits and more where they add 32 products of float8 and their sum, which promoted sums leave after 128.
     """
-    if row.dtype == torch.float64:
-        return 2 * (terms + 4) * rounding_unit(torch.float64)
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
     if row.dtype == torch.float8_e4m3fn and row.capability == 90:
         added = terms if row.precision == FAST else min(terms, 128)
         return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
-    if row.dtype != torch.float32:
-        return 2 * (terms + 4) * unit
+    if row.dtype != torch.float32 or row.device == CPU:
+        return 2 * (terms + 4) * sums_unit(row.dtype)
     if row.precision == TF32:
         return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
     return 2 * (3 * terms + 4) * unit + 14 * unit
@@ -577,11 +667,12 @@ def blocks_of(dense: Tensor, pattern: BlockPattern) -> Tensor:
 
 def host_plan(row: Row, problem: Problem) -> tuple[Plan, Tensor]:
     """The plan as the host makes it, and the device memory it is in. Elsewhere the GPU makes them."""
-    entry = prepared_on("cpu", problem.pattern)
+    entry = entry_of(row, torch.device("cpu"), problem.pattern, 1)
     plan = torch.empty(_C.plan_size(entry.descriptor, row.number - 1, row.op), dtype=torch.uint8)
     _C.plan_build(entry.descriptor, row.number - 1, row.op, plan.data_ptr(), plan.numel())
     memory = plan.to(DEVICE)
-    return Plan(memory.data_ptr(), memory.numel(), key_of(row, entry)), memory
+    key = _C.plan_key(entry.descriptor, row.number - 1, row.op)
+    return Plan(memory.data_ptr(), memory.numel(), key), memory
 
 
 def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
@@ -590,7 +681,7 @@ def check(row: Row, problem: Problem, plan: Plan | None = None) -> None:
     Some kernels store column-major results in whole vectors of 16 bytes only: they get more tokens.
     """
     layouts = (problem.x_layout, problem.y_layout)
-    if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens):
+    if not accepts(row, problem.pattern.block_shape, *layouts, problem.tokens) and not row.grouped:
         problem = replace(problem, tokens=(problem.tokens + 7) // 8 * 8)
     try:
         _check(row, problem, plan)
@@ -605,19 +696,27 @@ def _check(row: Row, problem: Problem, plan: Plan | None) -> None:
     for _ in range(2):
         operands.prepare_output()
         launch(row, problem, operands, plan)
-        for output in operands.outputs:
-            assert output.is_poison(inside=False), "memory around an output was written"
         results.append([output.bits.clone() for output in operands.outputs])
     assert all(map(torch.equal, *results)), "two runs differ"
     for before, buffer in zip(inputs, operands.inputs, strict=True):
         assert torch.equal(buffer.bits, before), "an input was written"
-    expected, tolerance = reference(row, problem, operands)
-    actual = {DDS_NT: operands.y, DDS_NN: operands.x, SDD_TN: operands.values}[row.op]
-    assert_within(actual, expected.cpu(), tolerance.cpu())
+    check_groups(row, problem, operands, range(problem.groups))
     if problem.of_bias:
         of_bias = operands.buffers["bias"].lines[0]
         expected, tolerance = reference_of_bias(row.dtype, operands.y, operands.bias_before, of_bias.dtype)
         assert_within(of_bias, expected.cpu(), tolerance.cpu())
+
+
+def check_groups(row: Row, problem: Problem, operands: Operands, groups: Iterable[int]) -> None:
+    """Compare the results of groups with the reference of each."""
+    for group in groups:
+        part = operands.part(problem, group)
+        expected, tolerance = reference(row, problem, part)
+        actual = {DDS_NT: part.y, DDS_NN: part.x, SDD_TN: part.values}[row.op]
+        try:
+            assert_within(actual, expected.cpu(), tolerance.cpu())
+        except AssertionError as error:
+            raise AssertionError(f"group {group} of {problem.counts}: {error}") from error
 
 
 def random_pattern(
@@ -660,7 +759,7 @@ def test_long_sums(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["random 50%", "power-law rows", "empty"])
-@pytest.mark.parametrize("row", ROWS_WITH_PLANS, ids=str, indirect=True)
+@of(ROWS_WITH_PLANS)
 def test_plans_of_the_host(row: Row, name: str) -> None:
     for block_shape in accepted_shapes(row)[::3]:
         problem = Problem(make_pattern(name, (40, 10), block_shape), 137)
@@ -726,9 +825,9 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
         check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
 
 
-@pytest.mark.parametrize("row", ROWS_THAT_EXPAND, ids=str, indirect=True)
+@of(ROWS_THAT_EXPAND)
 def test_expanded_values(row: Row) -> None:
-    """What a kernel does not read it is given as plain values, in its workspace."""
+    """A kernel is given dense blocks, in its workspace, of storages that it does not read."""
     draw = random.Random(f"{row} expanded")
     shapes = [shape for shape in accepted_shapes(row) if shape[1] % COMPRESSIBLE == 0]
     for storage in [STORAGES["2:4"]] if row.of_8_bits else STORAGES.values():
@@ -739,7 +838,7 @@ def test_expanded_values(row: Row) -> None:
             check(given, Problem(pattern, within(row, draw.choice((17, 130))), *layouts, **options))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
+@of(ROWS_OF_DECODE_TOKENS)
 def test_every_number_of_few_tokens(row: Row) -> None:
     draw = random.Random(f"{row} few tokens")
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
@@ -750,7 +849,7 @@ def test_every_number_of_few_tokens(row: Row) -> None:
         make_product(row, problem, Operands(row, problem))
 
 
-@pytest.mark.parametrize("row", ROWS_OF_DECODE_TOKENS, ids=str, indirect=True)
+@of(ROWS_OF_DECODE_TOKENS)
 def test_many_rows_and_a_long_one(row: Row) -> None:
     """More rows than multiprocessors, and one of many more blocks than the others; columns of dds_nn."""
     draw = random.Random(f"{row} rows")
@@ -812,7 +911,7 @@ def _bad_residuals(row: Row, operands: Operands) -> list[tuple[str, dict[str, An
 
 
 def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
-    """Of what a storage has beside values."""
+    """Bad addresses of metadata and scales."""
     found: list[tuple[str, dict[str, Any]]] = []
     for name, least in (("metadata", CHUNK), ("scales", 4), ("x_scales", CHUNK)):
         if name in operands.buffers:
@@ -825,7 +924,7 @@ def _bad_extras(operands: Operands) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_a_short_workspace_is_refused(row: Row) -> None:
-    """Where one is needed, as for the sum over many tokens of few blocks; elsewhere it may be null.
+    """A workspace is needed for the sum over many tokens of few blocks, say; otherwise it may be null.
 
     A product that was never asked for its size takes it to be 0; one less by a byte is in tests/c.
     """
@@ -852,3 +951,96 @@ def test_every_kernel_of_this_gpu_runs() -> None:
     assert rows, "the library has no CUDA kernel that this GPU runs"
     for row in rows:
         check(row, Problem(make_pattern("random 50%", (2, 3), accepted_shapes(row)[0]), within(row, 8)))
+
+
+# ---- groups ----
+
+# Tokens of each group. The last ones of a group do not fill a tile, and groups begin anywhere.
+COUNTS = {
+    "uneven": [0, 17, 1, 0, 300, 33, 129, 0],
+    "all to one": [0, 0, 517, 0],
+    "one group": [130],
+    "two tiles each": [256, 256, 256],
+    "many groups": [i % 4 for i in range(512)],
+    "no tokens": [0, 0, 0],
+}
+BROKEN = {
+    "beyond": [0, 10, 10**9, 2**31 - 1],
+    "negative": [-(2**31), -5, 40, 100],
+    "descending": [100, 60, 30, 0],
+    "everything twice": [0, 100, 0, 100],
+}
+
+
+def of_groups(
+    row: Row, counts: list[int], block_shape: tuple[int, int], grid: tuple[int, int], **options: Any
+) -> Problem:
+    """Weights of different densities, from 0 to 1; fewer tokens for kernels that take no more."""
+    if row.max_tokens:
+        counts = [count * row.max_tokens // max(sum(counts), row.max_tokens) for count in counts]
+    density = torch.linspace(0, 1, len(counts)).roll(1).repeat_interleave(grid[0])
+    mask = torch.rand(len(counts) * grid[0], grid[1], generator=seeded(3)) < density[:, None]
+    pattern = shuffled(BlockPattern.from_block_mask(mask, block_shape=block_shape))
+    return Problem(pattern, sum(counts), gap=CHUNK, counts=tuple(counts), **options)
+
+
+@of(GROUPED_ROWS)
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_group_meets_its_weight(row: Row, name: str) -> None:
+    draw = random.Random(f"{row} {name}")
+    shapes = accepted_shapes(row)
+    many = len(COUNTS[name]) > 8
+    for block_shape in draw.sample(shapes, min(1 if many else 3, len(shapes))):
+        grid = (2, 3) if many else (5, 7)
+        check(row, of_groups(row, COUNTS[name], block_shape, grid, **draw.choice(PLAIN_OPTIONS[row.op])))
+
+
+@of(GROUPED_ROWS)
+def test_nothing_of_other_groups_enters_a_sum(row: Row) -> None:
+    """A NaN in one group's tokens spoils results of this group alone, and none through 0 * NaN."""
+    problem = of_groups(row, [37, 61, 90], accepted_shapes(row)[-1], (3, 4))
+    operands = Operands(row, problem)
+    for name in "xy":
+        if name != OUTPUTS[row.op]:
+            operands.buffers[name].lines[slice(*problem.offsets[1:3])] = torch.nan
+    operands.prepare_output()
+    launch(row, problem, operands)
+    check_groups(row, problem, operands, (0, 2))
+
+
+@of([row for row in GROUPED_ROWS if row.op == SDD_TN])
+def test_groups_without_tokens_have_no_gradient(row: Row) -> None:
+    """Their values become 0, or stay what they were if they are added to."""
+    for adds in (False, True):
+        check(row, of_groups(row, [0, 50, 0], accepted_shapes(row)[0], (3, 4), accumulate=adds))
+
+
+@of(GROUPED_ROWS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_offsets_write_nothing_outside(row: Row, name: str) -> None:
+    problem = of_groups(row, [30, 30, 40], accepted_shapes(row)[0], (3, 4))
+    operands = Operands(row, problem)
+    operands.buffers["group_offsets"].lines.copy_(torch.tensor([BROKEN[name]]))
+    operands.prepare_output()
+    launch(row, problem, operands)
+    torch.cuda.synchronize(DEVICE)
+
+
+@of(GROUPED_ROWS)
+def test_routing_changes_between_replays(row: Row) -> None:
+    """A graph follows the offsets, which the host does not read."""
+    first = of_groups(row, [40, 0, 60, 20], accepted_shapes(row)[0], (3, 4))
+    operands = Operands(row, first)
+    operands.prepare_output()
+    product = make_product(row, first, operands)
+    product.use_plan(*plan_of(row, first))
+    workspace = workspace_of(row, product)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(product, first, operands, workspace.address)
+    for counts in ((40, 0, 60, 20), (0, 0, 120, 0), (1, 2, 3, 114)):
+        problem = replace(first, counts=counts)
+        operands.buffers["group_offsets"].lines.copy_(torch.tensor([problem.offsets]))
+        operands.prepare_output()
+        graph.replay()
+        check_groups(row, problem, operands, range(problem.groups))

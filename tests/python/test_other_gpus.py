@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import test_grouped_kernels
-import test_kernels
 import torch
-from test_kernels import CODES, CUDA, EVERY_ROW, ROWS, Row, form_of, prepared_on
+from test_kernels import CODES, CUDA, GROUPED_ROWS, ROWS, Row, accepts, entry_of, form_of
 
 from tilesparse import _C, BlockPattern, tuning
 from tilesparse._checks import BLOCK_SIZES
@@ -41,7 +38,7 @@ HOPPER = Device.find("H100")
 ASK = """
 import tilesparse
 try:
-    device = tuning.Device.find("cuda")
+    device = tilesparse.tuning.Device.find("cuda")
     print(device.name, device.multiprocessors, device.shared_memory)
 except tilesparse.errors.InvalidArgumentError as error:
     print(error)
@@ -56,7 +53,7 @@ needs_all = pytest.mark.skipif(
 
 
 def limited(limits: dict[str, int], device: Device = HOPPER) -> _C.DeviceInfo:
-    """What a GPU looks like with such limits, which lower what it has."""
+    """Describe a GPU with such limits, which lower what it has."""
     info = device.info()
     kept = {
         name: min(limits.get(name, getattr(info, name)), getattr(info, name))
@@ -67,9 +64,7 @@ def limited(limits: dict[str, int], device: Device = HOPPER) -> _C.DeviceInfo:
     )
 
 
-def kernels_of(
-    rows: list[Row], device: _C.DeviceInfo, accepts: Callable[..., bool] = test_kernels.accepts
-) -> set[str]:
+def kernels_of(rows: list[Row], device: _C.DeviceInfo) -> set[str]:
     """Names of the kernels that a GPU has room for, with blocks of some shape."""
     able = [row for row in rows if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability)]
     shapes = list(product(BLOCK_SIZES, BLOCK_SIZES))
@@ -78,9 +73,9 @@ def kernels_of(
 
 def refusal(row: Row, device: _C.DeviceInfo) -> str:
     """Why a GPU has no room for a kernel, as a call is told before anything is launched."""
-    descriptor = prepared_on("cpu", BlockPattern.full((128, 128), block_shape=(128, 128))).descriptor
+    entry = entry_of(row, torch.device("cpu"), BlockPattern.full((128, 128), block_shape=128), 1)
     options = {"precision": row.precision, "kernel": row.number, **form_of(row, 8)}
-    asked = _C.Product(descriptor, row.op, CODES[row.dtype], CUDA, 8, **options)
+    asked = _C.Product(entry.descriptor, row.op, CODES[row.dtype], CUDA, 8, **options)
     with pytest.raises(UnsupportedError) as caught:
         asked.select(device)
     return str(caught.value)
@@ -106,9 +101,8 @@ def launch_all(limits: dict[str, int], report: Path) -> subprocess.CompletedProc
     """Run the checks of all kernels in a process that sees a smaller GPU."""
     text = ",".join(f"{name}={most}" for name, most in limits.items())
     arguments = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", TESTS, f"--junitxml={report}"]
-    files = ["test_kernels.py", "test_grouped_kernels.py"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, *files],
+        [sys.executable, "-m", "pytest", *arguments, "test_kernels.py"],
         cwd=Path(__file__).parent,
         env=os.environ | {"TILESPARSE_DEVICE_LIMITS": text},
         capture_output=True,
@@ -131,7 +125,7 @@ def test_kernels_compute_what_they_should_on_a_smaller_gpu(name: str, tmp_path: 
         if case.find("skipped") is None
     }
     device = limited(LIMITS[name], Device.find("cuda"))
-    assert passed == kernels_of(ROWS, device) | kernels_of(EVERY_ROW, device, test_grouped_kernels.accepts)
+    assert passed == kernels_of([*ROWS, *GROUPED_ROWS], device)
 
 
 @pytest.mark.gpu
@@ -158,7 +152,7 @@ def test_limits_lower_what_a_device_has_and_never_raise_it() -> None:
 
 
 def device_with(limits: str) -> str:
-    """What a process with these limits says of the GPU, or the error it raises."""
+    """Return how a process with these limits describes the GPU, or the error it raises."""
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         env=os.environ | {"TILESPARSE_DEVICE_LIMITS": limits},

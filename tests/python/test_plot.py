@@ -1,4 +1,4 @@
-"""What pictures show is what there is: data of artists rather than pixels."""
+"""Pictures show the model: data of artists are compared rather than pixels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_of(*densities: float, device: str = "cpu", **options: Any) -> nn.Seque
 
 
 def shades_of(figure: Figure, panel: int = 0) -> Tensor:
-    """What the map of a layer shows, NaN where no block is kept."""
+    """Shades of the map of a layer, NaN where no block is kept."""
     image = figure.axes[panel].images[-1].get_array()
     assert image is not None
     return torch.as_tensor(image.filled(torch.nan))
@@ -108,7 +108,6 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     layers: Any
     for source, layers, said in (
         (nn.Linear(4, 4), None, "source must have block-sparse layers"),
-        (3, None, "source must be a torch.nn.Module, got 3"),
         (model, "encoder", "layers: 'encoder' matches none of '0'"),
         (model, "(", "layers must be a name or a regular expression"),
         (model, b"0", "layers must be a name or a regular expression"),
@@ -193,9 +192,9 @@ def test_patterns_may_lose_all_their_blocks() -> None:
 @pytest.mark.parametrize(
     ("snapshots", "said"),
     [
-        (3, "must be a sequence, got 3"),
+        (3, "must be a sequence of two or more .step, masks., got int"),
         (MOVING[:1], "two or more .step, masks., got 1"),
-        ([MOVING[0], 7], r"\[1\] must be a tuple, got 7"),
+        ([MOVING[0], 7], r"\[1\] must be \(step, masks\), got 7"),
         ([MOVING[0], (0.5, {})], r"\[1\] must be \(step, masks\)"),
         ([MOVING[0], (1, {})], "a mask by each layer.*step 1"),
         ([MOVING[0], (1, {3: torch.ones(2, 2) > 0})], "a mask by each layer's name"),

@@ -17,10 +17,12 @@ import torch
 
 import tilesparse
 from tilesparse import _C, BlockSparseLinear, tuning
+from tilesparse._files import VARIABLE, tune_file
 from tilesparse.cli import command
 from tilesparse.errors import InvalidArgumentError, TuneFileError, UnsupportedError
-from tilesparse.tuning import Device, Measurement, Product, store
+from tilesparse.tuning import Device, Product, store
 from tilesparse.tuning.product import OPS
+from tilesparse.tuning.store import Measurement
 
 PRODUCT = Product(64, 128, 10, 0.5, block_shape=32)
 PRODUCT_FIELDS = {"in_features": 64, "out_features": 128, "tokens": 10, "dtype": "float32"}
@@ -31,9 +33,9 @@ CPU = Device.find("cpu")
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of this test's own; afterwards nothing counts."""
     found = tmp_path / "folder" / "tune.json"
-    monkeypatch.setenv(tuning.VARIABLE, str(found))
+    monkeypatch.setenv(VARIABLE, str(found))
     yield found
-    monkeypatch.setenv(tuning.VARIABLE, "")
+    monkeypatch.setenv(VARIABLE, "")
     tuning.load()
 
 
@@ -61,8 +63,12 @@ def names(product: Product = PRODUCT) -> list[str]:
 
 
 def last_is_fastest(dense: float = 9.0) -> Clock:
-    """Of two kernels."""
+    """Times of two kernels."""
     return Clock(2.0, 1.0, dense)
+
+
+def tune_two(*products: Product, dense: float = 9.0) -> list[Measurement]:
+    return tune([*products] or [PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -92,7 +98,7 @@ def test_every_product_is_measured_as_it_is_computed(op: str, form: str) -> None
 def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> None:
     first, second = names()[:2]
     assert tuning.choose(PRODUCT, "cpu").kernel == first
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     answer = tuning.choose(PRODUCT, "cpu")
     assert answer.kernel == second and answer.runner_up is not None and answer.runner_up.kernel == first
     assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
@@ -117,7 +123,7 @@ print(tilesparse.tuning.choose(tilesparse.tuning.Product.of(layer, tokens=16), "
 def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32), torch.randn(10, 64)
     layer(x)
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     resolved = []
     call = tilesparse._runtime.pattern_cache.Prepared.call
 
@@ -133,7 +139,7 @@ def test_kept_calls_choose_anew_once_something_is_measured(monkeypatch: pytest.M
 def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
     layer, x = BlockSparseLinear(64, 128, density=0.5, policy="auto", block_shape=32), torch.randn(10, 64)
     for dense, is_dense in ((0.5, True), (5.0, False)):
-        tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest(dense))
+        tune_two(dense=dense)
         assert (tuning.choose(PRODUCT, "cpu", policy="auto").kernel is None) == is_dense
         with torch.profiler.profile() as profile:
             layer(x)
@@ -145,20 +151,20 @@ def test_auto_compares_what_was_measured_also_on_the_cpu() -> None:
 
 def test_measuring_again_replaces_and_other_products_stay(path: Path) -> None:
     other = Product(64, 64, 10, 0.5, block_shape=32)
-    tune([PRODUCT, other], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two(PRODUCT, other)
     tune([PRODUCT], "cpu", candidates=2, timer=Clock(1.0, 2.0, 3.0))
     found, others = tuning.load()
     assert others == 0
     assert {each.product: each.kernel for each in found} == {other: names()[1], PRODUCT: names()[0]}
     assert tuning.choose(PRODUCT, "cpu").kernel == names()[0]
-    assert f"2 products on {CPU.name}" in tuning.status() and str(path) in tuning.status()
+    assert f"2 products on {CPU.name}" in store.status() and str(path) in store.status()
 
 
 @pytest.mark.parametrize("change", ["library", "cpu", "processors"])
 def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_count(
     path: Path, change: str
 ) -> None:
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     document = json.loads(path.read_text())
     (section,) = document["sections"]
     if change == "library":
@@ -170,15 +176,15 @@ def test_what_other_machines_and_versions_have_measured_is_kept_and_does_not_cou
     path.write_text(json.dumps(document))
     assert tuning.load() == ([], 1)
     assert tuning.choose(PRODUCT, "cpu").kernel == names()[0]
-    assert "none that count; 1 of other CPUs or versions of the library do not count" in tuning.status()
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    assert "none that count; 1 of other CPUs or versions of the library do not count" in store.status()
+    tune_two()
     assert section in json.loads(path.read_text())["sections"]
 
 
 @pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
 def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> None:
     """Without a GPU: as if the file came from a machine with one."""
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     document, gpu = json.loads(path.read_text()), Device("NVIDIA X", (8, 6), 30, 99 << 10)
     (section,) = document["sections"]
     section["device"] = {"name": gpu.name, "compute_capability": [8, 6], "multiprocessors": 30}
@@ -266,34 +272,45 @@ def test_a_file_that_is_none_is_reported_and_not_overwritten(
     with pytest.raises(TuneFileError, match=rf"tune\.json.*{text}.*{advice}"):
         tune([PRODUCT], "cpu", timer=clock)
     assert len(clock.results) == 1 and path.read_bytes() == before  # nothing was measured
-    assert "none count" in tuning.status() and text in tuning.status()
+    assert "none count" in store.status() and text in store.status()
     with pytest.warns(RuntimeWarning, match="what tilesparse tune has measured does not count: .*tune.json"):
-        tuning.load_on_import()
+        store.load_on_import()
+
+
+GPU = {"name": "GPU", "compute_capability": [8, 6], "multiprocessors": 30, "shared_memory": 99 << 10}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("of_device", "change"),
     [
-        {"microseconds": {}},
-        {"microseconds": {"cpu_abacus": 1.0}},
-        {"microseconds": {"cpu_portable": -1.0}},
-        {"microseconds": {"cpu_portable": 0.0}},
-        {"microseconds": {"cpu_portable": "fast"}},
-        {"microseconds": {"cpu_amx_bf16": 1.0}},  # of another dtype
-        {"dense_microseconds": None},
-        {"product": {}},
-        {"product": 3},
-        {"product": PRODUCT_FIELDS | {"tokens": 10**30}},
-        {"product": PRODUCT_FIELDS | {"column_major": "x"}},
+        (False, {"microseconds": {}}),
+        (False, {"microseconds": {"cpu_abacus": 1.0}}),
+        (False, {"microseconds": {"cpu_portable": -1.0}}),
+        (False, {"microseconds": {"cpu_portable": 0.0}}),
+        (False, {"microseconds": {"cpu_portable": "fast"}}),
+        (False, {"microseconds": {"cpu_amx_bf16": 1.0}}),  # of another dtype
+        (False, {"dense_microseconds": None}),
+        (False, {"product": {}}),
+        (False, {"product": 3}),
+        (False, {"product": PRODUCT_FIELDS | {"tokens": 10**30}}),
+        (False, {"product": PRODUCT_FIELDS | {"column_major": "x"}}),
+        (True, GPU | {"name": 7}),
+        (True, GPU | {"compute_capability": ["a", 6]}),
+        (True, GPU | {"compute_capability": [8]}),
+        (True, GPU | {"multiprocessors": 10**12}),
+        (True, GPU | {"more": 1}),
     ],
 )
-def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) -> None:
-    tune([Product(64, 64, 10, block_shape=32), PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+def test_of_a_damaged_file_nothing_counts(path: Path, of_device: bool, change: dict[str, Any]) -> None:
+    tune_two(Product(64, 64, 10, block_shape=32), PRODUCT)
     document = json.loads(path.read_text())
-    document["sections"][0]["products"][1] |= change
+    (section,) = document["sections"]
+    (section["device"] if of_device else section["products"][1]).update(change)
     path.write_text(json.dumps(document))
     with pytest.raises(TuneFileError, match="damaged"):
         tuning.load()
+    with pytest.warns(RuntimeWarning, match="does not count: .*damaged"):
+        store.load_on_import()
     assert tuning.choose(Product(64, 64, 10, block_shape=32), "cpu").kernel == names()[0]
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match="damaged"):  # and it is not written to
@@ -301,29 +318,9 @@ def test_of_a_damaged_file_nothing_counts(path: Path, change: dict[str, Any]) ->
     assert len(clock.results) == 1 and json.loads(path.read_text()) == document
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": 7},
-        {"compute_capability": ["a", 6]},
-        {"compute_capability": [8]},
-        {"multiprocessors": 10**12},
-        {"more": 1},
-    ],
-)
-def test_devices_of_a_file_are_checked(path: Path, change: dict[str, Any]) -> None:
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
-    document = json.loads(path.read_text())
-    gpu = {"name": "GPU", "compute_capability": [8, 6], "multiprocessors": 30, "shared_memory": 99 << 10}
-    document["sections"][0]["device"] = gpu | change
-    path.write_text(json.dumps(document))
-    with pytest.warns(RuntimeWarning, match="does not count: .*damaged"):
-        tuning.load_on_import()
-
-
 def test_processors_may_have_long_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilesparse.tuning.product.name_of_cpu", lambda: "x" * 99)
-    found = tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    found = tune_two()
     assert tuning.load() == (found, 0)
 
 
@@ -333,13 +330,13 @@ def test_what_is_no_file_is_not_waited_for(path: Path, kind: str) -> None:
     path.mkdir() if kind == "folder" else os.mkfifo(path)
     with pytest.raises(TuneFileError, match=r"tune\.json must be a regular file; name another one"):
         tuning.load()
-    assert "none count" in tuning.status()
+    assert "none count" in store.status()
 
 
 def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to(tmp_path / "elsewhere" / "kept.json")
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     kept = tmp_path / "elsewhere" / "kept.json"
     assert path.is_symlink() and os.listdir(kept.parent) == ["kept.json"]
     (tmp_path / "plain").touch()
@@ -361,12 +358,12 @@ def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> N
 
 
 def test_densities_that_round_are_measured(path: Path) -> None:
-    (found,) = tune([Product(64, 64, 4, 1e-9, block_shape=32)], "cpu", candidates=2, timer=last_is_fastest())
+    (found,) = tune_two(Product(64, 64, 4, 1e-9, block_shape=32))
     assert found.product.nnz == 0 and tuning.load() == ([found], 0)
 
 
 def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tuning.VARIABLE, "/proc/tilesparse/tune.json")
+    monkeypatch.setenv(VARIABLE, "/proc/tilesparse/tune.json")
     clock = last_is_fastest()
     with pytest.raises(TuneFileError, match=r"/proc/tilesparse/tune\.json: cannot be written: .*name a file"):
         tune([PRODUCT], "cpu", timer=clock)
@@ -378,7 +375,7 @@ def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_or_read_only_disk_leaves_the_old_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
 ) -> None:
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())
+    tune_two()
     before = path.read_text()
 
     def fail(*_: object) -> None:
@@ -392,20 +389,20 @@ def test_a_full_or_read_only_disk_leaves_the_old_file(
 
 
 def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tuning.VARIABLE, "")
-    assert tuning.tune_file() is None and "is empty" in tuning.status()
-    tune([PRODUCT], "cpu", candidates=2, timer=last_is_fastest())  # counts, and is not kept
+    monkeypatch.setenv(VARIABLE, "")
+    assert tune_file() is None and "is empty" in store.status()
+    tune_two()  # counts, and is not kept
     assert tuning.choose(PRODUCT, "cpu").kernel == names()[1]
-    monkeypatch.delenv(tuning.VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert tuning.tune_file() == Path("/somewhere/tilesparse/tune.json")
+    assert tune_file() == Path("/somewhere/tilesparse/tune.json")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its standard has ignored
-    assert tuning.tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
+    assert tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuning.tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
+    assert tune_file() == Path("/home/me/.cache/tilesparse/tune.json")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without one
-    assert tuning.tune_file() is None and tuning.load() == ([], 0)
+    assert tune_file() is None and tuning.load() == ([], 0)
 
 
 @pytest.mark.parametrize(

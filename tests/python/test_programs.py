@@ -1,21 +1,24 @@
-"""The benchmarks run, and the sparse models of theirs are the dense ones at density 1."""
+"""Programs run at small sizes: examples, notebooks, the demo, and the benchmarks, whose parts are checked."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import dataclasses
 import json
+import pydoc_data.topics
 import random
 import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bench_cpu
 import bench_cpu_eight_bits
@@ -29,24 +32,205 @@ import bench_parallel
 import bench_storages
 import bench_vllm
 import break_even
+import documents
 import harness
 import kernel_cases
+import matplotlib.pyplot
 import models
 import pytest
+import recover_kinds
 import report
 import stored
+import texts
 import torch
+import write_texts
+from helpers import DEVICES, seeded
 from models import MODELS, Architecture, Size
 from problems import Shape
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
 
-from tilesparse import _C, BlockSparseLinear, BlockSparseMLP
-from tilesparse.cli import info
+from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _progress
+from tilesparse.cli import command, demo, info
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
 CPU = torch.device("cpu")
-RESULTS = Path(break_even.__file__).parent / "results"
 TINY = Size(layers=2, hidden=64, mlp=128, heads=4, kv_heads=2, batch=2, tokens=8)
 CASES = [(name, task) for name, model in MODELS.items() for task in model.tasks]
+
+
+# ---- examples and notebooks ----
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / f"examples/{name}.py"))
+
+
+FOLDER = ROOT / "docs/notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+# What takes the place of the cell tagged "parameters".
+SMALL: dict[str, dict[str, Any]] = {
+    "01_train_from_scratch": {"STEPS": 25, "BATCH": 4, "HIDDEN": 128, "LAYERS": 1, "EVALUATED": 16},
+    "02_prune_pretrained": {
+        "FOLDER": None,  # a tiny BERT
+        "DENSITY": 0.5,
+        "BLOCK": 16,
+        "CALIBRATION": 64,
+        "STEPS": 20,
+        "HELD_OUT": 32,
+    },
+    "03_network_as_one_matrix": {"STEPS": 40, "BATCH": 64, "AT_LEAST": 0.15},
+}
+
+
+def cells_of(name: str) -> list[dict[str, Any]]:
+    return [
+        cell
+        for cell in json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def is_parameters(cell: dict[str, Any]) -> bool:
+    return "parameters" in cell["metadata"].get("tags", [])
+
+
+@pytest.fixture
+def tiny_bert(tmp_path: Path) -> Path:
+    """A BERT with random weights, and a tokenizer of the most frequent words."""
+    words = re.findall(r"\w+|[^\w\s]", " ".join(pydoc_data.topics.topics.values()).lower())
+    vocabulary = ["[PAD]", "[UNK]", *(word for word, _ in Counter(words).most_common(500))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    torch.manual_seed(0)
+    model = BertModel(
+        BertConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=128,
+            initializer_range=0.3,  # so that layers matter
+        )
+    )
+    model.save_pretrained(tmp_path / "bert")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        tmp_path / "bert"
+    )
+    return tmp_path / "bert"
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Undoes what notebooks switch for the whole process."""
+    backend = matplotlib.get_backend()
+    matplotlib.use("agg")
+    yield
+    matplotlib.pyplot.close("all")
+    matplotlib.use(backend)
+    logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_run(name: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters = {key: value if key != "FOLDER" else tiny_bert for key, value in SMALL[name].items()}
+    names: dict[str, Any] = {"__name__": name}
+    for cell in cells_of(name):
+        if is_parameters(cell):
+            names |= parameters
+        else:
+            exec(compile("".join(cell["source"]), f"{name}: {cell['id']}", "exec"), names)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_small_sizes_are_those_that_a_notebook_has(name: str) -> None:
+    (cell,) = filter(is_parameters, cells_of(name))
+    tree = ast.parse("".join(cell["source"]))
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = {
+        alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert assigned | imported == set(SMALL[name])
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_outputs_are_committed_and_clean(name: str) -> None:
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < 300_000
+    cells = cells_of(name)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not [
+        output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"
+    ]
+    assert not re.search(r"site-packages|/home/|/root/|/tmp/", json.dumps(outputs))
+
+
+# ---- the demo ----
+
+DEMO = ["demo", "--size", "tiny", "--device", "cpu"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_demo_trains_both_models_on_the_standard_library_and_compares_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main([*DEMO, "--steps", "60", "--density", "0.5"]) == 0
+    output = capsys.readouterr()
+    rows = dict(re.findall(r"^(\D[^\d]*?)\s{2,}(\S.*)$", output.out, re.MULTILINE))
+    losses = [float(cell) for cell in rows["validation loss (nats per byte)"].split()]
+    assert all(loss < 4.6 for loss in losses)  # it starts at ln(256) = 5.5
+    dense, sparse = (int(cell.replace(",", "")) for cell in rows["parameters"].split())
+    width = demo.SIZES["tiny"].width
+    assert dense - sparse == 12 * width * width / 2
+    assert rows["speedup"].startswith("1.00x")
+    assert "4 linear layers made block-sparse: density 0.5" in output.out
+    assert "\r" not in output.err  # no bar where there is no terminal
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_progress_is_said_without_a_terminal_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "SECONDS", 0)
+    assert command.main([*DEMO, "--steps", "2"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
+
+
+def test_the_text_is_always_the_same() -> None:
+    text = demo.library_sources()
+    assert bytes(text[:100_000]).count(b"import ") > 10
+    assert torch.equal(text[:1000], demo.library_sources()[:1000])
+
+
+def test_bad_block_shapes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*DEMO, "--block", "128"]) == 2
+    assert "blocks.0.attention" in capsys.readouterr().err
+
+
+def test_a_density_that_keeps_no_block_is_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*DEMO, "--density", "0.01"]) == 2
+    assert "density 0.01 of its 12 blocks" in capsys.readouterr().err
+
+
+# ---- models of benchmarks ----
 
 
 def tiny(name: str) -> Architecture:
@@ -109,6 +293,8 @@ def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
 def test_decoding_continues_a_prompt() -> None:
     """The last token of a prompt, from the cache of the ones before."""
     prefill, decode = tiny("llama-prefill"), tiny("llama-decode1")
+    prompt: Any
+    token: Any
     prompt, token = (
         dataclasses.replace(architecture, size=dataclasses.replace(architecture.size, layers=1)).build(
             CPU, torch.float32, seed=0
@@ -125,6 +311,7 @@ def test_decoding_continues_a_prompt() -> None:
 
 
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(bench_models, "free_memory", lambda: None)  # collects garbage of all tests before
     for name in MODELS:
         monkeypatch.setitem(MODELS, name, tiny(name))
     assert (
@@ -162,40 +349,23 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert "budget" in document["stopped"] and not document["cases"]
 
 
-@pytest.mark.parametrize("options", [(), ("--activations", "int8", "--tokens", "4")])
-def test_the_time_of_the_host_is_measured_in_every_mode(
-    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "HOST_CALLS", 2)
-    path = tmp_path / "host.json"
-    assert bench_host.main(["--device", "cpu", "--rounds", "3", "--output", str(path), *options]) == 0
-    cases = json.loads(path.read_text())["cases"]
+# ---- benchmarks that write results ----
+
+
+def check_host(cases: list[dict[str, Any]]) -> None:
     assert [case["mode"] for case in cases] == ["inference", "no_grad", "forward", "forward+backward"]
     for case in cases:
         (result,) = case["results"]
         assert result["ratio"] == pytest.approx(result["host_us"] / result["dense_host_us"], rel=1e-2)
 
 
-def test_a_layer_is_measured_with_and_without_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_looks, "LAYERS", [(64, 96, 32)])
-    monkeypatch.setattr(bench_looks, "SECONDS", 0.01)
-    path = tmp_path / "looks.json"
-    assert bench_looks.main(["--device", "cpu", "--rounds", "1", "--output", str(path)]) == 0
-    for case in json.loads(path.read_text())["cases"]:
+def check_looks(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
         assert [result["contender"] for result in case["results"]] == ["with", "without"]
         assert all(result[name] > 0 for result in case["results"] for name in bench_looks.TIMES)
 
 
-def test_products_of_experts_are_measured_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-    monkeypatch.setattr(bench_experts, "LAYER", small)
-    path = tmp_path / "experts.json"
-    sizes = ["--shapes", "8x64x128x2x24,3x64x32x1x2", "--blocks", "16,32", "--densities", "0.5,1"]
-    sizes += ["--layer-tokens", "48"]
-    assert bench_experts.main(["--device", "cpu", "--repetitions", "1", *sizes, "--output", str(path)]) == 0
-    cases = json.loads(path.read_text())["cases"]
+def check_experts(cases: list[dict[str, Any]]) -> None:
     layers, cases = cases[16:], cases[:16]
     assert [[result["op"] for result in case["results"]] for case in layers] == [
         ["layer forward", "layer step"]
@@ -206,15 +376,46 @@ def test_products_of_experts_are_measured_and_checked(
     assert most["zipf"] > most["even"]
 
 
-def test_products_of_the_cpu_are_measured_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_cpu, "LAYERS", ((128, 192),))
-    path = tmp_path / "cpu.json"
-    assert bench_cpu.main(["--dtypes", "float32", "--repetitions", "1", "--output", str(path)]) == 0
-    cases = json.loads(path.read_text())["cases"]
+def check_cpu(cases: list[dict[str, Any]]) -> None:
     assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
+
+
+class Smoke(NamedTuple):
+    """A program, its arguments but for the output, sizes that are made small, and a check of its cases."""
+
+    program: Any
+    arguments: str
+    sizes: dict[str, Any]
+    check: Callable[[list[dict[str, Any]]], None]
+
+
+LAYER = {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS = "--shapes 8x64x128x2x24,3x64x32x1x2 --blocks 16,32 --densities 0.5,1 --layer-tokens 48"
+SMOKE = {
+    "host": Smoke(bench_host, "--device cpu --rounds 3", {}, check_host),
+    "host in int8": Smoke(
+        bench_host, "--device cpu --rounds 3 --activations int8 --tokens 4", {}, check_host
+    ),
+    "looks": Smoke(
+        bench_looks, "--device cpu --rounds 1", {"LAYERS": [(64, 96, 32)], "SECONDS": 0.01}, check_looks
+    ),
+    "experts": Smoke(
+        bench_experts, f"--device cpu --repetitions 1 {EXPERTS}", {"LAYER": LAYER}, check_experts
+    ),
+    "cpu": Smoke(bench_cpu, "--dtypes float32 --repetitions 1", {"LAYERS": ((128, 192),)}, check_cpu),
+}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_benchmarks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "HOST_CALLS", 2)
+    program, arguments, sizes, check = SMOKE[name]
+    for size, small in sizes.items():
+        monkeypatch.setattr(program, size, small)
+    path = tmp_path / "results.json"
+    assert program.main([*arguments.split(), "--output", str(path)]) == 0
+    check(json.loads(path.read_text())["cases"])
 
 
 def test_products_of_int8_on_a_cpu(
@@ -388,8 +589,8 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
             self.sparse = lambda: right() * (2 if asked[-1] == wrong else 1)
 
     class Timer:
-        def __init__(self, launch_seconds: float) -> None:
-            self.launch_seconds = launch_seconds
+        def __init__(self, device: str, launch_seconds: float) -> None:
+            self.device, self.launch_seconds = device, launch_seconds
 
         def microseconds(self, call: Callable[[], torch.Tensor], repetitions: int) -> float:
             return 12.5
@@ -402,7 +603,7 @@ def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
         yield
 
     monkeypatch.setattr(bench_kernels, "Calls", Made)
-    monkeypatch.setattr(bench_kernels, "CudaTimer", Timer)
+    monkeypatch.setattr(bench_kernels, "Timer", Timer)
     monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
     monkeypatch.setattr(bench_kernels, "prefer", prefer)
     monkeypatch.setattr(bench_kernels, "_kernels", lambda case, calls: ["one", "other"])
@@ -438,7 +639,7 @@ def test_products_of_all_kinds_are_drawn() -> None:
 
 
 def test_servers_take_turns_and_the_best_counts() -> None:
-    """Of a run that adds to an earlier one, whose cases stay where it has none."""
+    """A run adds to an earlier one, whose cases stay if it has none."""
 
     class Fake:
         def __init__(self, name: str) -> None:
@@ -461,11 +662,10 @@ def test_servers_take_turns_and_the_best_counts() -> None:
 
 
 def test_served_models_are_of_one_size(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     arguments = argparse.Namespace(hidden=128, layers=1, block=32)
     for name, options in bench_vllm.MODELS.items():
         folder = bench_vllm.make_checkpoint(tmp_path, name, arguments)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
         layers = [module for module in model.modules() if isinstance(module, BlockSparseLinear)]
         assert len(layers) == (7 if options else 0)
         for layer in layers:
@@ -525,9 +725,8 @@ def test_embedding_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    monkeypatch.syspath_prepend(docs)
-    tables = runpy.run_path(str(docs / "embedding_tables.py"))
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = runpy.run_path(str(ROOT / "docs/embedding_tables.py"))
     found = [
         {"contender": name, "density": density, "block": block, "results": [{**setting, "ms": ms}]}
         for setting in [{"threads": 2, "batch": 1, "tokens": 32}]
@@ -544,3 +743,116 @@ def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) 
     assert tables["gains"]().splitlines()[2] == f"| 1 × 32, 2 threads | openvino int8 | {' | '.join(best)} |"
     assert [line.split(" | ")[-1] for line in tables["speed"]().splitlines()[2:5]] == ["30 |", "12 |", "10 |"]
     assert "**8**" in tables["speed"]()
+
+
+# ---- texts ----
+
+
+def test_sources_that_are_held_out_are_not_trained_on() -> None:
+    training, held_out = (bytes(text.tolist()) for text in documents.sources(2 << 20))
+    assert 1000 < len(held_out) < len(training) / 10
+    assert held_out[:1000] not in training and held_out[-1000:] not in training
+    again = documents.sources(2 << 20)
+    assert bytes(again[1].tolist()) == held_out
+
+
+def test_texts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert (
+        texts.without_roff('.TH X 1\n.SH "A NAME"\n.B bold\nit \\fIis\\fP\\-so\n.\\" note')
+        == "A NAME\nbold\nit is-so"
+    )
+    assert (
+        texts.without_markup("<style>p {}</style><p>one &amp; <b>two</b></p>\n\n\n<p>three</p>")
+        == "one & two\n\nthree"
+    )
+    assert (
+        texts.is_english("index.html")
+        and texts.is_english("a.en.html")
+        and not texts.is_english("a.pt-br.html")
+    )
+    stored = b"".join(
+        b"\x00\x04\x00\x09" + len(line).to_bytes(4, "big") + line for line in (b"one", b"", b"two")
+    )
+    assert texts.strings(b"X\n" + stored) == ["one", "", "two"]
+    long, longer = "a" * texts.SHORTEST, "b" * (texts.SHORTEST + 1)
+    texts.write(tmp_path / "kind.txt", [long, "short", longer, long])
+    assert sorted((tmp_path / "kind.txt").read_text().split("\f")) == [long, longer]
+    with pytest.raises(SystemExit, match="--root must have the package of none"):
+        texts.write(tmp_path / "none.txt", ["short"])
+
+
+class Letters:
+    """One token for each character."""
+
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 128
+
+    def __call__(self, documents: list[str]) -> dict[str, Any]:
+        return {"input_ids": [[ord(character) for character in document] for document in documents]}
+
+
+def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, letters in (("training/one", "abc"), ("held_out/other", "xyz")):
+        file = tmp_path / f"{part}.txt"
+        file.parent.mkdir()
+        file.write_text("\f".join(letters[number % 3] * (40 + number) for number in range(200)))
+    monkeypatch.setattr(recover_kinds, "code", lambda seed: iter(["d" * 400]))
+    written = tmp_path / "written.txt"
+    written.write_text("\f".join("e" * (40 + number) for number in range(20)))
+    arguments = argparse.Namespace(
+        texts=tmp_path,
+        characters=10**6,
+        written=[written],
+        context=16,
+        windows=8,
+        seed=0,
+        batch=2,
+        calibration=8,
+        device="cpu",
+    )
+    found = recover_kinds.Texts(Letters(), arguments)
+    assert {"of one", "other"} <= found.held_out.keys() and found.tokens.keys() == {"one", "code", "written"}
+    trained = torch.cat([batch["input_ids"] for batch in found.batches(recover_kinds.Course(0.05))])
+    assert set(map(chr, trained.flatten().tolist())) <= set("\0abcde")
+    assert set(map(chr, found.held_out["other"].flatten().tolist())) <= set("\0xyz")
+    assert len(found.calibration()) == 2
+
+
+def test_windows_go_on_from_how_documents_begin(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/one.txt").write_text("\f".join("abcdefghijklmnop" for _ in range(3)) + "\fshort")
+    arguments = argparse.Namespace(texts=tmp_path, seed=0, batch=2)
+    starts = write_texts.documents_begin(Letters(), arguments)
+    known = [0, *map(ord, "abcdefghijkl")]
+    found = [next(starts) for _ in range(10)]  # three documents are one batch, and one too few for another
+    assert found[:2] == found[6:8] == [[0], [0]] and found[4:6] == [known, known]
+    for end, token in (*found[2:4], *found[8:]):
+        assert end == 0 and 0 <= token < len(Letters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_writes_what_it_generates(device: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, eos_token_id=None))
+    model.eval().to(device)
+    begun = torch.randint(128, (2, 3), device=device)
+    likeliest = model.generate(begun, max_length=200, do_sample=False, pad_token_id=0)
+    arguments = argparse.Namespace(batch=2, context=200, device=device, temperature=1e-9)
+    assert torch.equal(write_texts.Writer(model, arguments).windows(begun), likeliest)
+    arguments.temperature = 1.0
+    windows = write_texts.Writer(model, arguments).windows(begun[:1].expand(2, 3))
+    assert torch.equal(windows[:, :3], begun[:1].expand(2, 3))
+    assert not torch.equal(*windows)  # drawn, and not the likeliest
+
+
+def test_attention_sees_the_past_alone() -> None:
+    query, key, value = (torch.randn(2, heads, 5, 8, generator=seeded(1)) for heads in (4, 2, 2))
+    found, weights = recover_kinds.causal(torch.nn.Module(), query, key, value, None, 0.3)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    assert weights is None
+    torch.testing.assert_close(found, expected.transpose(1, 2))
