@@ -440,7 +440,7 @@ def test_layers_whose_x_may_change_stay_apart(how: str) -> None:
     model, x = Apart(how).eval(), tokens()
     expected = model(x.clone())
     report = prepare_for_inference_(model, x.clone())
-    assert not report.shared and not merged(model) and torch.equal(model(x.clone()), expected)
+    assert not report.skipped and not merged(model) and torch.equal(model(x.clone()), expected)
 
 
 class Cross(nn.Module):
@@ -526,12 +526,12 @@ def test_layers_that_differ_stay_apart(reason: str) -> None:
     DIFFERING[reason](model)
     expected = model(x)
     report = prepare_for_inference_(model, x)
-    (one,) = report.shared
     assert torch.equal(model(x), expected)
     if reason:
-        assert one.reason is not None and reason in one.reason and reason in str(report) and not merged(model)
+        (one,) = report.skipped
+        assert reason in one.reason and reason in str(report) and not merged(model)
     else:
-        assert one.reason is None and one.names == ("k_proj", "v_proj")
+        assert report.layers[0].names == ("k_proj", "v_proj")
 
 
 def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +564,7 @@ def test_reports_say_what_is_there(own_file: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_a_batch_nothing_is_measured(own_file: Path) -> None:
     report = prepare_for_inference_(sparse())
-    assert report.seconds_before is report.seconds_after is None and not own_file.exists()
+    assert "seconds_before" not in report.facts and not own_file.exists()
     assert {(one.tokens, one.kernel, one.microseconds) for one in report.layers} == {(None, None, None)}
 
 
@@ -580,7 +580,7 @@ def test_policies_follow_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
         assert {product.microseconds for product in report.layers} == {2e3}
         assert {product.dense_microseconds for product in report.layers} == {1e3 * dense}
     model = sparse(policy="dense")  # one that was chosen stays
-    assert {product.kernel for product in prepare_for_inference_(model, x).products} == {"dense"}
+    assert {product.kernel for product in prepare_for_inference_(model, x).layers} == {"dense"}
     assert {layer.policy for layer in layers(model)} == {"dense"}
 
 
@@ -603,13 +603,13 @@ def test_four_bits_of_few_tokens_are_read_as_they_are() -> None:
     model = Attention(storage="int4").eval()
     for count, done in ((3, ()), (None, ()), (9, ("dequantized once",))):
         batch = () if count is None else (randn(count, 64, dtype=torch.float32),)
-        assert prepare_for_inference_(model, *batch).products[0].done == ("merged", *done)
+        assert prepare_for_inference_(model, *batch).layers[0].done == ("merged", *done)
 
 
 def test_batches_are_what_models_take() -> None:
     x = randn(2, 3, 64, dtype=torch.float32)
     for batch in (x, (x,), [x], {"input": x}):
-        assert {product.tokens for product in prepare_for_inference_(sparse(), batch).products} == {6}
+        assert {product.tokens for product in prepare_for_inference_(sparse(), batch).layers} == {6}
 
 
 def test_nothing_is_changed_by_what_is_refused() -> None:

@@ -38,8 +38,8 @@ from tilesparse import BlockSparseLinear, BlockSparseMLP
 from tilesparse._runtime import launch
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.fuse import fuse_mlps_
-from tilesparse.model.replace import densify_
+from tilesparse.model.fuse import fuse_mlps_, mlps_to_fuse, unfuse
+from tilesparse.model.replace import densify_, replace_modules
 from tilesparse.nn import concatenate
 from tilesparse.nn.weight import observe
 
@@ -306,7 +306,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
     """Forward and backward, copied, compiled, saved and loaded by everybody, and undone."""
-    model, patcher = patched(kind)
+    model = patched(kind)
     x, (make, gated, activation) = given(kind), MODELS[kind]
 
     def agrees(other: Any) -> bool:
@@ -359,9 +359,10 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_adapters_of_peft() -> None:
     """They stand around the layers of a fused MLP as around others, and are still there when it is undone."""
-    (model, _), patcher = patched("llama"), BlockSparseModelPatcher()
+    model = patched("llama")
     other, x = copy.deepcopy(model), given("llama")
-    fuse_mlps_(model, x)
+    targets, _ = mlps_to_fuse(model, x)
+    replace_modules(model, targets)
     config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False)
     results = []
     with torch.no_grad():
@@ -369,7 +370,8 @@ def test_adapters_of_peft() -> None:
             torch.manual_seed(0)
             results.append(peft.get_peft_model(base, config).eval()(x).logits)
         close(*results)
-        patcher.undo(model)
+        unfuse(model, targets)
+        assert not fused(model)
         close(model(x).logits, results[0])
 
 
@@ -397,7 +399,7 @@ def test_what_is_left_alone_is_reported() -> None:
         assert skipped.reason == "a call shows what it computes: pass a batch"
     with pytest.raises(UnsupportedError, match="a call shows what it computes: pass x"):
         BlockSparseMLP.from_module(model.model.layers[0].mlp)
-    model, patcher = patched("vit")
+    model = patched("vit")
     first, second = (block.mlp for block in model.vit.layers)
     first.forward = first.forward
     second.register_state_dict_post_hook(lambda *_: None)
