@@ -73,7 +73,7 @@ class Pruner:
     Args:
         linear: the dense layer; only read.
         moments: of its inputs, on the device that computes.
-        damping: see `compensation.damped`.
+        damping: see `tilesparse.calibrate.moments.damped`.
     """
 
     def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
