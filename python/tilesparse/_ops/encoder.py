@@ -68,7 +68,8 @@ class EncoderLayer(NamedTuple):
 
     Attributes:
         heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
-        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, at most 256.
+        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, or with rotary of
+            32, at most 256.
         output: [hidden, heads * head_features].
         up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
         down: [hidden, inner].
