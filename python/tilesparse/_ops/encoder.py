@@ -38,16 +38,13 @@ class EncoderWeight(NamedTuple):
     @classmethod
     def of(cls, layer: BlockSparseLinear) -> EncoderWeight:
         """Return the weight of a layer; `nn.merged.concatenate` makes one of q, k and v."""
-        if (
-            layer.spec.storage != "int8"
-            or layer.spec.activations != "int8"
-            or layer.weight.device.type != "cpu"
-        ):
+        spec, scales, device = layer.spec, layer.scales, layer.weight.device
+        if spec.storage != "int8" or spec.activations != "int8" or scales is None or device.type != "cpu":
             raise UnsupportedError(
                 'layer must have storage "int8", activations "int8" and lie on the CPU, got '
-                f"{layer.spec.storage!r}, {layer.spec.activations!r} and {layer.weight.device}"
+                f"{spec.storage!r}, {spec.activations!r} and {device}"
             )
-        return cls(layer.pattern, layer.weight.detach(), layer.scales, layer.bias)
+        return cls(layer.pattern, layer.weight.detach(), scales, layer.bias)
 
 
 class EncoderNorm(NamedTuple):
@@ -68,7 +65,8 @@ class EncoderLayer(NamedTuple):
 
     Attributes:
         heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
-        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, at most 256.
+        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, or with rotary of
+            32, at most 256.
         output: [hidden, heads * head_features].
         up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
         down: [hidden, inner].
@@ -170,21 +168,14 @@ class Encoder:
         y = torch.empty(tokens, self.hidden, dtype=x.dtype)
         asked = launch.asked_kernel
         call = DTYPES[x.dtype], tokens, sentences, offsets.data_ptr(), max(asked, 0), launch.preferred(asked)
-        needed = self._native.workspace_size(*call)
         try:
             workspace = _WORKSPACES.pop()
         except IndexError:
-            workspace = torch.empty(0, dtype=torch.uint8)
-        if workspace.numel() < needed:
-            workspace = torch.empty(needed, dtype=torch.uint8)
+            workspace = torch.empty(64, dtype=torch.uint8)
         try:
-            self._native.run(
-                *call,
-                (x.data_ptr(), x.stride(0)),
-                (y.data_ptr(), self.hidden),
-                workspace.data_ptr(),
-                needed,
-            )
+            matrices = (x.data_ptr(), x.stride(0)), (y.data_ptr(), self.hidden)
+            while needed := self._native.run(*call, *matrices, workspace.data_ptr(), workspace.numel()):
+                workspace = torch.empty(needed, dtype=torch.uint8)
         finally:
             _WORKSPACES.append(workspace)
         return y
