@@ -446,7 +446,7 @@ def plan_of(row: Row, problem: Problem) -> Plan:
     if not row.plan:
         return Plan(0, 0, 0)
     entry = prepared_on(DEVICE, problem.pattern)
-    memory = entry.plans.get(row.op, row.number - 1, row.plan)
+    memory = entry._plans.get(row.op, row.number - 1, row.plan)
     return Plan(memory.data_ptr(), memory.numel(), key_of(row, entry))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -274,24 +274,25 @@ def dds(
             values = operands.compressed
         if pattern.prepacks and source.is_cpu:
             values, operands = _kept_dense(source, values, pattern, operands)
-    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
-    gated, kept = gate is not None, pattern.kept
     other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
-    request: tuple[Any, ...]
-    if fast is None:
-        request = op, source, values, bias, other, activation, column_major, metadata, scales, asked_kernel
-        request, run, keep = (*request, gated), kept.run, kept.keep
-    else:
-        request = source, x_values, x_scales, values, scales, bias, other, activation, column_major
-        request = *request, asked_kernel, gated, fast, metadata
-        run, keep = kept.run_quantized, kept.keep_quantized
-    if offsets is None and (result := run(*request)) is not None:
+    gated, kernel, major, result = gate is not None, asked_kernel, column_major, None
+    if fast is not None:
+        result = pattern.kept.run_quantized(
+            *(source, x_values, x_scales, values, scales, bias, other, activation, major),
+            *(kernel, gated, fast, metadata),
+        )
+    elif offsets is None:
+        result = pattern.kept.run(
+            op, source, values, bias, other, activation, major, metadata, scales, kernel, gated
+        )
+    if result is not None:
         return result
     with pattern.launching():
-        return _dds(op, source, values, pattern, epilogue, operands, partial(keep, *request))
+        return _dds(op, source, values, pattern, epilogue, operands)
 
 
 def _kept_dense(
@@ -314,11 +315,11 @@ def _dds(
     pattern: Prepared,
     epilogue: Epilogue,
     operands: Operands,
-    keep: Callable[..., None],
 ) -> Tensor:
-    """Run a product that the native module does not know, and have it kept there by ``keep``."""
+    """Run a product that the native module does not know, and have it kept there."""
     bias, residual, activation, column_major, gate = epilogue
-    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
+    gated = gate is not None
     other = residual if gate is None else gate
     factor = source if x_values is None else x_values
     entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
@@ -328,7 +329,7 @@ def _dds(
         context = *context[:3], precision
     tensors = source, values, bias, other, metadata, scales, offsets, x_values, x_scales
     forms = [None if tensor is None else form_of(tensor) for tensor in tensors]
-    key: Hashable = op, *forms, gate is not None, activation, column_major, context
+    key: Hashable = op, *forms, gated, activation, column_major, context
     if pattern.prepacks and source.is_cuda:
         key = key, torch.cuda.is_current_stream_capturing()
     call = entry.find(key)
@@ -367,7 +368,7 @@ def _dds(
         if offsets is not None and op == DDS_NT:
             features //= offsets.shape[0] - 1
         form = result_form(source, features, column_major)
-        options = {"gated": gate is not None, "activation": activation, "grouped": offsets is not None}
+        options = {"gated": gated, "activation": activation, "grouped": offsets is not None}
         options |= storage_of(values, operands)
         if fast is not None:
             options |= {"result_dtype": DTYPES[source.dtype], "x_scales_ld": x_scales_ld}
@@ -375,8 +376,15 @@ def _dds(
         both = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
         product = _product(op, entry, factor, *both, context, other_lines, **options)
         call = entry.call(key, product, op, source.itemsize, form)
-        if offsets is None and pattern.keeps_calls():
-            keep(product, *allocations(call))
+        made = product, *allocations(call)
+        added = bias, other, activation, column_major
+        if fast is not None and pattern.keeps_calls():
+            of_x = source, x_values, x_scales
+            rest = context[0], gated, fast, metadata
+            pattern.kept.keep_quantized(*of_x, values, scales, *added, *rest, *made)
+        elif offsets is None and pattern.keeps_calls():
+            rest = metadata, scales, context[0], gated
+            pattern.kept.keep(op, source, values, *added, *rest, *made)
     result = empty(source, call.form)
     x, y = (factor, result) if op == DDS_NT else (result, factor)
     bias = None if bias is None else bias.contiguous()
