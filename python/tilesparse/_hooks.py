@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-PEFT, TRANSFORMERS = "peft", "transformers"  # libraries that are adapted, for `revert`
-
 Callback = Callable[[ModuleType], None]
 
 # What `adapt` and `revert` call the libraries.
@@ -20,7 +18,7 @@ ACCELERATE, PEFT, TRANSFORMERS = "accelerate", "peft", "transformers"
 
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
-    """Calls ``callback(module)`` once the module of this full name has been imported: now, if it is already.
+    """Call ``callback(module)`` once the module of this full name has been imported: now, if it is already.
 
     Whoever imports the module never sees an error of the callback: a warning says what follows from it, which
     is the clause ``otherwise``.
@@ -35,7 +33,7 @@ def when_imported(name: str, callback: Callback, otherwise: str) -> None:
 
 
 def adapt(library: str, owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
-    """Puts ``adaptation(function)`` in the place of a function of a module or class, until `revert`.
+    """Put ``adaptation(function)`` in the place of a function of a module or class, until `revert`.
 
     Raises:
         AttributeError: there is none of that name.
@@ -48,7 +46,7 @@ def adapt(library: str, owner: Any, name: str, adaptation: Callable[[Any], Any])
 
 
 def revert(library: str) -> None:
-    """Undoes what `adapt` has done to a library, but for what others have replaced since."""
+    """Undo what `adapt` has done to a library, but for what others have replaced since."""
     for owner, name, before, after in reversed(_ADAPTED.pop(library, [])):
         if inspect.getattr_static(owner, name, None) is after:
             delattr(owner, name)
@@ -64,7 +62,7 @@ class _Adaptation(NamedTuple):
 
 
 class _Finder(MetaPathFinder):
-    """Finds watched modules as the other finders do, and lets their loader call back."""
+    """Find watched modules as the other finders do, and lets their loader call back."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -81,7 +79,7 @@ class _Finder(MetaPathFinder):
 
 
 def _call_after(spec: ModuleSpec) -> None:
-    """Lets the loader run what waits for the module.
+    """Let the loader run what waits for the module.
 
     The loader stays the same object, since resources and sources are asked of it later, and is as it was once
     the module is there. Some are shared by modules, and some specs are only looked at: hence the name.

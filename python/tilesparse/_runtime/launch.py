@@ -280,14 +280,14 @@ def dds(
         values = values.detach()
     other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
     gated, kernel, major, result = gate is not None, asked_kernel, column_major, None
-    if fast is not None:
+    if offsets is None and fast is None:
+        result = pattern.kept.run(
+            op, source, values, bias, other, activation, major, metadata, scales, kernel, gated
+        )
+    elif offsets is None:
         result = pattern.kept.run_quantized(
             *(source, x_values, x_scales, values, scales, bias, other, activation, major),
             *(kernel, gated, fast, metadata),
-        )
-    elif offsets is None:
-        result = pattern.kept.run(
-            op, source, values, bias, other, activation, major, metadata, scales, kernel, gated
         )
     if result is not None:
         return result
@@ -378,13 +378,13 @@ def _dds(
         call = entry.call(key, product, op, source.itemsize, form)
         made = product, *allocations(call)
         added = bias, other, activation, column_major
-        if fast is not None and pattern.keeps_calls():
-            of_x = source, x_values, x_scales
-            rest = context[0], gated, fast, metadata
-            pattern.kept.keep_quantized(*of_x, values, scales, *added, *rest, *made)
-        elif offsets is None and pattern.keeps_calls():
-            rest = metadata, scales, context[0], gated
-            pattern.kept.keep(op, source, values, *added, *rest, *made)
+        if offsets is None and pattern.keeps_calls():
+            if fast is None:
+                beside = metadata, scales, context[0], gated
+                pattern.kept.keep(op, source, values, *added, *beside, *made)
+            else:
+                factors = source, x_values, x_scales, values, scales
+                pattern.kept.keep_quantized(*factors, *added, context[0], gated, fast, metadata, *made)
     result = empty(source, call.form)
     x, y = (factor, result) if op == DDS_NT else (result, factor)
     bias = None if bias is None else bias.contiguous()
@@ -739,20 +739,20 @@ def least_scale() -> float:
 
 def empty_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize` returns."""
-    check_quantizable(x)
-    if x.dim() == 0 or x.shape[-1] % _FEATURES:
-        raise InvalidArgumentError(
-            f"x must be [..., features] with a multiple of {_FEATURES} features, got shape {tuple(x.shape)}"
-        )
+    _check_features(x, _FEATURES)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def empty_quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize_groups` returns."""
-    check_quantizable(x)
-    if x.dim() == 0 or x.shape[-1] % SCALE_GROUP:
-        raise InvalidArgumentError(
-            f"x must be [..., features] with a multiple of {SCALE_GROUP} features, got shape {tuple(x.shape)}"
-        )
+    _check_features(x, SCALE_GROUP)
     values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // SCALE_GROUP)
+
+
+def _check_features(x: Tensor, multiple: int) -> None:
+    check_quantizable(x)
+    if x.dim() == 0 or x.shape[-1] % multiple:
+        raise InvalidArgumentError(
+            f"x must be [..., features] with a multiple of {multiple} features, got shape {tuple(x.shape)}"
+        )

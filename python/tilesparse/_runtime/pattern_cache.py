@@ -513,19 +513,16 @@ class Prepared:
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """Return (rows, cols), each [nnz] int64: the block row and column of every slot."""
         with exclusive():
-            return self._block_indices()
-
-    def _block_indices(self) -> tuple[Tensor, Tensor]:
-        if self._places is None:
-            (memory,) = allocate((16 * self._snapshot[1].shape[0],), self._device)
-            self._streams.wait()
-            places = memory.view(torch.int64).view(2, -1)
-            self._write_places(places)
-            self._places = places
-            self._streams.record()
-        else:
-            self._streams.read(iter((self._places,)))
-        return self._places[0], self._places[1]
+            if self._places is None:
+                (memory,) = allocate((16 * self._snapshot[1].shape[0],), self._device)
+                self._streams.wait()
+                places = memory.view(torch.int64).view(2, -1)
+                self._write_places(places)
+                self._places = places
+                self._streams.record()
+            else:
+                self._streams.read(iter((self._places,)))
+            return self._places[0], self._places[1]
 
     @torch.inference_mode(False)
     def _rewrite(self, index: Index) -> None:
