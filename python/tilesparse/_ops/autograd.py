@@ -161,7 +161,7 @@ def check_unchanged(
 
 def operands_saved(tensors: Sequence[Tensor | None], flags: tuple[Any, ...] | None) -> Operands:
     """Return the operands for gradients: without x in 8 bits."""
-    return DENSE if flags is None else Operands(*tensors, None, None, *flags)
+    return DENSE if flags is None else Operands._make((*tensors, None, None, *flags))
 
 
 def is_plain(tensors: Tensors, profiled: bool = False) -> bool:

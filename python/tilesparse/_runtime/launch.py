@@ -279,12 +279,15 @@ def dds(
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
     other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
-    gated, kernel, major, result = gate is not None, asked_kernel, column_major, None
-    if offsets is None and fast is None:
+    gated, kernel, major = gate is not None, asked_kernel, column_major
+    result: Tensor | None = None
+    if offsets is not None:
+        pass  # such products are not kept there
+    elif fast is None:
         result = pattern.kept.run(
             op, source, values, bias, other, activation, major, metadata, scales, kernel, gated
         )
-    elif offsets is None:
+    else:
         result = pattern.kept.run_quantized(
             *(source, x_values, x_scales, values, scales, bias, other, activation, major),
             *(kernel, gated, fast, metadata),
@@ -355,7 +358,7 @@ def _dds(
             (of_x, x_scales),
         )
         if any(one is not given for one, given in copied):
-            epilogue = epilogue._replace(**{"residual" if gate is None else "gate": near})
+            epilogue = epilogue._replace(gate=near) if gated else epilogue._replace(residual=near)
             operands = operands._replace(
                 metadata=usable_metadata, x_scales=of_x, transposed=False, compressed=None
             )
@@ -368,8 +371,8 @@ def _dds(
         if offsets is not None and op == DDS_NT:
             features //= offsets.shape[0] - 1
         form = result_form(source, features, column_major)
-        options = {"gated": gated, "activation": activation, "grouped": offsets is not None}
-        options |= storage_of(values, operands)
+        options = storage_of(values, operands)
+        options |= {"gated": gated, "activation": activation, "grouped": offsets is not None}
         if fast is not None:
             options |= {"result_dtype": DTYPES[source.dtype], "x_scales_ld": x_scales_ld}
         result_lines = (lines[0], features, 0) if form[1] is None else (lines[0], form[1][-1], 1)
@@ -378,13 +381,14 @@ def _dds(
         call = entry.call(key, product, op, source.itemsize, form)
         made = product, *allocations(call)
         added = bias, other, activation, column_major
+        kept: Any = pattern.kept
         if offsets is None and pattern.keeps_calls():
             if fast is None:
                 beside = metadata, scales, context[0], gated
-                pattern.kept.keep(op, source, values, *added, *beside, *made)
+                kept.keep(op, source, values, *added, *beside, *made)
             else:
                 factors = source, x_values, x_scales, values, scales
-                pattern.kept.keep_quantized(*factors, *added, context[0], gated, fast, metadata, *made)
+                kept.keep_quantized(*factors, *added, context[0], gated, fast, metadata, *made)
     result = empty(source, call.form)
     x, y = (factor, result) if op == DDS_NT else (result, factor)
     bias = None if bias is None else bias.contiguous()
@@ -409,7 +413,9 @@ def sdd(
 ) -> Tensor:
     """Return yᵀ x on the pattern; with groups of tokens, each meets the blocks of its group alone."""
     if operands.offsets is None:
-        result = pattern.kept.run(SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False)
+        result: Tensor | None = pattern.kept.run(
+            SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False
+        )
         if result is not None:
             return result
     out = x.new_empty(*pattern.values_shape)
@@ -459,7 +465,7 @@ def write_sdd(
             if usable_y is not y or usable_x is not x:
                 beside = of_bias, accumulate_bias, offsets
                 return write_sdd(usable_y, usable_x, out, pattern, accumulate, *beside)
-            options = {
+            options: dict[str, Any] = {
                 "grouped": offsets is not None,
                 "accumulate": accumulate,
                 "result_dtype": 0 if out.dtype == x.dtype else DTYPES[out.dtype],

@@ -534,7 +534,7 @@ class Prepared:
         for grouped in self._grouped.values():
             grouped._rewrite(self.index())
         if self._transposed is not None:
-            self._transposed.rewrite(self._transposed_index())
+            self._transposed._rewrite(self._transposed_index())
 
     def _wait_to_write(self) -> None:
         """Have the current stream wait until no other uses the pattern, what follows it, or their plans."""
