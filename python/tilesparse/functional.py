@@ -36,7 +36,9 @@ from ._checks import (
     check_flag,
     check_like_product,
     check_policy,
+    is_tensor,
     operands_of,
+    shown,
 )
 from ._ops import epilogue
 from ._ops.autograd import autocast, call, records_gradient
@@ -44,7 +46,7 @@ from ._ops.epilogue import activation_code
 from ._ops.linear import linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO, refuse_gradient
 from ._runtime.torch_private import is_any_autocast_enabled
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, InvalidTypeError
 from .pattern import BlockPattern
 
 
@@ -196,6 +198,8 @@ def grouped_linear(
     Returns:
         [tokens, out_features].
     """
+    if not is_tensor(offsets):
+        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
     index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
 

@@ -173,7 +173,7 @@ def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
         return False
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
+            type(tensor) not in PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
         ):
             return False
     return True
@@ -188,7 +188,7 @@ def records_gradient(tensors: Tensors) -> bool:
     return False
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 # ---- the dispatcher path ----

@@ -22,7 +22,7 @@ from .._runtime.launch import dds, storage_of
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
-from .autograd import autocast, call, is_plain, records_gradient
+from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
 from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
 
@@ -49,13 +49,14 @@ def linear_on(
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
     tensors = x, values, bias, residual, gate
-    recorded = records_gradient(tensors)
+    # Proxies of torch.fx cannot be asked whether they have a gradient.
+    recorded = type(x) in PLAIN_TYPES and records_gradient(tensors)
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
     else:
         is_direct = is_plain((*tensors, *operands.tensors))
-        if recorded:
-            refuse_gradient(values.requires_grad, operands)
+        if values.requires_grad:
+            refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
             bias = flat_bias(bias, index, operands.offsets)
         if operands.fast is not None:
@@ -68,7 +69,7 @@ def linear_on(
     if is_direct and not recorded:
         # As `call` does, with fewer frames.
         return dds(device.DDS_NT, x, values, prepared(index, True), epilogue, operands)
-    if (code == 0 and gate is None) or not (recorded or transforms_active()):
+    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
         return call(DDS_NT, x, values, index, epilogue, operands)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
