@@ -94,7 +94,7 @@ def _look(layer: BlockSparseLinear, looks: bool) -> None:
     layer(torch.zeros(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device))
     index = layer_index(layer)
     entry = prepared(index)
-    KNOWN.keep(index, entry, entry.snapshot(), entry.use if looks else None)
+    KNOWN.keep(index, entry, entry._copies_at(), entry._use if looks else None)
 
 
 def _row(call: Callable[[], Tensor]) -> float:

@@ -249,32 +249,37 @@ class Epilogue(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """How both factors of a product are stored and grouped. None of these tensors has a gradient.
+    """How both factors of a product are stored and grouped; tensors come first, and have no gradient.
 
     Attributes:
         metadata: of 2:4 values.
         scales: of values in 8 or 4 bits; with `fast` those of output features, or of blocks [nnz, 1].
-        transposed: whether the values are those of Wᵀ.
         offsets: int32 [groups + 1]: where the tokens of each group begin, which has a weight of its own.
         compressed: 2:4 values to multiply by in place of dense blocks, which then get the gradient.
         compressed_t: the same of Wᵀ, for the gradient of x, or None.
         metadata_t: of these.
+        x_values: x in 8 bits, multiplied in its place; gradients do not need it.
+        x_scales: of these.
+        transposed: whether the values are those of Wᵀ.
         fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
             products of float8 in fewer bits than float32 has.
-        x_values: x in 8 bits, multiplied in its place.
-        x_scales: of these.
     """
 
     metadata: Tensor | None = None
     scales: Tensor | None = None
-    transposed: bool = False
     offsets: Tensor | None = None
     compressed: Tensor | None = None
     compressed_t: Tensor | None = None
     metadata_t: Tensor | None = None
-    fast: bool | None = None
     x_values: Tensor | None = None
     x_scales: Tensor | None = None
+    transposed: bool = False
+    fast: bool | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors among them, or None."""
+        return self[:8]
 
 
 NO_EPILOGUE, DENSE = Epilogue(), Operands()
@@ -342,9 +347,11 @@ def check_dds(
 
 def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands) -> None:
     """Check the factors of x Wᵀ that is multiplied in 8 bits."""
-    scales, metadata, x_values, x_scales = operands.scales, operands.metadata, *operands[-2:]
+    metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
+    if operands.offsets is not None:
+        raise InvalidArgumentError("offsets must be None with x in 8 bits")
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
@@ -545,19 +552,6 @@ def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
     """Return the tensor if it can be combined with a product element by element."""
     check_added(name, tensor, y.shape, "the product", y)
     return tensor
-
-
-def check_factor(name: str, factor: Tensor, values: Tensor) -> None:
-    """Check that values can be multiplied by a factor in place."""
-    sides = zip(reversed(factor.shape), reversed(values.shape), strict=False)
-    if factor.dim() > values.dim() or any(side not in (1, whole) for side, whole in sides):
-        raise InvalidArgumentError(
-            f"{name} must have a shape that broadcasts to {list(values.shape)}, got {list(factor.shape)}"
-        )
-    if factor.is_complex():
-        raise InvalidArgumentError(f"{name} must be real, got {factor.dtype}")
-    if factor.dim():
-        check_same_device(name, factor, "values", values)
 
 
 def is_misaligned(tensor: Tensor) -> bool:

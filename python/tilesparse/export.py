@@ -65,7 +65,7 @@ def _dds_nt(x: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
 
 
 def _product_of_eight_bits(values: Tensor, pattern: tuple[Any, ...], operands: Operands) -> Tensor:
-    metadata, scales, x, x_scales = *operands[:2], *operands[-2:]
+    metadata, scales, _, _, _, _, x, x_scales = operands.tensors
     assert scales is not None and x is not None and x_scales is not None
     linear = torch.nn.functional.linear
     if is_inside(scales):

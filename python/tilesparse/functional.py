@@ -16,15 +16,14 @@ operands other than float64 are cast to its dtype.
 A dense operand is read in place if it is row-major (last stride 1) or column-major (strides of a
 transposed matrix), with any leading dimension, and on CUDA aligned to 16 bytes; it is copied
 otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
-fit, and UnsupportedError where no kernel computes the product.
+fit the pattern or each other in shape, dtype or device, UnsupportedError where no kernel computes the
+product, and NoDeviceError for tensors on a GPU if the library was built without CUDA or finds no device.
 
 The pattern may lie on another device than the values: it is copied there once, and the copy follows its
 updates. torch.compile takes patterns as inputs of its graphs, so that an update costs no compilation.
 
 A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory of
 the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
-
-The file is long because most of it is documentation.
 """
 
 import torch
@@ -37,7 +36,9 @@ from ._checks import (
     check_flag,
     check_like_product,
     check_policy,
+    is_tensor,
     operands_of,
+    shown,
 )
 from ._ops import epilogue
 from ._ops.autograd import autocast, call, records_gradient
@@ -45,7 +46,7 @@ from ._ops.epilogue import activation_code
 from ._ops.linear import linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO, refuse_gradient
 from ._runtime.torch_private import is_any_autocast_enabled
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, InvalidTypeError
 from .pattern import BlockPattern
 
 
@@ -150,11 +151,6 @@ def quantized_linear(
 
     Returns:
         [..., out_features] in the dtype of x.
-
-    Raises:
-        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
-        UnsupportedError: no kernel of the library computes it on that device.
-        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     check_policy(policy)
     check_flag("use_fast_accum", use_fast_accum)
@@ -202,6 +198,8 @@ def grouped_linear(
     Returns:
         [tokens, out_features].
     """
+    if not is_tensor(offsets):
+        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
     index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
 
@@ -281,11 +279,6 @@ def dds(
 
     Returns:
         [..., out_features], or [..., in_features] with ``transpose=False``.
-
-    Raises:
-        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
-        UnsupportedError: no kernel of the library computes it on that device.
-        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     check_flag("transpose", transpose)
     return _dds(a, values, pattern, transpose, False, operands_of(metadata, scales))
@@ -303,11 +296,6 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
     Returns:
         [out_features, n], or [in_features, n] with ``transpose=True``; last stride 1. On CUDA rows
         are padded to 16 bytes, so they are contiguous only if a row is a multiple of 16 bytes.
-
-    Raises:
-        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device.
-        UnsupportedError: no kernel of the library computes it on that device.
-        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     check_flag("transpose", transpose)
     if b.dim() != 2:
@@ -337,8 +325,6 @@ def sdd(
     Raises:
         InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device; or
             ``out`` is missing with ``accumulate``, or given where an operand requires a gradient.
-        UnsupportedError: no kernel of the library computes it on that device.
-        NoDeviceError: tensors are on a GPU, and the library was built without CUDA or finds no device.
     """
     if is_any_autocast_enabled():
         y, x = autocast(y, x)

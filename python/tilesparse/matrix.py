@@ -1,9 +1,5 @@
-"""`BlockSparseMatrix`: values and their pattern, with conversions and products.
+"""`BlockSparseMatrix`: values and their pattern, with conversions and products."""
 
-The file is long because it is one class, most of it documentation.
-"""
-
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, as_number, check_factor, check_like_product, check_values, checked_number, shown
+from ._checks import DTYPES, check_values
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
@@ -21,9 +17,10 @@ from .pattern import BlockPattern, canonical_bsr, canonical_scipy
 class BlockSparseMatrix:
     """A matrix [out_features, in_features] that stores some of its blocks; the rest is zero.
 
-    ``==`` and hashing use identity; `equal` compares contents. Products and conversions to tensors are
-    differentiable with respect to ``values`` and their dense operands. Several matrices may share one
-    pattern.
+    ``==`` and hashing use identity; `equal` compares contents. Products (``@`` with a dense matrix on either
+    side, and those of `functional`) and conversions to tensors are differentiable with respect to ``values``
+    and their dense operands. Several matrices may share one pattern, whose `BlockPattern.move_blocks_` moves
+    blocks in all of them.
 
     Args:
         values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
@@ -47,31 +44,8 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Make a matrix whose kept elements are 0.
-
-        Args:
-            pattern: the kept blocks; shared, not copied.
-            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: device of the values; None is PyTorch's default.
-        """
+        """Make a matrix whose kept elements are 0, with PyTorch's defaults of dtype and device."""
         return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
-
-    @classmethod
-    def ones(
-        cls,
-        pattern: BlockPattern,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> "BlockSparseMatrix":
-        """Make a matrix whose kept elements are 1.
-
-        Args:
-            pattern: the kept blocks; shared, not copied.
-            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: device of the values; None is PyTorch's default.
-        """
-        return cls(torch.ones(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
 
     @classmethod
     def randn(
@@ -82,14 +56,7 @@ class BlockSparseMatrix:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> "BlockSparseMatrix":
-        """Draw the kept elements from the standard normal distribution.
-
-        Args:
-            pattern: the kept blocks; shared, not copied.
-            generator: a generator of the same device; None is PyTorch's default generator.
-            dtype: float64, float32, float16 or bfloat16; None is PyTorch's default.
-            device: device of the values; None is PyTorch's default.
-        """
+        """Draw the kept elements from the standard normal distribution, by a generator of the same device."""
         size = (pattern.nnz, *pattern.block_shape)
         return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
 
@@ -139,20 +106,6 @@ class BlockSparseMatrix:
         return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
-    def from_mask(cls, dense: Tensor, mask: Tensor, *, block_shape: Sequence[int]) -> "BlockSparseMatrix":
-        """Keep the whole blocks of ``dense`` in which ``mask`` (same shape) has a nonzero.
-
-        Args:
-            dense: [out_features, in_features]; differentiable.
-            mask: bool or numbers, of the same shape.
-            block_shape: (bn, bk).
-
-        Raises:
-            InvalidArgumentError: the shapes differ, or are not multiples of the block shape.
-        """
-        return cls.from_dense(dense, BlockPattern.from_mask(mask, block_shape=block_shape))
-
-    @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
         """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; duplicates are summed.
 
@@ -181,17 +134,6 @@ class BlockSparseMatrix:
         if matrix.dtype.name not in ("float64", "float32"):
             raise InvalidArgumentError(f"matrix must have dtype float64 or float32, got {matrix.dtype.name}")
         return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
-
-    @classmethod
-    def from_product(cls, y: Tensor, x: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
-        """Compute the kept blocks of yᵀ x; differentiable, see `functional.sdd`.
-
-        Args:
-            y: [..., out_features].
-            x: [..., in_features], with the same leading dimensions, dtype and device.
-            pattern: the blocks to compute; shared, not copied.
-        """
-        return cls(functional.sdd(y, x, pattern), pattern)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -267,92 +209,13 @@ class BlockSparseMatrix:
         """Return the transposed matrix [in_features, out_features]; its values are a differentiable copy."""
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
-    def matmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """Compute W @ dense, or Wᵀ @ dense with ``transpose=True``; differentiable, see `functional.dsd`.
-
-        Args:
-            dense: [in_features, n], or [out_features, n] for Wᵀ.
-            transpose: True multiplies by Wᵀ.
-
-        Returns:
-            [out_features, n], or [in_features, n].
-        """
-        return functional.dsd(self.values, self.pattern, dense, transpose=transpose)
-
-    def rmatmul(self, dense: Tensor, *, transpose: bool = False) -> Tensor:
-        """Compute dense @ W, or dense @ Wᵀ with ``transpose=True``; differentiable, see `functional.dds`.
-
-        Args:
-            dense: [..., out_features], or [..., in_features] for Wᵀ.
-            transpose: True multiplies by Wᵀ.
-
-        Returns:
-            [..., in_features], or [..., out_features].
-        """
-        return functional.dds(dense, self.values, self.pattern, transpose=transpose)
-
     def __matmul__(self, dense: Tensor) -> Tensor:
-        return self.matmul(dense)
+        """Return W @ dense [in_features, n]; differentiable, see `functional.dsd`, also for Wᵀ."""
+        return functional.dsd(self.values, self.pattern, dense)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:
-        return self.rmatmul(dense)
-
-    def add_product_(self, y: Tensor, x: Tensor) -> "BlockSparseMatrix":
-        """Add the kept blocks of yᵀ x to the values, in place and without a gradient; see `functional.sdd`.
-
-        Args:
-            y: [..., out_features].
-            x: [..., in_features], with the same leading dimensions.
-
-        Returns:
-            This matrix.
-        """
-        functional.sdd(y, x, self.pattern, out=self.values, accumulate=True)
-        return self
-
-    def copy_from_dense_(self, dense: Tensor) -> "BlockSparseMatrix":
-        """Overwrite the values with the same blocks of a dense matrix [out_features, in_features]."""
-        with torch.no_grad():
-            self.values.copy_(call(GATHER, dense, None, self.pattern.index_on(dense.device)))
-        return self
-
-    def mul_(self, factor: Tensor | float) -> "BlockSparseMatrix":
-        """Multiply the values by a real number, or a tensor that broadcasts to [nnz, bn, bk].
-
-        Raises:
-            InvalidArgumentError: the tensor has another shape, device or a complex dtype.
-        """
-        if isinstance(factor, Tensor):
-            check_factor("factor", factor, self.values)
-        with torch.no_grad():
-            self.values.mul_(factor)
-        return self
-
-    def block_norm(self, p: float = 2) -> Tensor:
-        """Return the p-norm of every block [nnz] in slot order; half precision is summed in float32."""
-        if math.isnan(as_number(p)):
-            raise InvalidArgumentError(f"p must be a number or infinite, got {shown(p)}")
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        norms: Tensor = torch.linalg.vector_norm(self.values, p, dim=(1, 2), dtype=dtype)
-        return norms
-
-    def move_blocks_(
-        self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]]
-    ) -> "BlockSparseMatrix":
-        """Move the stored blocks at ``slots`` to new places; values stay where they are in memory.
-
-        The pattern is updated for everything that shares it. A block may take a place that another moved
-        block leaves.
-
-        Args:
-            slots: [n] integers, each at most once.
-            blocks: [n, 2] the new (block row, block column) of each.
-
-        Raises:
-            InvalidPatternError: a place lies outside or is taken; nothing has changed.
-        """
-        self.pattern.move_blocks_(slots, blocks)
-        return self
+        """Return dense [..., out_features] @ W; differentiable, see `functional.dds`, also for Wᵀ."""
+        return functional.dds(dense, self.values, self.pattern, transpose=False)
 
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Return True if both store the same blocks with the same values, in any slots."""
@@ -363,16 +226,6 @@ class BlockSparseMatrix:
             and torch.equal(mine.col_indices, theirs.col_indices)
             and torch.equal(self._in_row_order(), other._in_row_order())
         )
-
-    def allclose(self, dense: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-        """Return True if this matrix is close to a dense one, including the zeros of absent blocks.
-
-        Raises:
-            InvalidArgumentError: ``dense`` has another shape, dtype or device.
-        """
-        rtol, atol = checked_number("rtol", rtol), checked_number("atol", atol)
-        check_like_product("dense", dense, self.values.new_empty(()).expand(self.shape))
-        return torch.allclose(self.to_dense(), dense, rtol=rtol, atol=atol)
 
     def _in_row_order(self) -> Tensor:
         """Return a detached copy of the values in the order of the pattern's entries."""

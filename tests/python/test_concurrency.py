@@ -159,17 +159,17 @@ class Entry:
     """What is kept of a pattern, which was written to."""
 
     def __init__(self, watch: pattern_cache.Watch, uncounted: bool = True, valid: bool = True) -> None:
-        self.use, self.noted = _C.Use(watch.clock), 0.0
+        self._use, self._noted = _C.Use(watch.clock), 0.0
         self.uncounted, self.valid, self.followed = uncounted, valid, 0
         watch.add(self)
 
-    def follow_writes(self) -> bool:
+    def _follow_writes(self) -> bool:
         self.followed += 1
         if not self.valid:
             raise InvalidPatternError("slot")
         return self.uncounted
 
-    def distrust(self) -> None:
+    def _distrust(self) -> None:
         self.valid = True
 
 
@@ -206,7 +206,7 @@ def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
         if number % 1000 == 20:
             clock.comparison.differing = []  # .1 ms to 2 ms after it was begun
         clock.watch.use(entries[number % 30])
-        assert entries[number % 30].use.last == clock.now
+        assert entries[number % 30]._use.last == clock.now
     assert clock.comparison.begun == 10 and asked <= 10 * 4
 
 
@@ -239,15 +239,15 @@ def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
     comparison, watch = clock.comparison, clock.watch
     (other,), (entry,) = clock.entries(1), clock.entries(1, uncounted=uncounted)
     start = clock.now
-    entry.use.last = start - 1
+    entry._use.last = start - 1
     watch.use(other)
     comparison.differing = []
     clock.now = start + 0.1
-    entry.use.last = start + used
+    entry._use.last = start + used
     watch.use(other)
     assert comparison.begun == 2 and entry.followed == 0
     if noted is not None:
-        entry.noted = start + noted
+        entry._noted = start + noted
     comparison.differing = [3, 5]
     clock.now = start + 0.11
     with nullcontext() if message is None else pytest.raises(PatternChangedError, match=message):
@@ -273,7 +273,7 @@ def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
     clock.watch.remove(0)
     del first
     (third,) = clock.entries(1)
-    third.noted = clock.now
+    third._noted = clock.now
     clock.comparison.differing = [0, 1, 2]  # of the first
     clock.now += 0.01
     clock.watch.use(second)
@@ -286,14 +286,14 @@ def test_a_known_pattern_is_found_until_its_clock_says_so() -> None:
     index = pattern.index_on(torch.device("cpu"))
     entry, clock, known = prepared(index), _C.Clock(), _C.Known(TENSORS)
     use = _C.Use(clock)
-    known.keep(index, entry, entry.snapshot(), use)
+    known.keep(index, entry, entry._copies_at(), use)
     clock.due = math.inf
     before = time.monotonic()
     assert known.find(index, True) is entry and before <= use.last <= time.monotonic()
     clock.due = use.last = 1.0
     assert known.find(index, True) is None and use.last == 1.0
     assert known.find(index, False) is entry and use.last == 1.0
-    known.keep(index, entry, entry.snapshot(), None)
+    known.keep(index, entry, entry._copies_at(), None)
     assert known.find(index, True) is entry
 
 

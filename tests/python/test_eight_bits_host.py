@@ -101,7 +101,7 @@ def test_products_are_repeated_as_they_ran(
         return functional.quantized_linear(x, values, pattern, scales, *args, **options)
 
     results = [product(run, x, bias, other) for _ in range(3)]
-    assert len(prepared(pattern.index_on(values.device))._kept) == (kept if IS_READ else 0)
+    assert len(prepared(pattern.index_on(values.device)).kept) == (kept if IS_READ else 0)
     monkeypatch.setattr(TENSORS, "enabled", False)
     wanted = product(run, x, bias, other)
     for result in results:

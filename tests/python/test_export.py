@@ -127,15 +127,25 @@ def in_a_new_process(
     return results
 
 
-def test_an_exported_program_is_right_in_a_new_process_and_follows_what_it_loads(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("load", [LOAD_EXPORTED, LOAD_TRACED])
+def test_a_program_in_a_new_process_follows_what_it_loads_and_needs_the_package(
+    tmp_path: Path, load: str
+) -> None:
     exported, other = model(1), model(2)
     x = randn(5, IN, dtype=torch.float32)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(exported, (x,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, str(tmp_path / "program.pt2"))
-    fewer = x[:3]
-    results = in_a_new_process(tmp_path, LOAD_EXPORTED, other.state_dict(), fewer)
-    torch.testing.assert_close(results, [exported(fewer), other(fewer)])
+    if load == LOAD_EXPORTED:
+        shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+        program = torch.export.export(exported, (x,), dynamic_shapes=shapes)  # also for gradients
+        torch.export.save(program, str(tmp_path / "program.pt2"))
+    else:
+        with torch.no_grad():
+            torch.jit.trace(exported, x).save(str(tmp_path / "program.pt2"))
+    results = in_a_new_process(tmp_path, load, other.state_dict(), x[:3])
+    torch.testing.assert_close(results, [exported(x[:3]), other(x[:3])])
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        in_a_new_process(tmp_path, load, exported.state_dict(), x, imported=False)
+    assert "tilesparse" in error.value.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,28 +220,6 @@ def test_a_package_that_would_go_wrong_is_refused(
     program = exported_for_any_batch(model(1), randn(5, IN, dtype=torch.float32))
     with pytest.raises(Exception, match=said):  # an UnsupportedError, within one of Inductor or not
         aoti_compile(program, tmp_path, configs)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_traced_program_is_right_in_a_new_process_and_follows_what_it_loads(tmp_path: Path) -> None:
-    exported, other = model(1), model(2)
-    x = randn(5, IN, dtype=torch.float32)
-    with torch.no_grad():
-        torch.jit.trace(exported, x).save(str(tmp_path / "program.pt2"))
-    results = in_a_new_process(tmp_path, LOAD_TRACED, other.state_dict(), x[:3])
-    torch.testing.assert_close(results, [exported(x[:3]), other(x[:3])])
-
-
-@pytest.mark.parametrize("load", [LOAD_EXPORTED, LOAD_TRACED])
-def test_a_process_without_the_package_raises(tmp_path: Path, load: str) -> None:
-    exported, x = model(1), randn(5, IN, dtype=torch.float32)
-    if load == LOAD_EXPORTED:
-        torch.export.save(torch.export.export(exported, (x,)), str(tmp_path / "program.pt2"))
-    else:
-        torch.jit.trace(exported, x).save(str(tmp_path / "program.pt2"))
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        in_a_new_process(tmp_path, load, exported.state_dict(), x, imported=False)
-    assert "tilesparse" in error.value.stderr
 
 
 def test_a_layer_is_not_scripted_wrongly() -> None:

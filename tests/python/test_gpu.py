@@ -1046,11 +1046,11 @@ def test_weights_packed_for_another_kernel_are_refused() -> None:
         key = packed.plan_key
         for wrong in (key + 1, _C.plan_key(kept.descriptor, packed.product.resolve()[0], DDS_NN)):
             packed.plan_key = wrong
-            kept.forget_calls()
+            kept._forget_calls()
             with pytest.raises(InvalidArgumentError, match=f"prepacked.key must be {key}, .* got {wrong};"):
                 layer(x)
         packed.plan_key = key
-        kept.forget_calls()
+        kept._forget_calls()
         assert torch.equal(layer(x), expected)
 
 
@@ -1165,7 +1165,7 @@ entries = [prepared(p.index_on(p.device)) for p in (a, b)]
 product = _C.Product(entries[1].descriptor, 0, 4, 1, 8192, ldx=1024, ldy=1024)
 kernel, plan = product.resolve()
 assert plan, "the kernel walks no plan"
-memory = entries[0].plans.get(0, kernel, plan)
+memory = entries[0]._plans.get(0, kernel, plan)
 product.use_plan(memory.data_ptr(), memory.numel(), 0)
 product.workspace_size()
 product.run(x.data_ptr(), y.data_ptr(), values.data_ptr(), 0, 0, 0, torch.cuda.current_stream().cuda_stream)

@@ -538,7 +538,7 @@ def plan_of(row: Row, problem: Problem) -> Plan:
     if not row.plan:
         return Plan(0, 0, 0)
     entry = entry_of(row, DEVICE, problem.pattern, problem.groups)
-    memory = entry.plans.get(row.op, row.number - 1, row.plan)
+    memory = entry._plans.get(row.op, row.number - 1, row.plan)
     return Plan(memory.data_ptr(), memory.numel(), _C.plan_key(entry.descriptor, row.number - 1, row.op))
 
 

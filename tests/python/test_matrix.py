@@ -47,9 +47,9 @@ def test_filled_constructors(device: str) -> None:
         reference(BlockSparseMatrix.zeros(pattern, device=device, dtype=torch.float16)),
         torch.zeros_like(kept),
     )
-    ones = BlockSparseMatrix.ones(pattern, device=device, dtype=torch.bfloat16)
-    assert (ones.dtype, ones.device.type) == (torch.bfloat16, device)
-    assert torch.equal(reference(ones), kept)
+    drawn = BlockSparseMatrix.randn(pattern, device=device, dtype=torch.bfloat16)
+    assert (drawn.dtype, drawn.device.type) == (torch.bfloat16, device)
+    assert torch.equal(reference(drawn) != 0, kept.bool())
 
 
 def test_randn_is_normal_and_follows_its_generator() -> None:
@@ -82,7 +82,6 @@ def test_dense_round_trip(device: str, dtype: torch.dtype, name: str) -> None:
     assert torch.equal(BlockSparseMatrix.from_dense(dense, matrix.pattern).values, matrix.values)
     found = BlockSparseMatrix.from_dense(dense, block_shape=BLOCK_SHAPE)
     assert found.nnz == matrix.nnz and found.equal(matrix)
-    assert matrix.allclose(dense)
 
 
 def test_from_dense_keeps_the_largest_blocks() -> None:
@@ -93,14 +92,6 @@ def test_from_dense_keeps_the_largest_blocks() -> None:
     assert [indices.tolist() for indices in matrix.pattern.block_indices()] == [[1, 3], [1, 0]]
     assert torch.equal(matrix.values[1], dense[48:, :32])
     assert BlockSparseMatrix.from_dense(dense, block_shape=BLOCK_SHAPE, density=0.25).nnz == 6
-
-
-def test_from_mask_keeps_whole_blocks() -> None:
-    dense = randn(64, 192, dtype=torch.float32)
-    mask = torch.zeros(64, 192)
-    mask[20, 40] = 1
-    matrix = BlockSparseMatrix.from_mask(dense, mask, block_shape=BLOCK_SHAPE)
-    assert torch.equal(matrix.values, dense[None, 16:32, 32:64])
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -182,21 +173,9 @@ def test_products(device: str, dtype: torch.dtype) -> None:
     right = randn(in_features, 10, dtype=dtype, device=device, seed=1)
     left = randn(10, out_features, dtype=dtype, device=device, seed=2)
     assert_product_close(matrix @ right, dense, right)
-    assert_product_close(matrix.matmul(left.t(), transpose=True), dense.t(), left.t())
+    assert_product_close(matrix.t() @ left.t(), dense.t(), left.t())
     assert_product_close(left @ matrix, left, dense)
-    assert_product_close(matrix.rmatmul(right.t(), transpose=True), right.t(), dense.t())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_products_restricted_to_a_pattern(device: str) -> None:
-    pattern = make_pattern("banded", (4, 6), BLOCK_SHAPE)
-    y = randn(50, pattern.out_features, dtype=torch.float32, device=device, seed=1)
-    x = randn(50, pattern.in_features, dtype=torch.float32, device=device, seed=2)
-    matrix = BlockSparseMatrix.from_product(y, x, pattern)
-    expected = (y.t() @ x) * pattern.to_mask().to(device)
-    assert matrix.allclose(expected, rtol=1e-4, atol=1e-4)
-    assert matrix.add_product_(y, x) is matrix
-    assert matrix.allclose(2 * expected, rtol=1e-4, atol=1e-4)
+    assert_product_close(right.t() @ matrix.t(), right.t(), dense.t())
 
 
 def test_conversions_and_products_are_differentiable() -> None:
@@ -210,33 +189,8 @@ def test_conversions_and_products_are_differentiable() -> None:
         (lambda v, b: BlockSparseMatrix(v, pattern) @ b, (values, right)),
         (lambda v, b: BlockSparseMatrix(v, pattern).t() @ b, (values, right)),
         (lambda v, b: b.t() @ BlockSparseMatrix(v, pattern), (values, right)),
-        (lambda v: BlockSparseMatrix(v, pattern).block_norm(), (values,)),
     ):
         assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("p", [1, 2, float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_block_norm(dtype: torch.dtype, p: float) -> None:
-    matrix = make_matrix(dtype=dtype)
-    norms = matrix.block_norm(p)
-    expected = torch.stack([block.double().flatten().norm(p) for block in matrix.values])
-    assert norms.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_in_place_changes(device: str) -> None:
-    matrix = make_matrix(device=device)
-    values, dense = matrix.values.requires_grad_(), reference(matrix)
-    assert matrix.mul_(2) is matrix
-    assert torch.equal(reference(matrix), 2 * dense)
-    matrix.mul_(torch.zeros(matrix.nnz, 1, 1, device=device))
-    assert not reference(matrix).any()
-    new = randn(*matrix.shape, dtype=torch.float32, device=device)
-    assert matrix.copy_from_dense_(new) is matrix
-    assert torch.equal(matrix.to_dense(), new * matrix.pattern.to_mask().to(device))
-    assert matrix.values is values and values.is_leaf
 
 
 def test_move_blocks() -> None:
@@ -244,7 +198,7 @@ def test_move_blocks() -> None:
     matrix = BlockSparseMatrix.from_blocks([(0, 0), (1, 1), (2, 2)], values, shape=(48, 48))
     pattern = matrix.pattern
     tensors = (pattern.crow_indices, pattern.col_indices, pattern.slot)
-    matrix.move_blocks_([0, 1], [(1, 1), (0, 2)])  # into the place that the other one leaves
+    pattern.move_blocks_([0, 1], [(1, 1), (0, 2)])  # into the place that the other one leaves
     dense = matrix.to_dense()
     assert torch.equal(dense[16:32, 16:32], values[0])
     assert torch.equal(dense[:16, 32:], values[1])
@@ -274,7 +228,7 @@ def test_move_blocks_refuses_collisions(slots: list[int], blocks: list[tuple[int
     pattern, before = matrix.pattern, matrix.to_dense()
     same, versions = copy.deepcopy(pattern), versions_of(pattern)
     with pytest.raises(InvalidArgumentError, match=named):
-        matrix.move_blocks_(slots, blocks)
+        pattern.move_blocks_(slots, blocks)
     assert torch.equal(matrix.to_dense(), before)
     assert matrix.pattern is pattern and pattern == same and versions_of(pattern) == versions
 
@@ -294,7 +248,6 @@ def test_equality() -> None:
     assert not matrix.equal(twin)
     assert not matrix.equal(matrix.to(torch.float64))
     assert not matrix.equal(make_matrix("banded"))
-    assert not matrix.allclose(twin.to_dense())
 
 
 def test_values_must_fit() -> None:

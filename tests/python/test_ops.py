@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
+from tilesparse._runtime import launch
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
@@ -273,6 +276,31 @@ def test_eager_products_in_inference_mode(device: str) -> None:
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
 
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize(("records", "most"), [(False, 4), (True, 6)])
+def test_a_layer_reaches_native_code_through_few_frames(
+    records: bool, most: int, activations: str | None
+) -> None:
+    layer = BlockSparseLinear(64, 64, block_shape=16)
+    if activations is not None:
+        layer.to_storage(activations, activations=activations)
+    x, package, depths = torch.randn(3, 64, requires_grad=records), str(Path(functional.__file__).parent), []
+
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        if event == "call" and frame is not None and frame.f_code is launch.dds.__code__:
+            depths.append(0)
+            while frame is not None:
+                depths[-1] += frame.f_code.co_filename.startswith(package)
+                frame = frame.f_back
+
+    with torch.set_grad_enabled(records):
+        layer(x)
+        sys.setprofile(note)
+        layer(x)
+        sys.setprofile(None)
+    assert len(depths) == 1 and depths[0] <= most
+
+
 def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilesparse._runtime.pattern_cache.MAX_CALLS", 4)
     pattern = make_pattern("full", (1, 1), (16, 16))
@@ -280,7 +308,7 @@ def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in range(1, 12):
         functional.linear(torch.ones(tokens, 16), values, pattern)
         entry = prepared(pattern.index_on(values.device))
-        assert 0 < len(entry._calls) <= 4 and len(entry._kept) <= len(entry._calls)
+        assert 0 < len(entry._calls) <= 4 and len(entry.kept) <= len(entry._calls)
 
 
 # Products of (x, y, values, bias), and how many calls of the kind are kept natively.
@@ -325,7 +353,7 @@ def test_products_are_repeated_as_they_ran(device: str, name: str, monkeypatch: 
     x, y = x.view(3, 5, -1), y.view(3, 5, -1)
     results = [product(pattern, x, y, values, bias) for _ in range(3)]
     entry = prepared(pattern.index_on(values.device))
-    assert len(entry._kept) == (kept if TENSORS.enabled and hasattr(Tensor, EXCHANGE) else 0)
+    assert len(entry.kept) == (kept if TENSORS.enabled and hasattr(Tensor, EXCHANGE) else 0)
     monkeypatch.setattr(TENSORS, "enabled", False)
     expected = product(pattern, x, y, values, bias)
     for result in results:
@@ -341,7 +369,7 @@ def test_products_of_threads_that_update_and_run() -> None:
     entry = prepared(pattern.index_on(values.device))
 
     def run(_: int) -> bool:
-        entry.forget_calls()
+        entry._forget_calls()
         return all(torch.equal(functional.linear(x, values, pattern), expected) for _ in range(50))
 
     with ThreadPoolExecutor(4) as executor:

@@ -11,6 +11,7 @@ the fast path calls these directly.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -31,7 +32,7 @@ from .._runtime.torch_private import (
 from ..errors import PatternChangedError, UnsupportedError
 
 Tensors = Sequence[Tensor | None]
-SAVED = Operands._fields.index("x_values")  # operands before it are saved for gradients
+SAVED, TENSORS = (Operands._fields.index(name) for name in ("x_values", "transposed"))
 
 
 class Product(NamedTuple):
@@ -77,11 +78,11 @@ def call(
     return product.kernel(first, second, pattern, epilogue, operands)
 
 
-def others_of(epilogue: Epilogue, operands: Operands) -> tuple[Tensor, ...]:
-    """Return the tensors of both records that have no gradient."""
+def others_of(epilogue: Epilogue, operands: Operands) -> Tensors:
+    """Return the tensors of both records that have no gradient, or None."""
     if operands is DENSE:
         return () if epilogue.gate is None else (epilogue.gate,)
-    return tensors_of((epilogue.gate, *operands))
+    return epilogue.gate, *operands.tensors
 
 
 # ---- records, as arguments of operators ----
@@ -101,8 +102,8 @@ def records_of(takes: Sequence[str], *given: Any, **named: Any) -> tuple[Epilogu
     fields = dict(zip(_FIELDS, _DEFAULTS, strict=True)) | dict(zip(takes, given, strict=False)) | named
     values = list(fields.values())
     count = len(Epilogue._fields)
-    operands = Operands(*values[count:])
-    return Epilogue(*values[:count]), DENSE if operands == DENSE else operands
+    operands, is_dense = values[count:], all(map(operator.is_, values[count:], DENSE))
+    return Epilogue(*values[:count]), DENSE if is_dense else Operands(*operands)
 
 
 # ---- the fast path ----
@@ -121,22 +122,21 @@ class _Recorded(torch.autograd.Function):
     ) -> Tensor:
         need = ctx.needs_input_grad
         product, pattern, index, epilogue, operands = how
-        if operands is not DENSE:
-            operands = Operands(*operands[:SAVED])
-        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *tensors_of(operands))
+        kept = () if operands is DENSE else operands[:SAVED]
+        ctx.save_for_backward(first if need[2] else None, second if need[1] else None, *kept)
         # A layer that loads another number of blocks gives its parameter other memory and another shape.
         weight = second if type(second) is torch.nn.Parameter else None
         shape = None if weight is None else weight.shape
         ctx.of = product, index, pattern, pattern.generation, weight, shape
-        ctx.operands = without_tensors(operands)
-        return product.kernel(first, second, pattern, epilogue, how[4])
+        ctx.flags = None if operands is DENSE else operands[TENSORS:]
+        return product.kernel(first, second, pattern, epilogue, operands)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, *of = ctx.of
         check_unchanged(*of)
         first, second, *tensors = ctx.saved_tensors
-        operands = with_tensors(ctx.operands, tensors)
+        operands = operands_saved(tensors, ctx.flags)
         gradients = product.gradients(grads[0], first, second, of[0], ctx.needs_input_grad[1:], operands)
         return None, *gradients, *(None,) * (4 - len(gradients))
 
@@ -159,27 +159,9 @@ def check_unchanged(
         )
 
 
-# Tensors among operands are saved as autograd saves tensors, so that it notices writes to them.
-
-
-def tensors_of(fields: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the tensors among fields of a record."""
-    return () if fields is DENSE else tuple(field for field in fields if isinstance(field, Tensor))
-
-
-def without_tensors(operands: Operands) -> Operands:
-    """Return the operands with `Tensor` in place of each tensor."""
-    if operands is DENSE:
-        return operands
-    return Operands(*(Tensor if isinstance(field, Tensor) else field for field in operands))  # type: ignore[arg-type]
-
-
-def with_tensors(operands: Operands, tensors: Sequence[Tensor]) -> Operands:
-    """Undo `without_tensors`."""
-    if operands is DENSE:
-        return operands
-    following = iter(tensors)
-    return Operands(*(next(following) if field is Tensor else field for field in operands))  # type: ignore[arg-type]
+def operands_saved(tensors: Sequence[Tensor | None], flags: tuple[Any, ...] | None) -> Operands:
+    """Return the operands for gradients: without x in 8 bits."""
+    return DENSE if flags is None else Operands._make((*tensors, None, None, *flags))
 
 
 def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
@@ -191,7 +173,7 @@ def is_plain(tensors: Tensors, profiled: bool = False) -> bool:
         return False
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
+            type(tensor) not in PLAIN_TYPES or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg()
         ):
             return False
     return True
@@ -206,7 +188,7 @@ def records_gradient(tensors: Tensors) -> bool:
     return False
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 # ---- the dispatcher path ----
@@ -228,10 +210,9 @@ def autograd_of(gradients: Callable[..., Tensors], factors: int, takes: Sequence
         need = ctx.needs_input_grad
         first = inputs[0] if factors > 1 and need[1] else None
         second = inputs[1] if factors > 1 and need[0] else None
-        if operands is not DENSE:
-            operands = Operands(*operands[:SAVED])
-        ctx.save_for_backward(first, second, *index[:3], *tensors_of(operands))
-        ctx.shapes, ctx.operands, ctx.count = index[3:], without_tensors(operands), len(inputs)
+        ctx.save_for_backward(first, second, *index[:3], *operands[:SAVED])
+        ctx.flags = None if operands is DENSE else operands[TENSORS:]
+        ctx.shapes, ctx.count = index[3:], len(inputs)
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, second, crow, col, slot, *tensors = ctx.saved_tensors
@@ -239,7 +220,7 @@ def autograd_of(gradients: Callable[..., Tensors], factors: int, takes: Sequence
         # Which of the inputs need a gradient: of factors, and of bias and residual where they are taken.
         need = ctx.needs_input_grad
         added = need[after : after + 2] if "bias" in takes else ()
-        operands = with_tensors(ctx.operands, tensors)
+        operands = operands_saved(tensors, ctx.flags)
         needs = (*need[:factors], *added, False, False)
         of_tensors = gradients(grad, first, second, index, needs, operands)
         given = [*of_tensors[:factors], *(None,) * (after - factors), *of_tensors[factors:]]

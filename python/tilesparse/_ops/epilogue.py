@@ -14,9 +14,8 @@ from torch.compiler import is_compiling
 from .._checks import QUANTIZED, Index, check_combination, is_misaligned, shown
 from .._runtime import launch
 from .._runtime.device import ACTIVATIONS
-from .._runtime.launch import sdd_with_bias
 from .._runtime.layout import row_stride
-from .._runtime.pattern_cache import Prepared, prepared
+from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import current_stream, transforms_active, version
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import is_plain, records_gradient, transformable
@@ -71,15 +70,11 @@ def weight_and_bias_gradients(grad: Tensor, x: Tensor, index: Index) -> tuple[Te
         both: tuple[Tensor, Tensor] = _SDD_TN_WITH_BIAS(grad, x, *index)
         return both
     if grad.numel() >= launch.MANY_ELEMENTS:
-        return sdd_with_bias(grad, x, prepared(index))
+        return launch.sdd_with_bias(grad, x, prepared(index))
     return None
 
 
-def _sdd_tn_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tensor]:
-    return sdd_with_bias(y, x, pattern)
-
-
-_SDD_TN_WITH_BIAS = register("sdd_tn_with_bias", 2, _sdd_tn_with_bias, sdd_tn_with_bias_fake)
+_SDD_TN_WITH_BIAS = register("sdd_tn_with_bias", 2, launch.sdd_with_bias, sdd_tn_with_bias_fake)
 
 
 def sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
@@ -255,30 +250,6 @@ straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
 Weights = Tensor | None
 
 
-def combine(y: Tensor, weights: Weights, rows: Tensor) -> Tensor:
-    """Add up rows of y: [tokens, features], Σ_c weights[t, c] y[rows[t, c]].
-
-    Args:
-        y: [tokens · choices, features].
-        weights: [tokens, choices] in the dtype of y, or None for ones.
-        rows: int64 [tokens, choices], with each row of y once.
-    """
-    result: Tensor = _COMBINE(y, weights, rows)
-    return result
-
-
-def spread(x: Tensor, weights: Weights, rows: Tensor) -> Tensor:
-    """Copy each token to its rows: row rows[t, c] of the result is weights[t, c] x[t].
-
-    Args:
-        x: [tokens, features].
-        weights: [tokens, choices] in the dtype of x, or None for ones.
-        rows: as of `combine`.
-    """
-    result: Tensor = _SPREAD(x, weights, rows)
-    return result
-
-
 def _combine_fake(y: Tensor, weights: Weights, rows: Tensor) -> Tensor:
     check_combination("y", y, weights, rows, rows.numel())
     return y.new_empty(rows.shape[0], y.shape[1])
@@ -338,8 +309,16 @@ def _operator(
     return run
 
 
-_COMBINE = _operator("combine", launch.combine, _combine_fake, _of_combine)
-_SPREAD = _operator("spread", launch.spread, _spread_fake, _of_spread)
+# Rows are int64 [tokens, choices], with each row of y or of the result once; weights [tokens, choices] have
+# the dtype of the other operand, and None stands for ones.
+# Σ_c weights[t, c] y[rows[t, c]] of y [tokens · choices, features]: [tokens, features].
+combine: Callable[[Tensor, Weights, Tensor], Tensor] = _operator(
+    "combine", launch.combine, _combine_fake, _of_combine
+)
+# Copies of each token of x [tokens, features]: row rows[t, c] of the result is weights[t, c] x[t].
+spread: Callable[[Tensor, Weights, Tensor], Tensor] = _operator(
+    "spread", launch.spread, _spread_fake, _of_spread
+)
 _GRADIENT = _operator("combine_gradient", launch.combine_gradient, _gradient_fake, _of_gradient)
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .._checks import (
     DENSE,
-    NO_EPILOGUE,
     Epilogue,
     Index,
     Operands,
@@ -23,9 +22,11 @@ from .._runtime.launch import dds, storage_of
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
-from .autograd import autocast, call, is_plain, others_of, records_gradient
+from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
 from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
+
+_NONE = "none"  # compared by identity, which takes less time than a look-up
 
 
 def linear_on(
@@ -44,29 +45,31 @@ def linear_on(
 
     ``operands`` say how values are stored, which tokens are in which group, and whether x has 8 bits.
     """
-    code = activation_code(activation)
+    code = 0 if activation is _NONE else activation_code(activation)
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
-    if operands is not DENSE:
+    tensors = x, values, bias, residual, gate
+    # Proxies of torch.fx cannot be asked whether they have a gradient.
+    recorded = type(x) in PLAIN_TYPES and records_gradient(tensors)
+    if operands is DENSE:
+        is_direct = not recorded and is_plain(tensors)
+    else:
+        is_direct = is_plain((*tensors, *operands.tensors))
+        if values.requires_grad:
+            refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
             bias = flat_bias(bias, index, operands.offsets)
         if operands.fast is not None:
-            operands, policy = _of_eight_bits(x, values, index, operands, policy)
-        refuse_gradient(records_gradient((values,)), operands)
+            operands, policy = _of_eight_bits(x, values, index, operands, policy, is_direct)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     if policy != "sparse" and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
         check_dds("x", x, values, index, epilogue, operands)
         plain = values if operands is DENSE else dequantize_values(values, *operands[:2], x.dtype)
         return combined(_expanded_linear(x, plain, index, epilogue), activation, residual, gate)
-    tensors = x, values, bias, residual, gate
-    if not records_gradient(tensors):
-        if is_plain((*tensors, *others_of(NO_EPILOGUE, operands))):
-            # As `call` does, with fewer frames.
-            return dds(device.DDS_NT, x, values, prepared(index, True), epilogue, operands)
-        fuses = not transforms_active()
-    else:
-        fuses = False
-    if fuses or (code == 0 and gate is None):
+    if is_direct and not recorded:
+        # As `call` does, with fewer frames.
+        return dds(device.DDS_NT, x, values, prepared(index, True), epilogue, operands)
+    if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
         return call(DDS_NT, x, values, index, epilogue, operands)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
@@ -79,7 +82,7 @@ def linear_on(
 
 
 def _of_eight_bits(
-    x: Tensor, values: Tensor, index: Index, operands: Operands, policy: str
+    x: Tensor, values: Tensor, index: Index, operands: Operands, policy: str, is_direct: bool
 ) -> tuple[Operands, str]:
     """Quantize x, or have it multiplied in its own dtype where that is faster; return operands and policy."""
     metadata, scales = operands[:2]
@@ -87,8 +90,8 @@ def _of_eight_bits(
     if policy == "dense" or multiplies_as_decode(x, index):
         check_quantizable(x)  # the rest is checked as for other products
         return Operands(metadata, stored_scales_on(scales, values, index)), policy
-    of_x = quantized_for(values, x, is_plain((x,)), is_inside(scales))
-    return Operands(metadata, scales, *operands[2:-2], *of_x), "sparse"
+    of_x = quantized_for(values, x, is_direct, is_inside(scales))
+    return Operands(metadata, scales, *operands[2:6], *of_x, False, operands.fast), "sparse"
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -274,24 +274,28 @@ def dds(
             values = operands.compressed
         if pattern.prepacks and source.is_cpu:
             values, operands = _kept_dense(source, values, pattern, operands)
-    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
-    gated, kept = gate is not None, pattern.kept
     other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
-    request: tuple[Any, ...]
-    if fast is None:
-        request = op, source, values, bias, other, activation, column_major, metadata, scales, asked_kernel
-        request, run, keep = (*request, gated), kept.run, kept.keep
+    gated, kernel, major = gate is not None, asked_kernel, column_major
+    result: Tensor | None = None
+    if offsets is not None:
+        pass  # such products are not kept there
+    elif fast is None:
+        result = pattern.kept.run(
+            op, source, values, bias, other, activation, major, metadata, scales, kernel, gated
+        )
     else:
-        request = source, x_values, x_scales, values, scales, bias, other, activation, column_major
-        request = *request, asked_kernel, gated, fast, metadata
-        run, keep = kept.run_quantized, kept.keep_quantized
-    if offsets is None and (result := run(*request)) is not None:
+        result = pattern.kept.run_quantized(
+            *(source, x_values, x_scales, values, scales, bias, other, activation, major),
+            *(kernel, gated, fast, metadata),
+        )
+    if result is not None:
         return result
     with pattern.launching():
-        return _dds(op, source, values, pattern, epilogue, operands, partial(keep, *request))
+        return _dds(op, source, values, pattern, epilogue, operands)
 
 
 def _kept_dense(
@@ -314,11 +318,11 @@ def _dds(
     pattern: Prepared,
     epilogue: Epilogue,
     operands: Operands,
-    keep: Callable[..., None],
 ) -> Tensor:
-    """Run a product that the native module does not know, and have it kept there by ``keep``."""
+    """Run a product that the native module does not know, and have it kept there."""
     bias, residual, activation, column_major, gate = epilogue
-    metadata, scales, _, offsets, _, _, _, fast, x_values, x_scales = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
+    gated = gate is not None
     other = residual if gate is None else gate
     factor = source if x_values is None else x_values
     entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
@@ -328,7 +332,7 @@ def _dds(
         context = *context[:3], precision
     tensors = source, values, bias, other, metadata, scales, offsets, x_values, x_scales
     forms = [None if tensor is None else form_of(tensor) for tensor in tensors]
-    key: Hashable = op, *forms, gate is not None, activation, column_major, context
+    key: Hashable = op, *forms, gated, activation, column_major, context
     if pattern.prepacks and source.is_cuda:
         key = key, torch.cuda.is_current_stream_capturing()
     call = entry.find(key)
@@ -354,7 +358,7 @@ def _dds(
             (of_x, x_scales),
         )
         if any(one is not given for one, given in copied):
-            epilogue = epilogue._replace(**{"residual" if gate is None else "gate": near})
+            epilogue = epilogue._replace(gate=near) if gated else epilogue._replace(residual=near)
             operands = operands._replace(
                 metadata=usable_metadata, x_scales=of_x, transposed=False, compressed=None
             )
@@ -367,16 +371,24 @@ def _dds(
         if offsets is not None and op == DDS_NT:
             features //= offsets.shape[0] - 1
         form = result_form(source, features, column_major)
-        options = {"gated": gate is not None, "activation": activation, "grouped": offsets is not None}
-        options |= storage_of(values, operands)
+        options = storage_of(values, operands)
+        options |= {"gated": gated, "activation": activation, "grouped": offsets is not None}
         if fast is not None:
             options |= {"result_dtype": DTYPES[source.dtype], "x_scales_ld": x_scales_ld}
         result_lines = (lines[0], features, 0) if form[1] is None else (lines[0], form[1][-1], 1)
         both = (lines, result_lines) if op == DDS_NT else (result_lines, lines)
         product = _product(op, entry, factor, *both, context, other_lines, **options)
         call = entry.call(key, product, op, source.itemsize, form)
+        made = product, *allocations(call)
+        added = bias, other, activation, column_major
+        kept: Any = pattern.kept
         if offsets is None and pattern.keeps_calls():
-            keep(product, *allocations(call))
+            if fast is None:
+                beside = metadata, scales, context[0], gated
+                kept.keep(op, source, values, *added, *beside, *made)
+            else:
+                factors = source, x_values, x_scales, values, scales
+                kept.keep_quantized(*factors, *added, context[0], gated, fast, metadata, *made)
     result = empty(source, call.form)
     x, y = (factor, result) if op == DDS_NT else (result, factor)
     bias = None if bias is None else bias.contiguous()
@@ -401,7 +413,9 @@ def sdd(
 ) -> Tensor:
     """Return yᵀ x on the pattern; with groups of tokens, each meets the blocks of its group alone."""
     if operands.offsets is None:
-        result = pattern.kept.run(SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False)
+        result: Tensor | None = pattern.kept.run(
+            SDD_TN, y, x, None, None, 0, False, None, None, asked_kernel, False
+        )
         if result is not None:
             return result
     out = x.new_empty(*pattern.values_shape)
@@ -451,7 +465,7 @@ def write_sdd(
             if usable_y is not y or usable_x is not x:
                 beside = of_bias, accumulate_bias, offsets
                 return write_sdd(usable_y, usable_x, out, pattern, accumulate, *beside)
-            options = {
+            options: dict[str, Any] = {
                 "grouped": offsets is not None,
                 "accumulate": accumulate,
                 "result_dtype": 0 if out.dtype == x.dtype else DTYPES[out.dtype],
@@ -731,20 +745,20 @@ def least_scale() -> float:
 
 def empty_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize` returns."""
-    check_quantizable(x)
-    if x.dim() == 0 or x.shape[-1] % _FEATURES:
-        raise InvalidArgumentError(
-            f"x must be [..., features] with a multiple of {_FEATURES} features, got shape {tuple(x.shape)}"
-        )
+    _check_features(x, _FEATURES)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def empty_quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize_groups` returns."""
-    check_quantizable(x)
-    if x.dim() == 0 or x.shape[-1] % SCALE_GROUP:
-        raise InvalidArgumentError(
-            f"x must be [..., features] with a multiple of {SCALE_GROUP} features, got shape {tuple(x.shape)}"
-        )
+    _check_features(x, SCALE_GROUP)
     values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // SCALE_GROUP)
+
+
+def _check_features(x: Tensor, multiple: int) -> None:
+    check_quantizable(x)
+    if x.dim() == 0 or x.shape[-1] % multiple:
+        raise InvalidArgumentError(
+            f"x must be [..., features] with a multiple of {multiple} features, got shape {tuple(x.shape)}"
+        )

@@ -251,7 +251,7 @@ class Comparison:
                 return False
             self._stream.wait_event(self._asked)
             for entry in entries:
-                entry.wait()
+                entry._wait()
             self._compared, self._rows = self._memory, len(pairs) // ROW
             content = pairs.tobytes()  # at once, for rows may be removed at any time
             ctypes.memmove(self._compared.data_ptr(), content, len(content))
@@ -323,7 +323,7 @@ class Watch:
         now = monotonic()
         if now >= self.clock.due:
             self._look(now)
-        entry.use.last = now
+        entry._use.last = now
 
     def _look(self, now: float) -> None:
         if self._under_way:
@@ -340,7 +340,7 @@ class Watch:
 
     def _begin(self, now: float) -> None:
         entries = [entry for reference in list(self._watched.values()) if (entry := reference()) is not None]
-        recent = (entry for entry in entries if entry.noted >= self._begun)
+        recent = (entry for entry in entries if entry._noted >= self._begun)
         self._under_way = self._comparison.begin(self._pairs, recent)
         self.clock.due = now + PAUSE
         if self._under_way:
@@ -351,15 +351,15 @@ class Watch:
         late, invalid = [], None
         for place in dict.fromkeys(row - row % 3 for row in differing):
             entry = self._watched.get(place, lambda: None)()
-            if entry is None or entry.noted >= self._begun:
+            if entry is None or entry._noted >= self._begun:
                 continue  # what is known of was written while it was compared
-            unchanged = max(since, entry.noted)
+            unchanged = max(since, entry._noted)
             try:
-                found = entry.follow_writes()
+                found = entry._follow_writes()
             except InvalidPatternError as error:
                 found, invalid = True, error
-                entry.distrust()
-            if found and entry.use.last > unchanged:
+                entry._distrust()
+            if found and entry._use.last > unchanged:
                 late.append(unchanged)
         if late:
             first, last = (f"{1e3 * (now - at):.0f}" for at in (min(late), self._begun))
@@ -413,12 +413,8 @@ class Prepared:
         find: returns the call that was kept under a key, or None.
         on_cpu: True for a pattern on the CPU.
         prepacks: True if values are kept prepacked from call to call; see `BlockSparseLinear.prepack`.
-        watch: finds writes that PyTorch does not count; None on the CPU and for the transpose.
-        use: what products that look for such writes note of their use; None likewise.
-        noted: when the copies were last known to be those of the tensors, on the clock ``time.monotonic``.
         plain: dense blocks that are kept on the CPU.
         scales: scales of the rows of blocks, made from those of output features.
-        plans: plans of CUDA kernels.
     """
 
     @torch.inference_mode(False)  # tensors made in it could not be written outside of it
@@ -426,46 +422,48 @@ class Prepared:
         check_index(index)
         shape, (bn, bk), nnz = index.shape, index.block_shape, index.col_indices.shape[0]
         self.shape, self.block_shape, self.values_shape = shape, (bn, bk), (nnz, bn, bk)
-        self.device = index.col_indices.device
-        self.on_cpu = self.device.type == "cpu"
+        self._device = index.col_indices.device
+        self.on_cpu = self._device.type == "cpu"
         self.generation = 0
         self.prepacks = False
         self.plain, self.scales = Derived(), Derived()
         self._prepacked: dict[tuple[int, int, int], Prepacked] = {}
-        self.state: State = ()
+        self._state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
         sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
-        memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self.device)]
+        memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self._device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
         row_ptr, col_idx, row_slot, *columns = (tensor.data_ptr() for tensor in memory)
         col_ptr, row_idx, col_slot = columns
         self.descriptor = _C.Pattern(
             bn, bk, *shape, nnz, row_ptr, col_idx, row_slot, col_ptr, row_idx, col_slot, groups
         )
-        self._streams = Streams(self.device)
-        self.plans = Plans(self.descriptor, self.device, self._streams)
+        self._streams = Streams(self._device)
+        self._plans = Plans(self.descriptor, self._device, self._streams)
         self._places: Tensor | None = None
         self._transposed: Prepared | None = None
         self._grouped: dict[int, Prepared] = {}
         self._calls: dict[Hashable, Call] = {}
         self.find: Callable[[Hashable], Call | None] = self._calls.get
         self.kept = _C.Calls(TENSORS)
-        self.noted = 0.0
-        self.watch = watch(self.device) if self.device.type == "cuda" and watched else None
-        self.use = None if self.watch is None else _C.Use(self.watch.clock)
-        self._place = -1 if self.watch is None else self.watch.add(self)
+        # When the copies were last known to be those of the tensors, on the clock ``time.monotonic``.
+        self._noted = 0.0
+        # Finds writes that PyTorch does not count; and what products that look for them note of their use.
+        self._watch = watch(self._device) if self._device.type == "cuda" and watched else None
+        self._use = None if self._watch is None else _C.Use(self._watch.clock)
+        self._place = -1 if self._watch is None else self._watch.add(self)
         self._memory: list[torch.UntypedStorage] = []  # kept alive while it is watched
         self._write(index)
 
-    def is_of(self, index: Index) -> bool:
+    def _is_of(self, index: Index) -> bool:
         """Return True if it was made of these tensors as they are; on CUDA, of tensors of this size."""
-        if index.col_indices.device != self.device or index.col_indices.shape[0] != self.values_shape[0]:
+        if index.col_indices.device != self._device or index.col_indices.shape[0] != self.values_shape[0]:
             return False
         return not self.on_cpu or _C.pattern_holds(
             self.descriptor, *(tensor.data_ptr() for tensor in index[:3])
         )
 
-    def snapshot(self) -> tuple[int, int, int] | None:
+    def _copies_at(self) -> tuple[int, int, int] | None:
         """Return the addresses of the copies on the CPU, None on a CUDA device."""
         crow, col, slot = (tensor.data_ptr() for tensor in self._snapshot)
         return (crow, col, slot) if self.on_cpu else None
@@ -515,31 +513,28 @@ class Prepared:
     def block_indices(self) -> tuple[Tensor, Tensor]:
         """Return (rows, cols), each [nnz] int64: the block row and column of every slot."""
         with exclusive():
-            return self._block_indices()
-
-    def _block_indices(self) -> tuple[Tensor, Tensor]:
-        if self._places is None:
-            (memory,) = allocate((16 * self._snapshot[1].shape[0],), self.device)
-            self._streams.wait()
-            places = memory.view(torch.int64).view(2, -1)
-            self._write_places(places)
-            self._places = places
-            self._streams.record()
-        else:
-            self._streams.read(iter((self._places,)))
-        return self._places[0], self._places[1]
+            if self._places is None:
+                (memory,) = allocate((16 * self._snapshot[1].shape[0],), self._device)
+                self._streams.wait()
+                places = memory.view(torch.int64).view(2, -1)
+                self._write_places(places)
+                self._places = places
+                self._streams.record()
+            else:
+                self._streams.read(iter((self._places,)))
+            return self._places[0], self._places[1]
 
     @torch.inference_mode(False)
-    def rewrite(self, index: Index) -> None:
+    def _rewrite(self, index: Index) -> None:
         """Follow changed contents on a CUDA device: write everything derived anew, in the same memory."""
         self.generation += 1
-        self.forget_calls()
+        self._forget_calls()
         self._wait_to_write()
         self._write(index)
         for grouped in self._grouped.values():
-            grouped.rewrite(self.index())
+            grouped._rewrite(self.index())
         if self._transposed is not None:
-            self._transposed.rewrite(self._transposed_index())
+            self._transposed._rewrite(self._transposed_index())
 
     def _wait_to_write(self) -> None:
         """Have the current stream wait until no other uses the pattern, what follows it, or their plans."""
@@ -547,32 +542,32 @@ class Prepared:
         for other in self._others():
             other._wait_to_write()
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Have the current stream wait for what another one has yet to write."""
         self._streams.wait()
 
     def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
         """Resolve a product on the current device and stream, and keep it under the key."""
-        with exclusive(), on(self.device):
+        with exclusive(), on(self._device):
             kernel, plan_id = product.resolve()
             plan_key = _C.plan_key(self.descriptor, kernel, op)
             if plan_id:
-                memory = self.plans.get(op, kernel, plan_id)
+                memory = self._plans.get(op, kernel, plan_id)
                 product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
             prepacked = self._prepack(product, op, plan_id, plan_key) if self.prepacks else None
             workspace_bytes = product.workspace_size()
-            self._streams.read(chain(self._snapshot, self._columns, self.plans.memory()))
+            self._streams.read(chain(self._snapshot, self._columns, self._plans.memory()))
         if len(self._calls) >= MAX_CALLS:
-            self.forget_calls()
-        here = self.on_cpu or self.device.index == torch.cuda.current_device()
-        run = product.run if here else run_on(self.device, product.run)
+            self._forget_calls()
+        here = self.on_cpu or self._device.index == torch.cuda.current_device()
+        run = product.run if here else run_on(self._device, product.run)
         self._calls[key] = call = Call(run, -(-workspace_bytes // itemsize), form, prepacked)
         return call
 
     def keep_prepacked(self, keep: bool) -> None:
         """Keep values prepacked from call to call, or not; drop the prepacked copies in either case."""
         self.prepacks = keep
-        self.forget_calls()
+        self._forget_calls()
         self._prepacked.clear()
         self.plain, self.scales = Derived(), Derived()
 
@@ -580,52 +575,52 @@ class Prepared:
         """Return True unless calls may pack: on a GPU, but not in a graph that is being captured."""
         return not self.prepacks or self.on_cpu
 
-    def forget_calls(self) -> None:
+    def _forget_calls(self) -> None:
         """Resolve every product anew, also one that another thread has found but not launched."""
         self._calls.clear()
         self.kept.clear()
         for other in self._others():
-            other.forget_calls()
+            other._forget_calls()
 
-    def follow_writes(self) -> bool:
+    def _follow_writes(self) -> bool:
         """Follow tensors on a CUDA device that were written to; return True if PyTorch has not counted it.
 
         What it has counted the next product of this pattern follows. The host waits for the tensors.
         """
         index = self._held()
-        if index is None or state_of(index) != self.state:
+        if index is None or state_of(index) != self._state:
             return False
-        self.wait()  # what a thread wrote on another stream is no write that was missed
+        self._wait()  # what a thread wrote on another stream is no write that was missed
         if all(map(torch.equal, index[:3], self._snapshot)):
             return False
         # PyTorch counts a write after it has enqueued it, and another thread may be between the two.
         sleep(SETTLING)
-        if state_of(index) != self.state:
+        if state_of(index) != self._state:
             return False
-        self.adopt(index)
+        self._adopt(index)
         return True
 
-    def adopt(self, index: Index) -> None:
+    def _adopt(self, index: Index) -> None:
         """Follow tensors on a CUDA device, whose contents are checked in a copy: others may write to them."""
         state = state_of(index)
         crow, col, slot = (tensor.clone() for tensor in index[:3])
         copy = Index(crow, col, slot, self.shape, self.block_shape)
         validate(copy)
-        self.rewrite(copy)
-        self.note(index, state)
+        self._rewrite(copy)
+        self._note(index, state)
 
-    def distrust(self) -> None:
+    def _distrust(self) -> None:
         """Have the next call validate the tensors, which hold no pattern."""
-        self.state = ()
+        self._state = ()
         crow, col, slot = (reference() for reference in self._tensors)
         KNOWN.forget((crow, col, slot, self.shape, self.block_shape))
-        if self.watch is not None:
-            self.watch.rest(self._place)
+        if self._watch is not None:
+            self._watch.rest(self._place)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Stop watching the tensors: they are gone, or have another owner."""
-        if self.watch is not None:
-            self.watch.remove(self._place)
+        if self._watch is not None:
+            self._watch.remove(self._place)
 
     def _held(self) -> Index | None:
         """Return the tensors this was made from, if they still exist with the same size."""
@@ -633,17 +628,17 @@ class Prepared:
         if crow is None or col is None or slot is None:
             return None
         index = Index(crow, col, slot, self.shape, self.block_shape)
-        return index if self.is_of(index) else None
+        return index if self._is_of(index) else None
 
-    def written(self) -> tuple[Index, State] | None:
+    def _written(self) -> tuple[Index, State] | None:
         """Return the tensors this was made from and their state, if they may have other contents by now."""
         index = self._held()
         if index is None:
             return None
         state = state_of(index)
-        return None if state == self.state else (index, state)
+        return None if state == self._state else (index, state)
 
-    def is_read_elsewhere(self) -> bool:
+    def _is_read_elsewhere(self) -> bool:
         """Return True if other streams than the current one read this, so that they may write the tensors."""
         return self._streams.others_read()
 
@@ -657,27 +652,27 @@ class Prepared:
             _C.pattern_transpose(self.descriptor, *columns)
         else:
             refuse_capture()
-            with on(self.device):
+            with on(self._device):
                 self._copy(index)
-                workspace = scratch(_C.pattern_device_transpose_size(self.descriptor), self.device)
-                stream = torch.cuda.current_stream(self.device).cuda_stream
+                workspace = scratch(_C.pattern_device_transpose_size(self.descriptor), self._device)
+                stream = torch.cuda.current_stream(self._device).cuda_stream
                 _C.pattern_device_transpose(
                     self.descriptor, *columns, workspace.data_ptr(), workspace.numel(), stream
                 )
-                self.plans.rebuild()
+                self._plans.rebuild()
                 if self._places is not None:
                     self._write_places(self._places)
                 self._streams.record_all()
-        self.note(index, state_of(index))
+        self._note(index, state_of(index))
 
-    def note(self, index: Index, state: State) -> None:
+    def _note(self, index: Index, state: State) -> None:
         """Note that these tensors, in a state from before they were read, have the copied contents."""
-        before, self.state = self.state, state
-        if self.watch is not None:
-            self.noted = monotonic()
-            if self.state[:3] != before[:3]:  # the addresses
+        before, self._state = self._state, state
+        if self._watch is not None:
+            self._noted = monotonic()
+            if self._state[:3] != before[:3]:  # the addresses
                 memory = [tensor.untyped_storage() for tensor in index[:3]]
-                self.watch.point(self._place, index, self.index())
+                self._watch.point(self._place, index, self.index())
                 self._memory = memory
 
     def _copy(self, index: Index) -> None:
@@ -696,11 +691,11 @@ class Prepared:
         size = product.prepacked_size()  # 0 on the CPU
         if size == 0 or torch.cuda.is_current_stream_capturing():
             return None
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self._device)
         key = op, plan_id, stream.cuda_stream  # what one stream packs another may not have to wait for
         prepacked = self._prepacked.get(key)
         if prepacked is None:
-            (memory,) = allocate((size,), self.device)
+            (memory,) = allocate((size,), self._device)
             memory.record_stream(stream)
             prepacked = self._prepacked[key] = Prepacked(product, memory, plan_key)
         product.use_prepacked(prepacked.memory.data_ptr(), size, prepacked.plan_key)
@@ -739,15 +734,15 @@ def _looked_up(index: Index, looking: bool) -> Prepared:
     check_index(index)
     with exclusive():
         entry = entries.get(_key(index))
-        if entry is None or not entry.is_of(index):
+        if entry is None or not entry._is_of(index):
             entry = _prepare(index, entry)
-        elif entry.device.type == "cuda":
-            known = entry.state == state_of(index)
-            if known and looking and entry.watch is not None and not torch.cuda.is_current_stream_capturing():
-                entry.watch.use(entry)
-            if entry.state != state_of(index):
+        elif entry._device.type == "cuda":
+            watch = entry._watch if looking and entry._state == state_of(index) else None
+            if watch is not None and not torch.cuda.is_current_stream_capturing():
+                watch.use(entry)
+            if entry._state != state_of(index):
                 _follow(entry)
-        KNOWN.keep(index, entry, entry.snapshot(), entry.use)
+        KNOWN.keep(index, entry, entry._copies_at(), entry._use)
         return entry
 
 
@@ -758,7 +753,7 @@ def _prepare(index: Index, before: Prepared | None) -> Prepared:
             weakref.finalize(tensor, _forget, key).atexit = False
     else:
         entry.prepacks = before.prepacks
-        before.forget()
+        before._forget()
     entries[key] = entry
     return entry
 
@@ -774,21 +769,21 @@ def _follow(entry: Prepared) -> None:
     written = [
         (other, *found)
         for other in list(entries.values())
-        if other.device == entry.device
-        and (other is entry or not other.is_read_elsewhere())
-        and (found := other.written()) is not None
+        if other._device == entry._device
+        and (other is entry or not other._is_read_elsewhere())
+        and (found := other._written()) is not None
     ]
     for other, _, _ in written:
-        other.wait()
+        other._wait()
     same = torch.equal(
         torch.cat([tensor for _, index, _ in written for tensor in index[:3]]),
         torch.cat([tensor for other, _, _ in written for tensor in other.index()[:3]]),
     )
     for other, index, state in written:
         if same or all(map(torch.equal, index[:3], other.index()[:3])):
-            other.note(index, state)
+            other._note(index, state)
         elif other is entry:
-            entry.adopt(index)
+            entry._adopt(index)
 
 
 def _key(index: Index) -> _Key:
@@ -799,14 +794,14 @@ def _key(index: Index) -> _Key:
 def _forget(key: _Key) -> None:
     entry = entries.pop(key, None)
     if entry is not None:
-        entry.forget()
+        entry._forget()
     KNOWN.forget(key)
 
 
 def forget_calls() -> None:
     """Resolve every product anew."""
     for entry in list(entries.values()):
-        entry.forget_calls()
+        entry._forget_calls()
 
 
 @contextmanager
@@ -815,12 +810,12 @@ def update_of(index: Index) -> Iterator[None]:
     with exclusive():
         key = _key(index)
         entry = entries.get(key)
-        if entry is None or entry.device.type == "cpu" or not entry.is_of(index):
+        if entry is None or entry._device.type == "cpu" or not entry._is_of(index):
             yield  # calls compare the tensors themselves
             return
         refuse_capture()
         KNOWN.forget(key)  # so that calls of other threads wait for the lock
-        entry.forget_calls()  # for the same reason; nothing that kernels read is written before `rewrite`
-        entry.wait()  # the tensors may still be copied, on the stream of the update before
+        entry._forget_calls()  # for the same reason; nothing that kernels read is written before `rewrite`
+        entry._wait()  # the tensors may still be copied, on the stream of the update before
         yield
-        entry.rewrite(index)
+        entry._rewrite(index)

@@ -351,7 +351,7 @@ def _most(nonzero: Tensor, size: int, dtype: torch.dtype) -> int:
     if nonzero.shape[1] % size or not nonzero.numel():
         return size
     most = 0
-    for words in nonzero.view(dtype).flatten().split(1 << 17):  # which a cache holds
+    for words in torch.split(nonzero.view(dtype).flatten(), 1 << 17):  # which a cache holds
         for shift in (32, 16, 8) if size == 8 else (16, 8):
             words = words + (words >> shift)  # the lowest byte counts the bools of all
         most = max(most, int((words & 15).max()))

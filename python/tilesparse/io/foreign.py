@@ -123,7 +123,7 @@ def _bitmask_2_4(parts: Parts, settings: Settings) -> Weight:
 
 def _has_two_of_four(mask: Tensor) -> bool:
     """Return True for two bools in every four, of all rows one after another."""
-    for words in mask.view(-1).view(torch.int32).split(1 << 17):
+    for words in torch.split(mask.view(-1).view(torch.int32), 1 << 17):
         words = words + (words >> 16)
         if not bool((((words + (words >> 8)) & 7) == 2).all()):
             return False

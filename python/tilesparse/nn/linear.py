@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from .._checks import (
     BLOCK_SIZES,
     COMPRESSIBLE,
+    DENSE,
     DTYPES,
     Index,
     Operands,
@@ -22,7 +23,6 @@ from .._checks import (
     check_block_shape,
     check_one,
     is_tensor,
-    operands_of,
     shown,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
@@ -618,9 +618,9 @@ class BlockSparseLinear(StoredWeight):
             how: Any = {"policy": self._policy, "transposable": self._transposable}
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
         else:
-            metadata, scales = buffers["metadata"], buffers["scales"]
-            eight_bits = self._activations is not None
-            stored = Operands(metadata, scales, fast=True) if eight_bits else operands_of(metadata, scales)
+            metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
+            if metadata is not None or scales is not None:
+                stored = Operands(metadata, scales, fast=None if self._activations is None else True)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
@@ -817,7 +817,7 @@ def masked_linear(
         transposed: tuple[Tensor | None, Tensor | None] = None, None
         if transposable and x.requires_grad:
             transposed = COMPRESS(weight.detach(), mask, True)
-        values, stored = weight, Operands(metadata, None, False, None, compressed, *transposed)
+        values, stored = weight, Operands(metadata, None, None, compressed, *transposed)
     return linear_on(x, values, index, bias, "none", residual, column_major, operands=stored)
 
 
