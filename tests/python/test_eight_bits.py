@@ -79,9 +79,9 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def make(name: str, seed: int = 0, **options: Any) -> Any:
-    *sizes, own = LAYERS[name]
+    ins, outs, own = LAYERS[name]
     device = options.pop("device", "cpu")
-    layer = BlockSparseLinear(*sizes, generator=seeded(seed), **{**own, **options}).to(device)
+    layer = BlockSparseLinear(ins, outs, generator=seeded(seed), **{**own, **options}).to(device)
     if name == GROUPED:
         layer.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
     return layer

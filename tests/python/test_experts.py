@@ -463,6 +463,15 @@ def test_experts_of_a_projection_that_is_not_named_keep_their_blocks() -> None:
         assert torch.equal(experts.to_dense()["down_proj"], dense.get_submodule(name).down_proj)
 
 
+def test_an_expert_that_stays_dense_is_stored_as_the_others() -> None:
+    model = ZOO["mixtral"].make()
+    config = ts.BlockSparseConfig.w8a16(density=0.5, block_shape=BLOCK, granularity="block")
+    prune_(model, {r".*experts\..*\.1$": None, "experts": config}, calibration("mixtral"))
+    for experts in sparse_experts_of(model).values():
+        for layer in experts.projections().values():
+            assert layer.density == 0.625 and layer.spec.granularity == "block"
+
+
 def test_an_error_leaves_dense_experts_in_place() -> None:
     model = ZOO["mixtral"].make()
     before = dict(model.named_modules())

@@ -146,7 +146,7 @@ def test_groups_have_the_bits_of_the_definition(device: str, source: torch.dtype
         flat[0, 7] *= 100
         if len(flat) > 2:
             flat[1, 3] = torch.nan
-        groups = x.float().cpu().unflatten(-1, (-1, 128))  # PyTorch does not divide by a number on a GPU
+        groups = x.float().cpu().view(*shape[:-1], -1, 128)  # PyTorch does not divide by a number on a GPU
         finite = groups.isfinite().all(-1)
         scales = (groups.abs().amax(-1) / 448).clamp(min=2.0**-116)
         scaled = torch.where(finite[..., None], groups * (1 / scales)[..., None], 0.0)

@@ -792,11 +792,15 @@ def test_a_frozen_weight_stays_frozen_through_other_storages(device: str, traine
 # ---- the plain weight that `prepack` keeps on the CPU ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", MASKED + STORED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name, dtype in product(MASKED + STORED, (torch.float32, torch.bfloat16, torch.float64))
+        if dtype != torch.float64 or "W8A8" not in name  # whose products have no such results
+    ],
+)
 def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float64 and "W8A8" in name:
-        pytest.skip("no product in 8 bits has results in float64")
     layer = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(), **{"block_shape": 32, **LAYERS[name]}
     )

@@ -229,8 +229,10 @@ def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
     """Return a layer with every block of a dense one."""
     shape = linear.out_features, linear.in_features
     pattern = BlockPattern.full(shape, block_shape=check_block_shape(config.block_shape))
-    stored: Any = {"nm": config.nm, "transposable": config.transposable, "storage": config.storage}
-    return BlockSparseLinear.from_linear(linear, pattern=pattern, **stored)
+    layer = BlockSparseLinear.from_linear(
+        linear, pattern=pattern, nm=config.nm, transposable=config.transposable
+    )
+    return layer.to_storage(config.storage, granularity=config.granularity)
 
 
 class ExpertMoments:
