@@ -238,11 +238,12 @@ def test_some_layers_stay_sparse() -> None:
     assert [(one.name, one.reason) for one in report.skipped] == [
         ("blocks.0.attention.output", "filter_fn refuses it")
     ]
-    for options in ({"layers": "mlp"}, {"layers": "("}, {"exclude": "9"}):
+    wrong: list[dict[str, Any]] = [{"layers": "mlp"}, {"layers": "("}, {"exclude": "9"}]
+    for options in wrong:
         with pytest.raises(InvalidArgumentError, match=next(iter(options))):
             densify_(model, **options)
     with pytest.raises(InvalidArgumentError, match="model must hold the layer"):
-        densify_(model.blocks[0].attention.output)
+        densify_(model.get_submodule("blocks.0.attention.output"))
     adapted = get_peft_model(model, LoraConfig(target_modules=["attention.output"]))
     with pytest.raises(UnsupportedError, match="has an adapter"):
         densify_(model)
