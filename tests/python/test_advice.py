@@ -17,9 +17,10 @@ import tilesparse as ts
 from tilesparse import BlockSparseConfig, advise
 from tilesparse.cli import command
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError, TuneFileError
-from tilesparse.tuning import AdviceReport, Device, Estimate, LatencyTable, MeasuredLayers
+from tilesparse.tuning import AdviceReport, Device, LatencyTable
 from tilesparse.tuning import advise as advising
-from tilesparse.tuning.advise import call_of, contenders_for, left_out
+from tilesparse.tuning.advise import Estimate, call_of, contenders_for, left_out
+from tilesparse.tuning.store import MeasuredLayers
 
 DENSE, INT8 = None, torch.int8
 CPU = torch.device("cpu")

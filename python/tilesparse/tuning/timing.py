@@ -61,7 +61,7 @@ def _on_cuda(
         flush = torch.zeros(FLUSH_BYTES >> 2, dtype=torch.float32, device=device)
         torch.cuda.synchronize()
         if head_start:
-            _cuda._sleep(int(head_start * CYCLES_PER_SECOND))
+            torch.cuda._sleep(int(head_start * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         for turn in range(repetitions):
             for call, of_call in zip(calls, events, strict=True):
                 start, end = of_call[turn]
