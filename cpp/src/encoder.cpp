@@ -76,6 +76,7 @@ class Checked {
             const ts_encoder_layer layer = read_struct(desc.layers[i], name.c_str());
             named(name + ".", [&] { add(layer); });
         }
+        choose_instructions();
         encoder_.x = check_rows(&desc.x, desc.tokens, encoder_.hidden, "x");
         encoder_.y = check_rows(&desc.y, desc.tokens, encoder_.hidden, "y");
     }
@@ -96,11 +97,28 @@ class Checked {
         for (const Operand* written : {&y, &scratch}) {
             check_apart(area("offsets", desc_.offsets, (desc_.sentences + 1) * sizeof(int32_t)), *written);
             for (const auto& [name, operand] : arrays_) named(name, [&] { check_apart(operand, *written); });
-            for (const auto& [name, operands] : read_) named(name, [&] { operands.check_written(*written); });
+            for (const Product& product : read_)
+                named(product.name, [&] { product.operands.check_written(*written); });
         }
     }
 
   private:
+    struct Product {
+        std::string name;
+        Operands operands;
+        ts_matmul_desc desc;
+        Problem problem;
+    };
+
+    // Those of the kernel that the first product would run on.
+    void choose_instructions() {
+        const Choice choice = choose(read_.front().problem, cpu_device(), wish_of(read_.front().desc));
+        set_ = cpu::instruction_set_of(*choice.kernel);
+        require(set_ != nullptr, "kernel must be one for x of int8, got ", choice.number);
+        for (const Product& product : read_)
+            named(product.name, [&] { check_read(product.desc, product.problem, choice); });
+    }
+
     void add(const ts_encoder_layer& from) {
         const auto check = [](int32_t value, int32_t least, int32_t most, const char* name) {
             require(value >= least && value <= most, name, " must be ", least, " to ", most, ", got ", value);
@@ -158,18 +176,12 @@ class Checked {
     // A weight as a product without tokens.
     Problem weight(const ts_encoder_weight& from, const char* name) {
         Problem problem{};
+        const ts_matmul_desc product = product_of(from, desc_);
         named(name, [&] {
-            const ts_matmul_desc product = product_of(from, desc_);
             require(from.values.storage == TS_STORAGE_DENSE, "values.storage must be 0, got ",
                     from.values.storage);
             problem = check_problem(product);
-            read_.emplace_back(layer_name() + name, Operands(problem, product));
-            if (set_ == nullptr) {
-                choice_ = choose(problem, cpu_device(), wish_of(product));
-                set_ = cpu::instruction_set_of(*choice_.kernel);
-                require(set_ != nullptr, "kernel must be one for x of int8, got ", choice_.number);
-            }
-            check_read(product, problem, choice_);
+            read_.push_back({layer_name() + name, Operands(problem, product), product, problem});
         });
         problem.x.layout = problem.y.layout = Layout::row_major;
         return problem;
@@ -202,9 +214,8 @@ class Checked {
     const ts_encoder_desc& desc_;
     cpu::Encoder encoder_{};
     const cpu::InstructionSet* set_ = nullptr;
-    Choice choice_{};
     int32_t longest_ = 0;
-    std::vector<std::pair<std::string, Operands>> read_;
+    std::vector<Product> read_;
     std::vector<std::pair<std::string, Operand>> arrays_;
 };
 

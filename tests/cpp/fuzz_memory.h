@@ -26,7 +26,11 @@ inline uint64_t draw() {  // splitmix64
 inline int64_t draw(int64_t least, int64_t most) {
     return least + static_cast<int64_t>(draw() % static_cast<uint64_t>(most - least + 1));
 }
-inline bool chance(int percent) { return draw(1, 100) <= percent; }
+inline bool calm = false;  // arguments stay valid: what is rare does not happen
+inline bool chance(int percent) {
+    const bool happens = draw(1, 100) <= percent;
+    return calm ? percent >= 80 || (happens && percent > 15) : happens;
+}
 template <class T, size_t size>
 inline T one_of(const T (&values)[size]) {
     return values[draw(0, size - 1)];
