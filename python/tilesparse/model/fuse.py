@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from ..calibrate.stream import call_apart, recording
 from ..errors import UnsupportedError
+from ..nn.encoder import BlockSparseEncoder, form_of
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
-from .modules import Target, names_of_modules, owners_of_parameters, what_would_be_lost
+from .modules import Target, names_of_modules, owners_of_parameters, set_submodule, what_would_be_lost
 from .report import SkippedLayer
 
 
@@ -212,3 +214,109 @@ def _seen(
         with evaluating(model), torch.inference_mode(False), torch.no_grad():
             call_apart(model, batch)
     return found
+
+
+@dataclass(frozen=True)
+class FusedEncoder:
+    """The layers of an encoder, see `nn.BlockSparseEncoder`.
+
+    Attributes:
+        name: name of the list that has them.
+        kind: class of a layer.
+        count: number of layers.
+        reason: why they compute by themselves; None where each is one operator.
+    """
+
+    name: str
+    kind: str
+    count: int
+    reason: str | None
+
+
+_LEAST = 0.997  # cosine of a token's features
+_CLOSE = 0.05  # of what a layer returns: x and what attention reads are rounded to 8 bits
+
+
+def fuse_encoders(
+    model: nn.Module, run: Callable[[], Any]
+) -> tuple[list[FusedEncoder], list[Callable[[], None]]]:
+    """Have encoders compute each layer as one operator, where a run shows that it gives the same.
+
+    Args:
+        model: changed in place; its parameters are frozen.
+        run: calls the model, without recording gradients.
+
+    Returns:
+        Encoders of layers that are known, and functions that put their layers back.
+    """
+    names = names_of_modules(model)
+    layers = {
+        one: list(one) for one in names if type(one) is nn.ModuleList and len(one) and all(map(form_of, one))
+    }
+    calls: dict[nn.Module, _LayerCall] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        calls.setdefault(layer, _LayerCall(args, kwargs, y))
+
+    with ExitStack() as stack:
+        for layer in (layer for own in layers.values() for layer in own):
+            stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
+        if layers:
+            run()
+    found, undo = [], []
+    for old, own in layers.items():
+        (name, *others), kind = names[old], type(own[0]).__name__
+        parent = model.get_submodule(name.rpartition(".")[0])
+        reason = None
+        if others or parent is old:
+            reason = "it has several places in the model, or is the model itself"
+        elif not all(layer in calls for layer in own):
+            reason = "the batch does not call it"
+        else:
+            try:
+                new = BlockSparseEncoder(own, parent, in_tuple=isinstance(calls[own[0]].y, tuple))
+                new.train(old.training)
+            except UnsupportedError as error:
+                reason = str(error)
+            else:
+                undo.append(partial(_put_back, model, name, old, new))
+                set_submodule(model, name, new)
+                reason = _reason_differs(new, [calls[layer] for layer in own], run)
+                if reason is not None:
+                    undo.pop()()
+        found.append(FusedEncoder(name, kind, len(own), reason))
+    return found, undo
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    y: Any
+
+
+def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncoder) -> None:
+    new.end()
+    set_submodule(model, name, old)
+
+
+def _reason_differs(
+    encoder: BlockSparseEncoder, calls: Sequence[_LayerCall], run: Callable[[], Any]
+) -> str | None:
+    """Compare each layer's operator with what the layer gave, and see that the model uses them."""
+    call = encoder.call(calls[0].args, calls[0].kwargs)
+    positions = call if isinstance(call, str) else encoder.positions(call)
+    if isinstance(call, str) or isinstance(positions, str):
+        return str(call if isinstance(call, str) else positions)
+    x = call.x
+    for operator, places, layer in zip(encoder.operators(), positions, calls, strict=True):
+        y = layer.y[0] if isinstance(layer.y, tuple) else layer.y
+        mine, theirs = operator(x, call.offsets, places).float(), call.pack(y).float()
+        size = float(theirs.norm())
+        cosine = float(nn.functional.cosine_similarity(mine, theirs, -1).mean())
+        if not (0 < size < float("inf") and float((mine - theirs).norm()) <= _CLOSE * size and cosine >= _LEAST):
+            return f"its results differ from those of its layers, by a cosine of {cosine:.4f}"
+        x = call.pack(y)
+    before = encoder.count
+    run()
+    return "its model does not loop over it" if encoder.count == before else None

@@ -24,7 +24,7 @@ from ..tuning.measure import tune
 from ..tuning.product import Product
 from ..tuning.store import Measurement
 from ..tuning.timing import milliseconds
-from .fuse import SharedProduct, merge_layers
+from .fuse import FusedEncoder, SharedProduct, fuse_encoders, merge_layers
 from .patcher import BlockSparseModelPatcher
 from .report import FuseReport
 
@@ -48,6 +48,9 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
       another one is chosen for the larger product, sums may be in another order. What they share is compared
       with products of their own.
+    - On the CPU, with a batch, each layer of an encoder of Transformers whose weights and activations are in
+      int8 becomes one operator, see `nn.BlockSparseEncoder`. What it gives is compared with what the layers
+      give.
     - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
       no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
       that kernels for it take.
@@ -106,10 +109,14 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
             layers_changed(model)
             model.requires_grad_(False)  # of what they hold now, too
         shared: list[SharedProduct] = []
+        encoders: list[FusedEncoder] = []
         if batch is not None:
             shared, merged = merge_layers(model, partial(call_apart, model, batch))
             for product in merged:
                 undo.callback(product.undo)
+            encoders, put_back = fuse_encoders(model, partial(call_apart, model, batch))
+            for each in put_back:
+                undo.callback(each)
         steps = [_step(*product, tokens, stored) for product in _products(model)]
         measured = _measured(steps)
         for step in steps:
@@ -121,7 +128,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
         after = None if batch is None else _seconds(model, batch)
         stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
         undo.pop_all()
-    return InferenceReport(products, mlps, shared, before, after, stacked)
+    return InferenceReport(products, mlps, shared, before, after, stacked, encoders)
 
 
 def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitStack) -> None:
@@ -342,6 +349,7 @@ class InferenceReport:
         seconds_after: the same afterwards.
         stacked: names of floating parameters of three dimensions, such as those of dense experts, which stay
             as they are.
+        encoders: encoders of layers that are known: whether each layer is one operator, or why not.
     """
 
     products: list[PreparedProduct]
@@ -350,6 +358,7 @@ class InferenceReport:
     seconds_before: float | None
     seconds_after: float | None
     stacked: Sequence[str] = ()
+    encoders: Sequence[FusedEncoder] = ()
 
     def __str__(self) -> str:
         columns = "shape", "storage", "policy", "tokens", "kernel", "us", "dense us", "done"
@@ -371,6 +380,9 @@ class InferenceReport:
         lines = [*aligned(rows), f"{len(self.mlps.mlps)} MLPs fused"]
         lines += [f"not fused: {line}" for line in str(self.mlps).splitlines()[1 + len(self.mlps.mlps) :]]
         lines += [f"not merged: {', '.join(one.names)}: {one.reason}" for one in self.shared if one.reason]
+        for one in self.encoders:
+            text = f"{one.name}: {one.count} {one.kind}"
+            lines.append(f"not fused: {text}: {one.reason}" if one.reason else f"{text} as one operator each")
         if self.seconds_before is None:
             lines.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
         if self.stacked:
