@@ -1,6 +1,7 @@
 """Layers with a block-sparse weight."""
 
 from .block_scales import from_block_scales
+from .encoder import BlockSparseEncoder, BlockSparseEncoderLayer
 from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
 from .merged import concatenate
@@ -8,6 +9,8 @@ from .mlp import BlockSparseMLP
 from .reference import PseudoBlockSparseLinear
 
 __all__ = [
+    "BlockSparseEncoder",
+    "BlockSparseEncoderLayer",
     "BlockSparseExperts",
     "BlockSparseLinear",
     "BlockSparseMLP",

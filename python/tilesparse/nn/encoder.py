@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.compiler import is_compiling
 
 from .._arguments import checked
 from .._ops.autograd import records_gradient
-from .._runtime.torch_private import is_exporting, transforms_active, version
+from .._runtime.torch_private import is_exporting, transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
 from .linear import BlockSparseLinear
 from .merged import MergedProduct, concatenate
@@ -475,6 +476,10 @@ class BlockSparseEncoder(nn.ModuleList):
         self.count += 1
         return call.unpack(x)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._built = None  # parameters stay what they are, with other data
+        return super()._apply(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_built": None}
 
@@ -506,28 +511,22 @@ class _Built:
         with torch.inference_mode(False), torch.no_grad():
             self.layers = [fused_layer(layer) for layer in own]  # type: ignore[arg-type]
         parts = [module for layer in own for module in layer.modules()]  # type: ignore[union-attr]
-        self._holders = [part for part in parts if part._parameters or part._buffers]
-        self._children = [(part._modules, dict(part._modules)) for part in parts if part._modules]
+        self._held = [held for part in parts for held in (part._parameters, part._buffers, part._modules) if held]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        tensors = (one for held in self._held for one in held.values() if isinstance(one, Tensor))
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self.names = list(signature(own[0].forward).parameters)  # type: ignore[union-attr]
         self.tables: dict[Any, Any] = {}
         self.state = self.state_now()
 
     def state_now(self) -> tuple[object, ...]:
-        """Return what differs once a part is another one, or a tensor has other contents."""
-        tensors = (
-            tensor
-            for part in self._holders
-            for held in (part._parameters, part._buffers)
-            for tensor in held.values()
-            if tensor is not None
-        )
-        same = all(now == then for now, then in self._children)
-        return same, *(number for tensor in tensors for number in (tensor.data_ptr(), version(tensor)))
+        """Return what differs once a part or tensor is another one, or a tensor was written to."""
+        held = chain.from_iterable(map(dict.values, self._held))
+        return tuple(map(id, held)), tuple(map(_VERSION, self._counted))
 
     def is_watched(self) -> bool:
         """Return True if somebody wants to see what a part computes."""
-        return any(hook for hooks in self._hooks for hook in hooks.values() if not _is_silent(hook))
+        return any(not _is_silent(hook) for hooks in filter(None, self._hooks) for hook in hooks.values())
 
     def is_positional(self, given: Mapping[str, Any]) -> bool:
         """Return True if attention knows the positions of tokens."""
@@ -535,6 +534,7 @@ class _Built:
         return named or any(layer.window for layer in self.layers)
 
 
+_VERSION = attrgetter("_version")
 _CAPTURING = "transformers.utils.output_capturing"
 
 
