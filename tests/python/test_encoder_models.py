@@ -343,8 +343,7 @@ def test_densities_and_dtypes(density: float, dtype: torch.dtype) -> None:
 
 def layer_with(**changes: Any) -> BlockSparseEncoderLayer:
     def linear(outputs: int, inputs: int, **options: Any) -> BlockSparseLinear:
-        dense = nn.Linear(inputs, outputs)
-        return BlockSparseLinear.from_linear(dense, 1.0, 16, **INT8 | options)
+        return BlockSparseLinear(inputs, outputs, density=1.0, block_shape=16, **INT8 | options)
 
     parts = {
         "qkv": linear(192, 64),

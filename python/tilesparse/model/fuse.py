@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -237,17 +236,16 @@ _LEAST = 0.997  # cosine of a token's features
 _CLOSE = 0.05  # of what a layer returns: x and what attention reads are rounded to 8 bits
 
 
-def fuse_encoders(
-    model: nn.Module, run: Callable[[], Any]
-) -> tuple[list[FusedEncoder], list[Callable[[], None]]]:
+def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
     """Have encoders compute each layer as one operator, where a run shows that it gives the same.
 
     Args:
         model: changed in place; its parameters are frozen.
         run: calls the model, without recording gradients.
+        undo: gets what puts the layers back.
 
     Returns:
-        Encoders of layers that are known, and functions that put their layers back.
+        The encoders of layers that are known.
     """
     names = names_of_modules(model)
     layers = {
@@ -263,7 +261,7 @@ def fuse_encoders(
             stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         if layers:
             run()
-    found, undo = [], []
+    found = []
     for old, own in layers.items():
         (name, *others), kind = names[old], type(own[0]).__name__
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -279,13 +277,14 @@ def fuse_encoders(
             except UnsupportedError as error:
                 reason = str(error)
             else:
-                undo.append(partial(_put_back, model, name, old, new))
-                set_submodule(model, name, new)
-                reason = _reason_differs(new, [calls[layer] for layer in own], run)
-                if reason is not None:
-                    undo.pop()()
+                with ExitStack() as stack:
+                    stack.callback(_put_back, model, name, old, new)
+                    set_submodule(model, name, new)
+                    reason = _reason_differs(new, [calls[layer] for layer in own], run)
+                    if reason is None:
+                        undo.push(stack.pop_all())
         found.append(FusedEncoder(name, kind, len(own), reason))
-    return found, undo
+    return found
 
 
 @dataclass(frozen=True)

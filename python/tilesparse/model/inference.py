@@ -114,9 +114,7 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
             shared, merged = merge_layers(model, partial(call_apart, model, batch))
             for product in merged:
                 undo.callback(product.undo)
-            encoders, put_back = fuse_encoders(model, partial(call_apart, model, batch))
-            for each in put_back:
-                undo.callback(each)
+            encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
         steps = [_step(*product, tokens, stored) for product in _products(model)]
         measured = _measured(steps)
         for step in steps:

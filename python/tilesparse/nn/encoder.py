@@ -105,6 +105,7 @@ class BlockSparseEncoderLayer(nn.Module):
             reason = reason_not_computed(layer)
             if reason is not None:
                 raise UnsupportedError(f"{name}: {reason}")
+        name_of_activation(self.activation)
         if features % self.heads:
             raise InvalidArgumentError(f"heads must divide {features}, the features, got {self.heads}")
 
@@ -414,9 +415,9 @@ class BlockSparseEncoder(nn.ModuleList):
         assert built is not None
         given = dict(zip(built.names, args, strict=False)) | dict(kwargs)
         x, mask = given.get("hidden_states"), given.get("attention_mask")
-        others = [name for name, value in given.items() if name not in _TAKEN and value not in (None, False)]
+        others = [name for name in given.keys() - _TAKEN if not (given[name] is None or given[name] is False)]
         if others:
-            return f"its layers are called with {', '.join(others)}"
+            return f"its layers are called with {', '.join(sorted(others))}"
         if type(x) is not Tensor or x.dim() != 3 or not x.numel() or not x.is_cpu:
             return "its layers are not called with x [texts, tokens, features] on the CPU"
         if records_gradient((x,)):
