@@ -22,6 +22,10 @@ template <>
 inline constexpr uint32_t kFirstSize<ts_device_info> = 88;
 template <>
 inline constexpr uint32_t kFirstSize<ts_kernel_info> = 116;
+template <>
+inline constexpr uint32_t kFirstSize<ts_encoder_layer> = 488;
+template <>
+inline constexpr uint32_t kFirstSize<ts_encoder_desc> = 168;
 
 // More than any version will have. A larger size is a mistake, and memory is not read that far.
 constexpr uint32_t kMostSize = 4096;

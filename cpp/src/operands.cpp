@@ -146,12 +146,12 @@ void check_apart(const Operand& one, const Operand& other) {
     require(!overlap(one.span, other.span), one.name, " and ", other.name, " must not overlap in memory");
 }
 
-void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens) {
-    require(offsets[0] == 0, "group_offsets[0] must be 0, got ", offsets[0]);
+void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens, const char* name) {
+    require(offsets[0] == 0, name, "[0] must be 0, got ", offsets[0]);
     for (int64_t group = 0; group < groups; ++group)
-        require(offsets[group] <= offsets[group + 1], "group_offsets must ascend, got ", offsets[group + 1],
+        require(offsets[group] <= offsets[group + 1], name, " must ascend, got ", offsets[group + 1],
                 " after ", offsets[group], " at ", group + 1);
-    require(offsets[groups] == tokens, "group_offsets[", groups, "] must be tokens, ", tokens, ", got ",
+    require(offsets[groups] == tokens, name, "[", groups, "] must be tokens, ", tokens, ", got ",
             offsets[groups]);
 }
 
@@ -206,7 +206,11 @@ Operands::Operands(const Problem& problem, const ts_matmul_desc& desc) {
 
 void Operands::add_workspace(const void* data, size_t bytes) {
     written_[2] = area("workspace", data, bytes);
-    for (const Operand& operand : operands_) check_apart(operand, written_[2]);
+    check_written(written_[2]);
+}
+
+void Operands::check_written(const Operand& written) const {
+    for (const Operand& operand : operands_) check_apart(operand, written);
 }
 
 void Operands::check_read(const Operand& read) const {

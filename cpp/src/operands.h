@@ -37,7 +37,8 @@ Operand area(const char* name, const void* data, uint64_t bytes);
 void check_apart(const Operand& one, const Operand& other);
 
 // Throws unless offsets in host memory ascend from 0 to the number of tokens.
-void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens);
+void check_offsets(const int32_t* offsets, int64_t groups, int64_t tokens,
+                   const char* name = "group_offsets");
 
 // A pattern's arrays that a product, or its plan, reads: by column for dds_nn, otherwise by row.
 std::array<Operand, 3> arrays_of(const Pattern& pattern, Op op);
@@ -49,6 +50,9 @@ class Operands {
 
     // Checks that scratch memory overlaps none of them.
     void add_workspace(const void* data, size_t bytes);
+
+    // Checks that more output overlaps none of them.
+    void check_written(const Operand& written) const;
 
     // Checks that more input overlaps no output.
     void check_read(const Operand& read) const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <string>
 
 #include "abi.h"
 #include "descriptors.h"
@@ -42,15 +43,21 @@ void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel
             "; set kernel to the one that the plan was made for");
 }
 
-// The caller's memory, of which a kernel needs `needed` bytes.
+// The caller's memory, of which `needed` bytes are used.
 void check_area(const void* area, size_t bytes, size_t needed, const char* name, const char* separator,
-                const Kernel& kernel) {
+                DeviceType device, const char* of) {
     if (needed == 0) return;
     if (bytes < needed)
-        fail(TS_WORKSPACE_TOO_SMALL, name, separator, "bytes must be at least ", needed, " for kernel ",
-             kernel.name, ", got ", bytes);
+        fail(TS_WORKSPACE_TOO_SMALL, name, separator, "bytes must be at least ", needed, " for ", of,
+             ", got ", bytes);
     require(area != nullptr, name, " must not be null");
-    check_aligned(area, kernel.device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
+    check_aligned(area, device == DeviceType::cpu ? 64 : kDeviceAreaAlignment, name);
+}
+
+void check_area(const void* area, size_t bytes, size_t needed, const char* name, const char* separator,
+                const Kernel& kernel) {
+    check_area(area, bytes, needed, name, separator, kernel.device,
+               (std::string("kernel ") + kernel.name).c_str());
 }
 
 // The caller's prepacked values, if the kernel reads any. They lie in the order of the plan and have its key.
@@ -124,6 +131,15 @@ size_t workspace_size(const Problem& problem, const Device& device, const Choice
     return apart ? std::max(bytes, sums_workspace_size(problem, device)) : bytes;
 }
 
+void check_read(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
+    check_plan(desc, problem, *choice.kernel);
+    check_prepacked(desc, problem, choice);
+}
+
+void check_workspace(const void* workspace, size_t bytes, size_t needed, DeviceType device, const char* of) {
+    check_area(workspace, bytes, needed, "workspace", "_", device, of);
+}
+
 void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* stream) {
     const Problem problem = check_problem(desc);
     Operands operands(problem, desc);
@@ -131,8 +147,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = workspace_size(problem, device.properties, choice);
-    check_plan(desc, problem, kernel);
-    check_prepacked(desc, problem, choice);
+    check_read(desc, problem, choice);
     check_area(workspace, bytes, needed, "workspace", "_", kernel);
     operands.add_workspace(workspace, needed);
     if (kernel.plan.tile == 0)

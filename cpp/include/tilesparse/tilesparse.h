@@ -459,6 +459,84 @@ TS_API ts_status_t ts_combine_gradient(int32_t device, int32_t dtype, int64_t to
                                        const ts_matrix* y_gradient, void* weights_gradient,
                                        ts_stream_t stream);
 
+/* A weight of a layer of an encoder: values of TS_INT8 in TS_STORAGE_DENSE with TS_SCALES_PER_FEATURE, and
+ * a bias in float32 [out_features], or NULL. `prepacked` is made by ts_values_prepack with kernel, pattern
+ * and values of a product of x of TS_INT8, or is null. It never grows, as ts_encoder_norm. */
+typedef struct ts_encoder_weight {
+    const ts_pattern* pattern;
+    ts_operand values;
+    const float* bias;
+    ts_prepared prepacked;
+} ts_encoder_weight;
+
+/* A LayerNorm over the features of a token; where weight is NULL there is none. */
+typedef struct ts_encoder_norm {
+    const float* weight; /* [hidden] */
+    const float* bias;   /* [hidden] or NULL */
+    float epsilon;       /* added to the variance: above 0 */
+    int32_t reserved;    /* zero */
+} ts_encoder_norm;
+
+/* One layer of an encoder of texts or images, of the BERT kind, or with norm_first of the kind of ModernBERT
+ * and ViT:
+ *
+ *   h = attention_norm(x + output(attention(qkv(x))))       h = x + output(attention(qkv(attention_norm(x))))
+ *   y = mlp_norm(h + down(activation(up(h))))               y = h + down(activation(up(mlp_norm(h))))
+ *
+ * With `gated` up has two halves, and down gets activation(first) * second. Each token attends to those of
+ * its own sentence:
+ *
+ *   attention(i) = sum over j of softmax over j of (scale * q(i) k(j) + position_bias[head][j - i]) v(j)
+ *
+ * The features of qkv are those of q, k and v, each [heads, head_features]. What is multiplied is quantized
+ * to 8 bits before: rows of a token as by ts_quantize; q, k and v with a scale for each token and head.
+ * Probabilities have 14 bits. Sums are exact, and the rest is computed in float32. */
+typedef struct ts_encoder_layer {
+    uint32_t struct_size;
+    int32_t norm_first; /* 0 or 1 */
+    int32_t heads;
+    int32_t head_features; /* a multiple of 16, at most 256 */
+    int32_t activation;    /* TS_NO_ACTIVATION to TS_SILU */
+    int32_t gated;         /* 0 or 1 */
+    int32_t window;        /* 0: all tokens of a sentence; w: those at most w places away */
+    int32_t positions; /* that rotary and position_bias have: at least the tokens of the longest sentence */
+    float scale;       /* of the products of q and k, often 1 / sqrt(head_features) */
+    int32_t reserved;  /* zero */
+    ts_encoder_weight qkv;          /* [3 * heads * head_features, hidden] */
+    ts_encoder_weight output;       /* [hidden, heads * head_features] */
+    ts_encoder_weight up;           /* [inner, hidden], or with `gated` [2 * inner, hidden] */
+    ts_encoder_weight down;         /* [hidden, inner] */
+    ts_encoder_norm attention_norm; /* its weight may be NULL with norm_first alone */
+    ts_encoder_norm mlp_norm;
+    const float* rotary; /* NULL, or [positions, head_features]: of half as many angles the cosines, then
+                            the sines; feature f of a half of q or k is turned with f of the other half */
+    const float* position_bias; /* NULL, or [heads, 2 * positions - 1]: of j - i = 1 - positions and on */
+} ts_encoder_layer;
+
+/* Layers that run one after another, on sentences whose tokens follow each other without padding. On TS_CPU
+ * alone. x and y are TS_ROW_MAJOR [tokens, hidden] of `dtype`; y may be x. Between layers activations are
+ * float32. A sentence without tokens has no results, and a NaN or an infinity spoils the results of its
+ * sentence alone. Results do not depend on the number of threads, nor on the other sentences. */
+typedef struct ts_encoder_desc {
+    uint32_t struct_size;
+    int32_t device;
+    int32_t dtype; /* TS_FLOAT32 or TS_BFLOAT16 */
+    int32_t
+        kernel; /* TS_KERNEL_DEFAULT or the number of a kernel for x of TS_INT8: its instructions are used */
+    int64_t tokens;
+    int64_t sentences;
+    const int32_t* offsets; /* [sentences + 1]: where they begin, ascending from 0 to tokens */
+    int64_t layer_count;    /* 1 to 1024 */
+    const ts_encoder_layer* const* layers;
+    ts_matrix x;
+    ts_matrix y;
+    char prefer[64]; /* as in ts_matmul_desc */
+} ts_encoder_desc;
+
+TS_API ts_status_t ts_encoder_workspace_size(const ts_encoder_desc* desc, size_t* bytes);
+TS_API ts_status_t ts_encoder(const ts_encoder_desc* desc, void* workspace, size_t workspace_bytes,
+                              ts_stream_t stream);
+
 /* Makes the same plans on the GPU, from a pattern whose arrays lie in memory of the current device, for
  * patterns that change there: nothing waits for the GPU, and the call can be captured in a graph, whose
  * replays then follow what the arrays hold. Equal patterns give equal plans, bit by bit. TS_DDS_NN reads

@@ -135,4 +135,15 @@ constexpr Kernel kKernels[] = {
 
 std::span<const Kernel> kernels() { return kKernels; }
 
+const InstructionSet* instruction_set_of(const Kernel& kernel) {
+#ifdef __x86_64__
+    if (kernel.launch == launch<amx_int8>) return &amx_int8;
+    if (kernel.launch == launch<avx512_vnni>) return &avx512_vnni;
+    if (kernel.launch == launch<avx_vnni>) return &avx_vnni;
+    if (kernel.launch == launch<avx512>) return &avx512;
+    if (kernel.launch == launch<avx2>) return &avx2;
+#endif
+    return kernel.launch == launch<portable> ? &portable : nullptr;
+}
+
 }  // namespace ts::cpu

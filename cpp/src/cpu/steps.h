@@ -165,11 +165,14 @@ struct Steps {
     void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
 };
 
+struct EncoderSteps;
+
 struct InstructionSet {
     bool (*available)();  // on this machine
     const char* missing;  // the reason to give where it is not
     // By DType: those of what is multiplied, and of float results `finish`.
     Steps steps[6];
+    const EncoderSteps* encoder = nullptr;  // those with steps of int8 have it
 };
 
 extern const InstructionSet portable;

@@ -1,0 +1,274 @@
+"""Layers of encoders of texts and images on a CPU, in one native call: `Encoder`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._checks import DTYPES
+from .._runtime import launch
+from .._runtime.device import ACTIVATIONS
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..pattern import BlockPattern
+
+if TYPE_CHECKING:
+    from ..nn.linear import BlockSparseLinear
+
+
+class EncoderWeight(NamedTuple):
+    """A linear layer as `BlockSparseLinear` holds it with int8 storage and int8 activations.
+
+    Attributes:
+        pattern: kept blocks, on the CPU.
+        values: int8 [nnz, bn, bk].
+        scales: float32 [out_features], one of each output feature.
+        bias: [out_features], or None.
+    """
+
+    pattern: BlockPattern
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: BlockSparseLinear) -> EncoderWeight:
+        """Return the weight of a layer; `nn.merged.concatenate` makes one of q, k and v."""
+        if (
+            layer.spec.storage != "int8"
+            or layer.spec.activations != "int8"
+            or layer.weight.device.type != "cpu"
+        ):
+            raise UnsupportedError(
+                'layer must have storage "int8", activations "int8" and lie on the CPU, got '
+                f"{layer.spec.storage!r}, {layer.spec.activations!r} and {layer.weight.device}"
+            )
+        return cls(layer.pattern, layer.weight.detach(), layer.scales, layer.bias)
+
+
+class EncoderNorm(NamedTuple):
+    """A LayerNorm over the hidden features; without a weight it changes nothing."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    epsilon: float
+
+
+class EncoderLayer(NamedTuple):
+    """One layer.
+
+    Computes ``h = attention_norm(x + output(attention(qkv(x))))`` and
+    ``mlp_norm(h + down(activation(up(h))))``. With ``norm_first`` these are
+    ``h = x + output(attention(qkv(attention_norm(x))))`` and ``h + down(activation(up(mlp_norm(h))))``. With
+    ``gated`` the result of ``up`` has two halves, and ``down`` gets ``activation(first) * second``.
+
+    Attributes:
+        heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
+        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, at most 256.
+        output: [hidden, heads * head_features].
+        up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
+        down: [hidden, inner].
+        attention_norm: its weight may be None with ``norm_first`` alone.
+        mlp_norm: the norm of the MLP.
+        norm_first: whether norms come before products (ModernBERT, ViT) or after them (BERT).
+        activation: "gelu" (the one with erf), "relu", "silu" or "none".
+        gated: whether the MLP is gated.
+        scale: factor of the products of q and k; by default ``head_features ** -0.5``.
+        window: 0, or how many places away the tokens are that a token attends to: ModernBERT's
+            ``local_attention // 2``.
+        rotary: None, or float32 [positions, head_features]: of each place in a sentence the cosines of half
+            as many angles, then their sines; feature f is turned with feature f + head_features / 2.
+        position_bias: None, or float32 [heads, 2 * positions - 1], added to scores of query i and key j:
+            column j - i + positions - 1 (MPNet).
+    """
+
+    heads: int
+    qkv: EncoderWeight
+    output: EncoderWeight
+    up: EncoderWeight
+    down: EncoderWeight
+    attention_norm: EncoderNorm
+    mlp_norm: EncoderNorm
+    norm_first: bool = False
+    activation: str = "gelu"
+    gated: bool = False
+    scale: float | None = None
+    window: int = 0
+    rotary: Tensor | None = None
+    position_bias: Tensor | None = None
+
+
+_WORKSPACES: list[Tensor] = []  # that no call uses
+
+
+class Encoder:
+    """Layers that run one after another in one native call, for inference on a CPU.
+
+    Tensors are kept, not copied, if they are contiguous and of the right dtype; parameters are converted to
+    float32. What is written to them in place counts. The instructions are those of the kernel that a product
+    of int8 would run on, also in contexts of `prefer`. Products multiply int8 with exact sums, quantizing
+    rows of x as `BlockSparseLinear` does; all else is computed in float32. No gradient is recorded.
+
+    Args:
+        layers: at least one, all of one hidden size.
+
+    Raises:
+        InvalidArgumentError: sizes do not fit each other; the text names the field.
+        UnsupportedError: a tensor is not on the CPU.
+
+    Examples:
+        >>> encoder = Encoder(layers)
+        >>> offsets = torch.tensor([0, 7, 12], dtype=torch.int32)  # two sentences of 7 and 5 tokens
+        >>> hidden = encoder(x, offsets)  # x and hidden [12, hidden]
+    """
+
+    def __init__(self, layers: Sequence[EncoderLayer]) -> None:
+        self._native = _C.Encoder()
+        self._kept: list[Tensor] = []
+        if not layers:
+            raise InvalidArgumentError("layers must have at least one layer, got none")
+        self.hidden = layers[0].qkv.pattern.in_features
+        for number, layer in enumerate(layers):
+            self._add(layer, f"layers[{number}]")
+        # Sizes are checked with a workspace, before anything runs.
+        offsets = torch.zeros(1, dtype=torch.int32)
+        self._native.workspace_size(DTYPES[torch.float32], 0, 0, offsets.data_ptr(), 0, "")
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return the hidden states after all layers.
+
+        Args:
+            x: float32 or bfloat16 [tokens, hidden], the tokens of all sentences one after another.
+            offsets: int32 [sentences + 1] on the CPU: where sentences begin, from 0 to tokens.
+        """
+        if x.device.type != "cpu":
+            raise UnsupportedError(f"x must be on the CPU for an encoder, got {x.device}")
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise InvalidArgumentError(f"x must be [tokens, {self.hidden}], got {list(x.shape)}")
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise InvalidArgumentError(f"x must have dtype float32 or bfloat16, got {x.dtype}")
+        if (
+            offsets.device.type != "cpu"
+            or offsets.dtype != torch.int32
+            or offsets.dim() != 1
+            or not len(offsets)
+        ):
+            raise InvalidArgumentError(
+                f"offsets must be int32 [sentences + 1] on the CPU, got {offsets.dtype} "
+                f"{list(offsets.shape)} on {offsets.device}"
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError("x must not require a gradient: an encoder of int8 is for inference")
+        if x.stride(1) != 1 or x.stride(0) < self.hidden:
+            x = x.contiguous()
+        offsets = offsets.contiguous()
+        tokens, sentences = x.shape[0], len(offsets) - 1
+        y = torch.empty(tokens, self.hidden, dtype=x.dtype)
+        asked = launch.asked_kernel
+        call = DTYPES[x.dtype], tokens, sentences, offsets.data_ptr(), max(asked, 0), launch.preferred(asked)
+        needed = self._native.workspace_size(*call)
+        try:
+            workspace = _WORKSPACES.pop()
+        except IndexError:
+            workspace = torch.empty(0, dtype=torch.uint8)
+        if workspace.numel() < needed:
+            workspace = torch.empty(needed, dtype=torch.uint8)
+        try:
+            self._native.run(
+                *call,
+                (x.data_ptr(), x.stride(0)),
+                (y.data_ptr(), self.hidden),
+                workspace.data_ptr(),
+                needed,
+            )
+        finally:
+            _WORKSPACES.append(workspace)
+        return y
+
+    def _add(self, layer: EncoderLayer, name: str) -> None:
+        attended = layer.output.pattern.in_features
+        if layer.heads < 1 or attended % layer.heads:
+            raise InvalidArgumentError(
+                f"{name}.heads must divide the {attended} in_features of output, got {layer.heads}"
+            )
+        head_features = attended // layer.heads
+        if layer.activation not in ACTIVATIONS:
+            raise InvalidArgumentError(
+                f"{name}.activation must be one of {list(ACTIVATIONS)}, got {layer.activation!r}"
+            )
+        positions = 0
+        for table, width in (layer.rotary, "rotary"), (layer.position_bias, "position_bias"):
+            if table is None:
+                continue
+            found = table.shape[0] if width == "rotary" else (table.shape[1] + 1) // 2
+            shape = (found, head_features) if width == "rotary" else (layer.heads, 2 * found - 1)
+            if tuple(table.shape) != shape:
+                raise InvalidArgumentError(f"{name}.{width} must be {list(shape)}, got {list(table.shape)}")
+            if positions not in (0, found):
+                raise InvalidArgumentError(
+                    f"{name}.position_bias must have {positions} positions, got {found}"
+                )
+            positions = found
+        self._native.add_layer(
+            layer.heads,
+            head_features,
+            1 / math.sqrt(head_features) if layer.scale is None else layer.scale,
+            ACTIVATIONS[layer.activation],
+            layer.norm_first,
+            layer.gated,
+            layer.window,
+            positions,
+            self._keep(layer.rotary, f"{name}.rotary"),
+            self._keep(layer.position_bias, f"{name}.position_bias"),
+        )
+        for place, field in enumerate(("qkv", "output", "up", "down")):
+            self._set_weight(place, getattr(layer, field), f"{name}.{field}")
+        for place, field in enumerate(("attention_norm", "mlp_norm")):
+            norm: EncoderNorm = getattr(layer, field)
+            size = (self.hidden,)
+            weight = self._keep(norm.weight, f"{name}.{field}.weight", size)
+            self._native.set_norm(
+                place, weight, self._keep(norm.bias, f"{name}.{field}.bias", size), norm.epsilon
+            )
+
+    def _set_weight(self, place: int, weight: EncoderWeight, name: str) -> None:
+        pattern, values = weight.pattern, weight.values
+        blocks = (pattern.nnz, *pattern.block_shape)
+        if values.dtype != torch.int8 or values.shape != blocks:
+            raise InvalidArgumentError(
+                f"{name}.values must be int8 {list(blocks)}, got {values.dtype} {list(values.shape)}"
+            )
+        arrays = [
+            self._keep(array, f"{name}.pattern", dtype=torch.int32)
+            for array in (pattern.crow_indices, pattern.col_indices, pattern.slot)
+        ]
+        self._native.set_weight(
+            place,
+            _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *arrays),
+            self._keep(values, f"{name}.values", dtype=torch.int8),
+            self._keep(weight.scales, f"{name}.scales", (pattern.out_features,)),
+            self._keep(weight.bias, f"{name}.bias", (pattern.out_features,)),
+        )
+
+    def _keep(
+        self,
+        tensor: Tensor | None,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> int:
+        """Return the address of a tensor, or 0."""
+        if tensor is None:
+            return 0
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(f"{name} must be on the CPU, got {tensor.device}")
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise InvalidArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        kept: Any = tensor.detach().to(dtype).contiguous()
+        self._kept.append(kept)
+        address: int = kept.data_ptr()
+        return address
