@@ -311,9 +311,7 @@ def started(arguments: argparse.Namespace, model: str) -> list[Process]:
     for name, density in names:
         process = Process(arguments, model, name, density)
         if process.answer() != "ready":
-            raise SystemExit(
-                f"{name} could not be started: see --contender '{name}' --model {model} --folder {arguments.folder}"
-            )
+            raise SystemExit(f"{name} could not be started: see --contender '{name}' --model {model}")
         processes.append(process)
         print(f"{model}, {name} {density or ''} is ready", flush=True)
     return processes

@@ -106,15 +106,15 @@ def in_float32(model: nn.Module) -> nn.Module:
     return twin
 
 
-def assert_alike(actual: Tensor, expected: Tensor, kept: Tensor | None, least: float) -> None:
-    """Every kept token has such a cosine, and the others are zeros."""
+def assert_alike(actual: Tensor, expected: Tensor, kept: Tensor | None, least: float = 0.997) -> None:
+    """Kept tokens have such a cosine in the mean, and nearly so each; the others are zeros."""
     if kept is not None:
         assert not actual[~kept].any()
         actual, expected = actual[kept], expected[kept]
     cosines = nn.functional.cosine_similarity(actual.float(), expected.float(), -1)
-    assert actual.isfinite().all() and float(cosines.min()) >= least, float(cosines.min())
-    size = float((actual - expected).norm() / expected.norm())
-    assert size <= 3 * (1 - least) ** 0.5, size
+    assert actual.isfinite().all() and float(cosines.mean()) >= least
+    assert float(cosines.min()) >= 1 - 4 * (1 - least)
+    assert float((actual - expected).norm() / expected.norm()) <= 2 * (1 - least) ** 0.5
 
 
 def final_norm(name: str, model: Any) -> Any:
@@ -133,16 +133,8 @@ def test_a_prepared_encoder_computes_the_same(
     if kept is not None and (norm := final_norm(name, model)) is not None:
         found = found.where(kept[..., None], 0)  # the norm after the encoder has seen zeros
         assert norm is not None
-    for other, least in ((model, 0.997), (in_float32(model), 0.99)):
-        assert_alike(found, hidden(other, batch), kept, least)
-    mean = nn.functional.cosine_similarity(
-        *(
-            one.flatten(0, 1) if kept is None else one[kept]
-            for one in (found, hidden(in_float32(model), batch))
-        ),
-        -1,
-    )
-    assert float(mean.mean()) >= 0.997
+    for other in (model, in_float32(model)):
+        assert_alike(found, hidden(other, batch), kept)
 
 
 def masks() -> dict[str, Tensor]:
@@ -160,7 +152,7 @@ def test_masks_that_are_no_lengths_are_right(name: str, kind: str) -> None:
     mask = masks()[kind]
     batch, count = text([9, 9]) | {"attention_mask": mask}, encoder.count
     found = hidden(twin, batch).where(mask.bool()[..., None], 0)
-    assert_alike(found, hidden(model, batch), mask.bool(), 0.997)
+    assert_alike(found, hidden(model, batch), mask.bool())
     alone = kind == "with gaps" and name in POSITIONAL
     assert encoder.count == count + (not alone)
 
@@ -276,7 +268,7 @@ def test_changed_weights_count() -> None:
     fresh = made("bert")
     fresh.load_state_dict(twin.state_dict())
     assert not torch.allclose(changed, before)
-    assert_alike(changed, hidden(fresh, batch), batch["attention_mask"].bool(), 0.997)
+    assert_alike(changed, hidden(fresh, batch), batch["attention_mask"].bool())
     twin.load_state_dict(state)
     torch.testing.assert_close(hidden(twin, batch), before, rtol=0, atol=0)
     count = encoder.count
@@ -334,4 +326,4 @@ def test_densities_and_dtypes(density: float, dtype: torch.dtype) -> None:
     kept = batch["attention_mask"].bool()
     found = hidden(twin, batch)
     assert found.dtype == dtype
-    assert_alike(found, hidden(model, batch), kept, 0.997 if dtype == torch.float32 else 0.99)
+    assert_alike(found, hidden(model, batch), kept)
