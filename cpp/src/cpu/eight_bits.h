@@ -95,6 +95,20 @@ struct WidenedProducts {
     }
 };
 
+// The same in one instruction.
+template <int Bytes, bool Avx>
+struct FusedProducts {
+    using Operand = Vector<uint32_t, Bytes>;
+    using Sum = Vector<int32_t, Bytes>;
+    static TS_INLINE void add(Sum& sum, const Operand& x, uint32_t w) {
+        const Operand both = Operand{} + w;
+        if constexpr (Avx)
+            asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(both));
+        else
+            asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(both));
+    }
+};
+
 // ---- decode: values as they are stored, and x packed in rows ----
 //
 // Narrower: for blocks whose rows are shorter than a vector.

@@ -25,7 +25,7 @@ class Run {
         : set_(set),
           steps_(*set.encoder),
           products_(set.steps[static_cast<int>(DType::int8)]),
-          finish_(set.steps[static_cast<int>(DType::float32)].finish),
+          finish_(steps_.finish),
           e_(encoder),
           team_(device),
           alone_{device.type, device.compute_capability, 1, device.shared_memory} {

@@ -81,6 +81,7 @@ struct AttentionStep {
 struct EncoderSteps {
     // From x of float32 or bfloat16, to a result of either.
     void (*row[2][2])(const RowStep&);
+    void (*finish)(const Output&);  // to float32, with a gelu that is quantized next
     void (*gate)(const GateStep&);
     void (*attention)(const AttentionStep&);
     int64_t (*attention_bytes)(int64_t tokens, int64_t features);  // of scratch

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "cpu/activation.h"
 #include "cpu/encoder.h"
@@ -19,17 +17,19 @@
 namespace ts::cpu {
 
 template <class V>
-TS_INLINE float sum_across(const V& v) {
-    float sum = 0;
-    for (int i = 0; i < lanes_of<V>; ++i) sum += v[i];
-    return sum;
+TS_INLINE V larger(const V& a, const V& b) {
+    const V result = b > a ? b : a;
+    return result;
 }
 
 template <class V>
-TS_INLINE float max_across(const V& v) {
-    float most = v[0];
-    for (int i = 1; i < lanes_of<V>; ++i) most = v[i] > most ? v[i] : most;
-    return most;
+TS_INLINE float sum_across(const V& v) {
+    return combined(v, [](const V& a, const V& b) __attribute__((always_inline)) { return a + b; })[0];
+}
+
+template <class V>
+TS_INLINE element_t<V> max_across(const V& v) {
+    return combined(v, larger<V>)[0];
 }
 
 // Numbers as bytes, or as 16 bits: lanes are integers already, as encode_int8 leaves them.
@@ -43,12 +43,18 @@ TS_INLINE void store_integers(Integer* to, const U& bits) {
         store(to, __builtin_convertvector(bits & 0xffff, Halves));
 }
 
-// The scale of numbers of which the largest has these bits, and NaN for an infinity or a NaN.
-inline float scale_of(int32_t most) {
-    const bool finite = static_cast<uint32_t>(most) < 0x7f800000;
-    return finite ? std::fmax(std::bit_cast<float>(most) / 127, quantize::kLeastScale)
-                  : std::numeric_limits<float>::quiet_NaN();
-}
+// Scales of numbers of which the largest have these bits, NaN for an infinity or a NaN; their inverses.
+template <class V>
+struct Scale {
+    using I = Vector<int32_t, sizeof(V)>;
+    V scale, inverse;
+
+    TS_INLINE explicit Scale(const I& most) {
+        const V finite = larger(bit_cast_vector<V>(most) / 127.0f, V{} + quantize::kLeastScale);
+        scale = most < 0x7f800000 ? finite : V{} + __builtin_nanf("");
+        inverse = most < 0x7f800000 ? 1.0f / finite : V{};
+    }
+};
 
 template <class V>
 TS_INLINE void norm_row(float* row, int64_t features, const EncoderNorm& norm) {
@@ -79,13 +85,11 @@ TS_INLINE void quantize_row(const float* row, int64_t features, int8_t* to, floa
         const I bits = bit_cast_vector<I>(load<V>(row + i)) & 0x7fffffff;
         most = bits > most ? bits : most;
     }
-    int32_t largest = 0;
-    for (int i = 0; i < lanes_of<V>; ++i) largest = std::max(largest, most[i]);
-    *scale = scale_of(largest);
+    const Scale<V> found(combined(most, larger<I>));
+    *scale = found.scale[0];
     if (*scale != *scale) return static_cast<void>(std::fill_n(to, features, int8_t{0}));
-    const float inverse = 1 / *scale;
     for (int64_t i = 0; i < features; i += lanes_of<V>)
-        store_integers(to + i, encode_int8<U>(settled(load<V>(row + i) * inverse)));
+        store_integers(to + i, encode_int8<U>(settled(load<V>(row + i) * found.inverse)));
 }
 
 // Features are a multiple of 16, as those of blocks.
@@ -123,7 +127,7 @@ TS_INLINE void gate_step(const GateStep& s) {
         case Activation::relu:
             return gate_row<Activation::relu, V>(s);
         case Activation::gelu:
-            return gate_row<Activation::gelu, V>(s);
+            return gate_row<kNearGelu, V>(s);
         case Activation::silu:
             return gate_row<Activation::silu, V>(s);
     }
@@ -135,18 +139,17 @@ constexpr int64_t kQueryRows = 16;          // whose scores are computed togethe
 constexpr float kProbabilityUnits = 16383;  // 14 bits of a probability
 constexpr int64_t kExactKeys = 1024;        // of which products of probabilities and int8 add up below 2^31
 
-// exp(x) of x <= 0, of NaN NaN. Numbers less than -60 count as -60.
+// exp(x) of x <= 0 to 4e-6, of NaN NaN. Numbers less than -60 count as -60.
 template <class V>
 TS_INLINE V exp_of_difference(const V& x) {
     using U = Vector<uint32_t, sizeof(V)>;
     const V low = V{} - 60.0f;
     const V clamped = x < low ? low : x;
-    const V magic = V{} + 0x1.8p23f, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
-    const V r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
-    V series = r * 0.00836874551f + 0.0416683907f;
-    series = series * r + 0.166665204f;
-    series = series * r + 0.499999934f;
-    series = series * r + 1.0f;
+    const V shifted = clamped * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
+    const V r = clamped - n * 0.693147181f;
+    V series = r * 0.0415071733f + 0.167922497f;
+    series = series * r + 0.500032663f;
+    series = series * r + 0.999964237f;
     series = series * r + 1.0f;
     const V result = bit_cast_vector<V>(bit_cast_vector<U>(series) + (bit_cast_vector<U>(shifted) << 23));
     return result;
@@ -161,7 +164,7 @@ struct AttentionMemory {
     AttentionMemory(std::byte* scratch, int64_t tokens, int64_t features)
         : keys(round_up(tokens, tile)), workspace(scratch) {
         q = take<Q>(round_up(tokens, kQueryRows) * features);
-        rows = take<int8_t>((tokens + 1) * features);
+        rows = take<int8_t>(round_up(tokens + 1, lanes) * features);
         panels = take<uint32_t>(keys * features / Pair);
         values = take<uint32_t>(ceil_div(tokens, 2) * features);
         q_scales = take<float>(round_up(tokens, kQueryRows));
@@ -202,39 +205,42 @@ TS_INLINE V turned(const float* from, const float* rotary, int64_t i, int64_t fe
     return value * cosine + load<V>(from + i - half) * sine;
 }
 
-// Quantizes the numbers of a head of each token. `sums`: their sums times an offset, or null.
+// Quantizes the numbers of a head of each token. `sums`: their sums times an offset, or null. Rows and scales
+// have room for whole vectors of tokens.
 template <class V, class Integer>
 TS_INLINE void quantize_head(const AttentionStep& s, const float* from, bool turns, Integer* to,
                              float* scales, int32_t* sums) {
     using I = Vector<int32_t, sizeof(V)>;
     using U = Vector<uint32_t, sizeof(V)>;
     constexpr int lanes = lanes_of<V>;
-    constexpr int kMost = 256 / lanes;
-    for (int64_t token = 0; token < s.tokens; ++token) {
-        const float* const row = from + token * s.ld;
-        const float* const rotary = turns && s.rotary != nullptr ? s.rotary + token * s.features : nullptr;
-        V values[kMost];
-        I most{};
-        for (int64_t i = 0; i < s.features; i += lanes) {
-            values[i / lanes] = turned<V>(row, rotary, i, s.features);
-            const I bits = bit_cast_vector<I>(values[i / lanes]) & 0x7fffffff;
-            most = bits > most ? bits : most;
-        }
-        int32_t largest = 0;
-        for (int i = 0; i < lanes; ++i) largest = std::max(largest, most[i]);
-        const float scale = scales[token] = scale_of(largest);
-        const float inverse = scale == scale ? 1 / scale : 0;
-        I sum{};
-        for (int64_t i = 0; i < s.features; i += lanes) {
-            const V scaled = scale == scale ? settled(values[i / lanes] * inverse) : V{};
-            const U bits = encode_int8<U>(scaled);
-            store_integers(to + token * s.features + i, bits);
-            sum += bit_cast_vector<I>(bits << 24) >> 24;
-        }
-        if (sums == nullptr) continue;
-        int32_t total = 0;
-        for (int i = 0; i < lanes; ++i) total += sum[i];
-        sums[token] = total * kByteOffset;
+    const float* const rotary = turns ? s.rotary : nullptr;
+    for (int64_t first = 0; first < s.tokens; first += lanes) {
+        const int64_t last = s.tokens - 1;
+        I most[lanes] = {}, totals[lanes] = {};
+        const auto values = [&](int64_t token, int64_t i) __attribute__((always_inline)) {
+            return turned<V>(from + token * s.ld, rotary ? rotary + token * s.features : nullptr, i, s.features);
+        };
+        TS_UNROLL
+        for (int t = 0; t < lanes; ++t)
+            for (int64_t i = 0; i < s.features; i += lanes) {
+                const I bits = bit_cast_vector<I>(values(std::min(first + t, last), i)) & 0x7fffffff;
+                most[t] = larger(most[t], bits);
+            }
+        const Scale<V> found(combined_lanes(most, larger<I>));
+        store(scales + first, found.scale);
+        float inverses[lanes];
+        store(inverses, found.inverse);
+        TS_UNROLL
+        for (int t = 0; t < lanes; ++t)
+            for (int64_t i = 0; i < s.features; i += lanes) {
+                const U bits = encode_int8<U>(settled(values(std::min(first + t, last), i) * inverses[t]));
+                store_integers(to + (first + t) * s.features + i, bits);
+                if (sums != nullptr) totals[t] += bit_cast_vector<I>(bits << 24) >> 24;
+            }
+        if (sums != nullptr)
+            store(sums + first, combined_lanes(totals, [](const I& a, const I& b) __attribute__((
+                                                           always_inline)) { return a + b; }) *
+                                    kByteOffset);
     }
 }
 
@@ -326,6 +332,23 @@ TS_INLINE float softmax_row(const ScoreRow& s) {
     return sum;
 }
 
+// Turns scales of v into units of probabilities; returns the largest. Keys of which k or v is not finite have
+// NaN for k, which spoils what attends to them. Beyond the tokens there are zeros, up to `keys`.
+template <class V>
+TS_INLINE float merge_scales(float* k_scales, float* v_scales, int64_t tokens, int64_t keys) {
+    std::fill(k_scales + tokens, k_scales + keys, 0.0f);
+    std::fill(v_scales + tokens, v_scales + keys, 0.0f);
+    V most = V{} + quantize::kLeastScale;
+    for (int64_t key = 0; key < tokens; key += lanes_of<V>) most = larger(most, load<V>(v_scales + key));
+    const float largest = max_across(most), factor = kProbabilityUnits / largest;
+    for (int64_t key = 0; key < tokens; key += lanes_of<V>) {
+        const V scale = load<V>(v_scales + key);
+        store(k_scales + key, load<V>(k_scales + key) + scale * 0.0f);
+        store(v_scales + key, scale == scale ? scale * factor : V{});
+    }
+    return largest;
+}
+
 template <class Reader, class Q, class Scores, class Sums, int Rows, int Bytes>
 TS_INLINE void attention_step(const AttentionStep& s) {
     using V = Vector<float, Bytes>;
@@ -350,14 +373,7 @@ TS_INLINE void attention_step(const AttentionStep& s) {
     quantize_head<V>(s, s.v, false, m.rows, m.v_scales, nullptr);
     std::fill_n(m.rows + tokens * features, features, int8_t{0});
     pack_values<V>(m.rows, tokens, features, m.values);
-    // Keys of which k or v is not finite spoil what attends to them.
-    float v_scale = quantize::kLeastScale;
-    for (int64_t key = 0; key < tokens; ++key) {
-        if (m.v_scales[key] > v_scale) v_scale = m.v_scales[key];
-        m.k_scales[key] += m.v_scales[key] * 0;
-    }
-    for (int64_t key = 0; key < tokens; ++key) m.v_scales[key] *= kProbabilityUnits / v_scale;
-    for (int64_t key = tokens; key < m.keys; ++key) m.k_scales[key] = m.v_scales[key] = 0;
+    const float v_scale = merge_scales<V>(m.k_scales, m.v_scales, tokens, m.keys);
 
     for (int64_t query = 0; query < tokens; query += kQueryRows) {
         const int64_t queries = std::min(kQueryRows, tokens - query), rows = round_up(queries, Rows);

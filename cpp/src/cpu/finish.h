@@ -85,7 +85,8 @@ TS_INLINE void activate_sums(const Output& o, const Sums& sums) {
     }
 }
 
-template <class Codec, class Sums>
+// Gelu: the one that computes Activation::gelu.
+template <class Codec, class Sums, Activation Gelu>
 TS_INLINE void activate_sums(const Output& o) {
     using V = typename Codec::V;
     const BiasedSums<Codec, Sums> sums(o);
@@ -95,19 +96,19 @@ TS_INLINE void activate_sums(const Output& o) {
         case Activation::relu:
             return activate_sums<Activation::relu, V>(o, sums);
         case Activation::gelu:
-            return activate_sums<Activation::gelu, V>(o, sums);
+            return activate_sums<Gelu, V>(o, sums);
         case Activation::silu:
             return activate_sums<Activation::silu, V>(o, sums);
     }
 }
 
-template <class Codec>
+template <class Codec, Activation Gelu>
 TS_INLINE void finish_sums(const Output& o) {
     if constexpr (sizeof(element_t<typename Codec::V>) == sizeof(float)) {
-        if (o.rescale.offsets) return activate_sums<Codec, RescaledSums<true>>(o);
-        if (o.rescale.token_scales) return activate_sums<Codec, RescaledSums<false>>(o);
+        if (o.rescale.offsets) return activate_sums<Codec, RescaledSums<true>, Gelu>(o);
+        if (o.rescale.token_scales) return activate_sums<Codec, RescaledSums<false>, Gelu>(o);
     }
-    if (o.bias || o.activation != Activation::none) activate_sums<Codec, PlainSums>(o);
+    if (o.bias || o.activation != Activation::none) activate_sums<Codec, PlainSums, Gelu>(o);
 }
 
 template <class Codec>
@@ -255,27 +256,27 @@ TS_INLINE void store_rescaled(const Output& o) {
         }
 }
 
-template <class Codec, int SquareBytes>
-TS_INLINE void store_rescaled(const Output& o) {
+template <class Codec, int SquareBytes, Activation Gelu>
+TS_INLINE void store_rescaled_as(const Output& o) {
     switch (o.activation) {
         case Activation::none:
             return store_rescaled<Codec, SquareBytes, Activation::none>(o);
         case Activation::relu:
             return store_rescaled<Codec, SquareBytes, Activation::relu>(o);
         case Activation::gelu:
-            return store_rescaled<Codec, SquareBytes, Activation::gelu>(o);
+            return store_rescaled<Codec, SquareBytes, Gelu>(o);
         case Activation::silu:
             return store_rescaled<Codec, SquareBytes, Activation::silu>(o);
     }
 }
 
 // Takes the output by value: no store can change a copy, so what is read of it stays in registers.
-template <class Codec, class Square>
+template <class Codec, class Square, Activation Gelu = Activation::gelu>
 TS_INLINE void finish(Output o) {
     if constexpr (sizeof(element_t<typename Square::V>) == sizeof(float))
         if (o.rescale.offsets && o.transposed && !o.gated)
-            return store_rescaled<Codec, sizeof(typename Square::V)>(o);
-    finish_sums<Codec>(o);
+            return store_rescaled_as<Codec, sizeof(typename Square::V), Gelu>(o);
+    finish_sums<Codec, Gelu>(o);
     if (o.gated)
         store_gated<Codec, Square>(o);
     else

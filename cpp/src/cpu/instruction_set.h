@@ -82,6 +82,7 @@ constexpr EncoderSteps encoder_steps{
       &Set::template row_with<DType::float32, DType::bfloat16>},
      {&Set::template row_with<DType::bfloat16, DType::float32>,
       &Set::template row_with<DType::bfloat16, DType::bfloat16>}},
+    &Set::finish_nearly,
     &Set::gate_with,
     &Set::template attention_with<Reader, Q, Scores, Sums>,
     [](int64_t tokens, int64_t features) {
@@ -137,6 +138,10 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
         TARGET static void row_with(const RowStep& s) {                                         \
             row_step<Codec<From, BYTES>, Codec<To, BYTES>>(s);                                  \
         }                                                                                       \
+        TARGET static void finish_nearly(const Output& o) {                           \
+            using C = Codec<DType::float32, BYTES>;                                   \
+            finish<C, Codec<DType::float32, std::min(BYTES, kSquareBytes)>, kNearGelu>(o); \
+        }                                                                             \
         TARGET static void gate_with(const GateStep& s) { gate_step<Vector<float, BYTES>>(s); } \
         template <class Reader, class Q, class Scores, class Sums>                              \
         TARGET static void attention_with(const AttentionStep& s) {                             \
@@ -153,7 +158,7 @@ constexpr InstructionSet group_set(bool (*available)(), const char* missing, con
     constexpr int bytes = Set::kBytes;
     InstructionSet set{available, missing, {}};
     set.encoder = &encoder_steps<Set, ColumnGroups<bytes, kByteOffset>, int8_t, GroupProducts<bytes, Avx>,
-                                 WidenedProducts<bytes>>;
+                                 FusedProducts<bytes, Avx>>;
     set.steps[static_cast<int>(DType::float32)].finish = Set::template finish_with<DType::float32>;
     set.steps[static_cast<int>(DType::float16)].finish = Set::template finish_with<DType::float16>;
     set.steps[static_cast<int>(DType::bfloat16)].finish = Set::template finish_with<DType::bfloat16>;

@@ -208,16 +208,33 @@ TS_INLINE V sum_of(const V& a, const V& b) {
     }
 }
 
-template <int Half, class V, int Count>
-TS_INLINE void add_lanes(V (&rows)[Count]) {
+template <int Half, class V, int Count, class Combine>
+TS_INLINE void combine_lanes(V (&rows)[Count], const Combine& combine) {
     if constexpr (Half < Count) {
         TS_UNROLL
         for (int i = 0; i < Count; i += 2 * Half) {
             exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes_of<V>>{});
-            rows[i] = sum_of(rows[i], rows[i + Half]);
+            rows[i] = combine(rows[i], rows[i + Half]);
         }
-        add_lanes<2 * Half>(rows);
+        combine_lanes<2 * Half>(rows, combine);
     }
+}
+
+// Lane i is what all lanes of vector i combine to.
+template <class V, class Combine>
+TS_INLINE V combined_lanes(V (&rows)[lanes_of<V>], const Combine& combine) {
+    combine_lanes<1>(rows, combine);
+    return rows[0];
+}
+
+// Every lane is what all lanes combine to.
+template <class V, class Combine, int Half = lanes_of<V> / 2>
+TS_INLINE V combined(V v, const Combine& combine) {
+    V other = v;
+    exchange<Half>(v, other, std::make_integer_sequence<int, lanes_of<V>>{});
+    const V both = combine(v, other);
+    if constexpr (Half > 1) return combined<V, Combine, Half / 2>(both, combine);
+    return both;
 }
 
 // Lane Runs * i + r of the result comes from lane `length` * r + i.
@@ -240,7 +257,7 @@ TS_INLINE V sum_of_lanes(const V* vectors) {
     V rows[lanes / Runs];
     TS_UNROLL
     for (int i = 0; i < lanes / Runs; ++i) rows[i] = vectors[i];
-    add_lanes<1>(rows);
+    combine_lanes<1>(rows, [](const V& a, const V& b) __attribute__((always_inline)) { return sum_of(a, b); });
     if constexpr (Runs == 1) return rows[0];
     return interleave_runs<Runs>(rows[0], std::make_integer_sequence<int, lanes>{});
 }
