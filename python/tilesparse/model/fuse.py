@@ -236,6 +236,13 @@ _LEAST = 0.997  # cosine of a token's features
 _CLOSE = 0.05  # of what a layer returns: x and what attention reads are rounded to 8 bits
 
 
+def encoders_in(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of layers that are known."""
+    return [
+        one for one in model.modules() if type(one) is nn.ModuleList and len(one) and all(map(form_of, one))
+    ]
+
+
 def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
     """Have encoders compute each layer as one operator, where a run shows that it gives the same.
 
@@ -248,9 +255,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
         The encoders of layers that are known.
     """
     names = names_of_modules(model)
-    layers = {
-        one: list(one) for one in names if type(one) is nn.ModuleList and len(one) and all(map(form_of, one))
-    }
+    layers = {one: list(one) for one in encoders_in(model)}
     calls: dict[nn.Module, _LayerCall] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
