@@ -68,9 +68,9 @@ def _bench_encoder(arguments: argparse.Namespace) -> None:
     dtype = DTYPES[arguments.dtype]
     with own_numbers(arguments.device):
         sizes = features, arguments.heads, hidden
+        sparse = Encoder([_random_layer(*sizes, **options) for _ in range(arguments.layers)])
         layer = nn.TransformerEncoderLayer(*sizes, activation="gelu", batch_first=True, dtype=dtype)
         dense = nn.TransformerEncoder(layer, arguments.layers).eval()
-        sparse = Encoder([_random_layer(*sizes, **options) for _ in range(arguments.layers)])
         x = torch.randn(arguments.texts, arguments.tokens, features, dtype=dtype)
         tokens, offsets = x.flatten(0, 1), torch.arange(arguments.texts + 1, dtype=torch.int32)
         calls = partial(dense, x), partial(sparse, tokens, offsets * arguments.tokens)
