@@ -327,3 +327,15 @@ def test_densities_and_dtypes(density: float, dtype: torch.dtype) -> None:
     found = hidden(twin, batch)
     assert found.dtype == dtype
     assert_alike(found, hidden(model, batch), kept)
+
+
+def test_compiled_and_exported_models_have_the_layers_compute() -> None:
+    model, twin, encoder = prepared("bert")
+    batch, count = text([9, 4]), encoder.count
+    expected = hidden(model, batch)
+    for other in (
+        torch.compile(twin, backend="eager", fullgraph=True),
+        torch.export.export(twin, (), batch).module(),
+    ):
+        torch.testing.assert_close(hidden(other, batch), expected, rtol=1e-3, atol=1e-3)
+    assert encoder.count == count

@@ -40,6 +40,7 @@ from .._runtime.pattern_cache import blocks_of, prepared, update_of
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import (
     constant_when_compiled,
+    is_exporting,
     refuse_fakes,
     transforms_active,
     version,
@@ -1857,7 +1858,7 @@ class PatternOrigin:
         Raises:
             InvalidPatternError: the pattern was averaged.
         """
-        if self._contents is None or self._is_unchanged(index) or transforms_active():
+        if self._contents is None or self._is_unchanged(index) or transforms_active() or is_exporting():
             return self
         now = torch.cat(index[:3])
         if now.shape == self._contents.shape:
