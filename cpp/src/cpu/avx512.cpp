@@ -21,11 +21,13 @@ bool has_amx_int8() {
 
 }  // namespace
 
-const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL");
-const InstructionSet avx512_vnni = group_set<Avx512, false>(
-    has_avx512_vnni, "the processor lacks AVX-512 VNNI", vnni_steps<Avx512, false>());
-const InstructionSet amx_int8 = group_set<Avx512, false>(
-    has_amx_int8, "the processor lacks AMX INT8, or the system does not grant it", kAmxInt8);
+const InstructionSet avx512 =
+    set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL", encoder_avx512);
+const InstructionSet avx512_vnni = group_set<Avx512>(has_avx512_vnni, "the processor lacks AVX-512 VNNI",
+                                                     vnni_steps<Avx512, false>(), encoder_avx512_vnni);
+const InstructionSet amx_int8 =
+    group_set<Avx512>(has_amx_int8, "the processor lacks AMX INT8, or the system does not grant it", kAmxInt8,
+                      encoder_avx512_vnni);
 
 }  // namespace ts::cpu
 

@@ -87,4 +87,10 @@ struct EncoderSteps {
     int64_t (*attention_bytes)(int64_t tokens, int64_t features);  // of scratch
 };
 
+// Those of each instruction set.
+extern const EncoderSteps encoder_portable;
+#ifdef __x86_64__
+extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni;
+#endif
+
 }  // namespace ts::cpu

@@ -218,7 +218,8 @@ TS_INLINE void quantize_head(const AttentionStep& s, const float* from, bool tur
         const int64_t last = s.tokens - 1;
         I most[lanes] = {}, totals[lanes] = {};
         const auto values = [&](int64_t token, int64_t i) __attribute__((always_inline)) {
-            return turned<V>(from + token * s.ld, rotary ? rotary + token * s.features : nullptr, i, s.features);
+            return turned<V>(from + token * s.ld, rotary ? rotary + token * s.features : nullptr, i,
+                             s.features);
         };
         TS_UNROLL
         for (int t = 0; t < lanes; ++t)
@@ -238,8 +239,8 @@ TS_INLINE void quantize_head(const AttentionStep& s, const float* from, bool tur
                 if (sums != nullptr) totals[t] += bit_cast_vector<I>(bits << 24) >> 24;
             }
         if (sums != nullptr)
-            store(sums + first, combined_lanes(totals, [](const I& a, const I& b) __attribute__((
-                                                           always_inline)) { return a + b; }) *
+            store(sums + first, combined_lanes(totals, [](const I& a, const I& b)
+                                                           __attribute__((always_inline)) { return a + b; }) *
                                     kByteOffset);
     }
 }
@@ -349,7 +350,10 @@ TS_INLINE float merge_scales(float* k_scales, float* v_scales, int64_t tokens, i
     return largest;
 }
 
-template <class Reader, class Q, class Scores, class Sums, int Rows, int Bytes>
+// scores, sums: the multiplication of q and k, and of probabilities and v, of which so many rows are
+// multiplied at once. Not inlined, where their sums would not stay in registers.
+template <class Reader, class Q, void (*scores)(const RowTile&), void (*sums)(const RowTile&), int Rows,
+          int Bytes>
 TS_INLINE void attention_step(const AttentionStep& s) {
     using V = Vector<float, Bytes>;
     using I = Vector<int32_t, Bytes>;
@@ -383,8 +387,8 @@ TS_INLINE void attention_step(const AttentionStep& s) {
         const int64_t end = round_up(last, lanes);
         for (int64_t key = first; key < last; key += tile) {
             const int64_t width = std::min(tile, padded - key);
-            multiply<Scores, Rows>({m.q + query * features, nullptr, 0, depth, 1, m.panels + key * depth,
-                                    nullptr, 1, depth, rows, width, m.scores + (key - first) * kQueryRows});
+            scores({m.q + query * features, nullptr, 0, depth, 1, m.panels + key * depth, nullptr, 1, depth,
+                    rows, width, m.scores + (key - first) * kQueryRows});
         }
         float divisors[kQueryRows];
         const int64_t ld = end - first;
@@ -406,8 +410,8 @@ TS_INLINE void attention_step(const AttentionStep& s) {
             const int64_t width = value_vectors((features - feature) / lanes) * lanes;
             for (int64_t key = first; key < last; key += kExactKeys) {
                 const int64_t count = ceil_div(std::min(last - key, kExactKeys), 2);
-                multiply<Sums, Rows>({m.probabilities + (key - first), nullptr, 0, ld / 2, 1,
-                                      values + key / 2 * width, nullptr, 1, count, rows, width, m.sums});
+                sums({m.probabilities + (key - first), nullptr, 0, ld / 2, 1, values + key / 2 * width,
+                      nullptr, 1, count, rows, width, m.sums});
                 for (int64_t row = 0; row < queries; ++row) {
                     const float factor = v_scale / kProbabilityUnits / divisors[row];
                     float* const to = s.result + (query + row) * s.result_ld + feature;

@@ -14,7 +14,7 @@
 #include <algorithm>
 
 #include "cpu/eight_bits.h"
-#include "cpu/encoder_steps.h"
+#include "cpu/encoder.h"
 #include "cpu/finish.h"
 #include "cpu/four_bits.h"
 #include "cpu/multiply.h"
@@ -75,90 +75,58 @@ constexpr Steps widened_steps() {
             lanes / 2};
 }
 
-// Reader, Q and Scores: of products of q and k; Sums: of those of probabilities and v.
-template <class Set, class Reader, class Q, class Scores, class Sums>
-constexpr EncoderSteps encoder_steps{
-    {{&Set::template row_with<DType::float32, DType::float32>,
-      &Set::template row_with<DType::float32, DType::bfloat16>},
-     {&Set::template row_with<DType::bfloat16, DType::float32>,
-      &Set::template row_with<DType::bfloat16, DType::bfloat16>}},
-    &Set::finish_nearly,
-    &Set::gate_with,
-    &Set::template attention_with<Reader, Q, Scores, Sums>,
-    [](int64_t tokens, int64_t features) {
-        using Memory = AttentionMemory<Q, Reader::col_step, Set::kBytes>;
-        return static_cast<int64_t>(Memory(nullptr, tokens, features).workspace.size());
-    }};
-
 template <class Set>
-constexpr InstructionSet set_of(bool (*available)(), const char* missing) {
-    constexpr int bytes = Set::kBytes;
-    using Products = WidenedProducts<bytes>;
+constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder) {
     return {
         available,
         missing,
         {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(), steps_of<Set, DType::float16>(),
          steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()},
-        &encoder_steps<Set, WidenedPairs<bytes>, int16_t, Products, Products>};
+        &encoder};
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
-#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                                           \
-    struct NAME {                                                                               \
-        static constexpr int kBytes = BYTES;                                                    \
-        template <class Reader>                                                                 \
-        TARGET static void pack_with(const Pack& p) {                                           \
-            pack<Reader>(p);                                                                    \
-        }                                                                                       \
-        template <class P>                                                                      \
-        TARGET static void multiply_with(const RowTile& s) {                                    \
-            multiply<P, ROWS>(s);                                                               \
-        }                                                                                       \
-        template <class P>                                                                      \
-        TARGET static void multiply_decode_with(const DecodeTile& s) {                          \
-            multiply_decode<P>(s);                                                              \
-        }                                                                                       \
-        template <DType T>                                                                      \
-        TARGET static void finish_with(const Output& o) {                                       \
-            finish<Codec<T, BYTES>, Codec<T, std::min(BYTES, kSquareBytes)>>(o);                \
-        }                                                                                       \
-        template <class C>                                                                      \
-        TARGET static void scale_with(const Scaling& s) {                                       \
-            scale<C>(s);                                                                        \
-        }                                                                                       \
-        template <class C>                                                                      \
-        TARGET static uint32_t largest_magnitude_with(const void* x, int64_t count) {           \
-            return largest_magnitude<C>(x, count);                                              \
-        }                                                                                       \
-        template <class C>                                                                      \
-        TARGET static void quantize_with(const Quantizing& q) {                                 \
-            quantize<C>(q);                                                                     \
-        }                                                                                       \
-        template <DType From, DType To>                                                         \
-        TARGET static void row_with(const RowStep& s) {                                         \
-            row_step<Codec<From, BYTES>, Codec<To, BYTES>>(s);                                  \
-        }                                                                                       \
-        TARGET static void finish_nearly(const Output& o) {                           \
-            using C = Codec<DType::float32, BYTES>;                                   \
-            finish<C, Codec<DType::float32, std::min(BYTES, kSquareBytes)>, kNearGelu>(o); \
+#define TS_INSTRUCTION_SET(NAME, TARGET, BYTES, ROWS)                                 \
+    struct NAME {                                                                     \
+        static constexpr int kBytes = BYTES;                                          \
+        template <class Reader>                                                       \
+        TARGET static void pack_with(const Pack& p) {                                 \
+            pack<Reader>(p);                                                          \
         }                                                                             \
-        TARGET static void gate_with(const GateStep& s) { gate_step<Vector<float, BYTES>>(s); } \
-        template <class Reader, class Q, class Scores, class Sums>                              \
-        TARGET static void attention_with(const AttentionStep& s) {                             \
-            attention_step<Reader, Q, Scores, Sums, ROWS, BYTES>(s);                            \
-        }                                                                                       \
+        template <class P>                                                            \
+        TARGET static void multiply_with(const RowTile& s) {                          \
+            multiply<P, ROWS>(s);                                                     \
+        }                                                                             \
+        template <class P>                                                            \
+        TARGET static void multiply_decode_with(const DecodeTile& s) {                \
+            multiply_decode<P>(s);                                                    \
+        }                                                                             \
+        template <DType T>                                                            \
+        TARGET static void finish_with(const Output& o) {                             \
+            finish<Codec<T, BYTES>, Codec<T, std::min(BYTES, kSquareBytes)>>(o);      \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void scale_with(const Scaling& s) {                             \
+            scale<C>(s);                                                              \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static uint32_t largest_magnitude_with(const void* x, int64_t count) { \
+            return largest_magnitude<C>(x, count);                                    \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void quantize_with(const Quantizing& q) {                       \
+            quantize<C>(q);                                                           \
+        }                                                                             \
     }
 
 #ifdef __x86_64__
 #define TS_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 
-// int8 in groups of four, whose results Set finishes. Avx: in the encoding of AVX-VNNI.
-template <class Set, bool Avx>
-constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps) {
-    constexpr int bytes = Set::kBytes;
-    InstructionSet set{available, missing, {}};
-    set.encoder = &encoder_steps<Set, ColumnGroups<bytes, kByteOffset>, int8_t, GroupProducts<bytes, Avx>,
-                                 FusedProducts<bytes, Avx>>;
+// int8 in groups of four, whose results Set finishes.
+template <class Set>
+constexpr InstructionSet group_set(bool (*available)(), const char* missing, const Steps& steps,
+                                   const EncoderSteps& encoder) {
+    InstructionSet set{available, missing, {}, &encoder};
     set.steps[static_cast<int>(DType::float32)].finish = Set::template finish_with<DType::float32>;
     set.steps[static_cast<int>(DType::float16)].finish = Set::template finish_with<DType::float16>;
     set.steps[static_cast<int>(DType::bfloat16)].finish = Set::template finish_with<DType::bfloat16>;
