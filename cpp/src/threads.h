@@ -35,6 +35,7 @@ class Member {
     Member(Team& team, int thread, int threads) : team_(team), thread_(thread), threads_(threads) {}
 
     int thread() const { return thread_; }
+    int threads() const { return threads_; }
 
     // The same, of a team that it is alone in, whatever region it is in.
     explicit Member(Team& own) : Member(own, 0, 1) {}

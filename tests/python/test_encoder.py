@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilesparse import BlockPattern, BlockSparseMatrix
 from tilesparse._ops.encoder import Encoder, EncoderLayer, EncoderNorm, EncoderWeight
 from tilesparse._runtime import launch
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
 EIGHT_BITS = [
     kernel.name for kernel in launch.known_kernels() if kernel.device == 0 and kernel.dtypes >> 5 & 1
@@ -164,3 +165,148 @@ def test_layers_match_float64(lengths: list[int], options: dict[str, Any]) -> No
     reference = by_sentence(layers, x, lengths)
     error = (y - reference).norm() / reference.norm()
     assert error < 0.02  # codes of 8 bits that fall to the other side of a tie
+
+
+def test_kernels_and_threads_agree_bit_by_bit() -> None:
+    """Products and scores are exact; the rest differs by rounding alone, and not by threads at all."""
+    torch.manual_seed(0)
+    layers = [layer(hidden=128, heads=4, inner=256, block=32) for _ in range(2)]
+    encoder = Encoder(layers)
+    results = []
+    for lengths in [20, 7, 1, 0, 11], [130, 2, 75, 64, 9, 33], [8] * 70:
+        x, offsets = torch.randn(sum(lengths), 128), offsets_of(lengths)
+        alone = torch.cat(
+            [
+                encoder(one, offsets_of([len(one)]))
+                for one in x.split([length for length in lengths if length])
+            ]
+        )
+        for name in EIGHT_BITS:
+            with launch.use_kernel(name):
+                try:
+                    of_threads = [with_threads(threads, encoder, x, offsets) for threads in (1, 2, 4)]
+                except UnsupportedError as error:
+                    assert "lacks" in str(error) or "grant" in str(error)
+                    continue
+            assert torch.equal(of_threads[0], of_threads[1]) and torch.equal(of_threads[0], of_threads[2]), (
+                name
+            )
+            error = (of_threads[0] - alone).norm() / alone.norm()
+            assert error < 0.01, name
+            results.append(name)
+        assert torch.equal(encoder(x, offsets), alone)  # whatever the other sentences are
+    assert {"cpu_portable", "cpu_avx2"} <= set(results)
+
+
+def with_threads(threads: int, encoder: Encoder, x: Tensor, offsets: Tensor) -> Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return encoder(x, offsets)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [0, 3])
+def test_what_is_not_finite_spoils_its_sentence_alone(spoilt: float, window: int) -> None:
+    torch.manual_seed(0)
+    lengths, encoder = [6, 20, 9], Encoder([layer(window=window, norm_first=True)])
+    x, offsets = torch.randn(35, 64), offsets_of(lengths)
+    clean = encoder(x, offsets)
+    x[6 + 10, 5] = spoilt
+    y = encoder(x, offsets)
+    within = (torch.arange(35) - 16).abs() <= (window or 35)
+    within &= (torch.arange(35) >= 6) & (torch.arange(35) < 26)
+    assert y[within].isnan().all(1).all() or y[within].isnan().any(1).all()
+    assert torch.equal(y[~within], clean[~within])
+
+
+def test_large_and_small_numbers() -> None:
+    """Scores far apart, rows of zeros and subnormal numbers."""
+    torch.manual_seed(0)
+    of = layer(norm_first=True, scale=100.0)
+    x = torch.randn(40, 64)
+    x[3], x[5], x[7] = 0, 1e-41, 1e15
+    y = Encoder([of])(x, offsets_of([40]))
+    reference = by_sentence([of], x, [40])
+    assert y.isfinite().all()
+    assert ((y - reference).norm(dim=1) / reference.norm(dim=1)).quantile(0.9) < 0.05
+
+
+def test_bfloat16_and_strided_rows() -> None:
+    torch.manual_seed(0)
+    encoder = Encoder([layer(), layer()])
+    wide, offsets = torch.randn(50, 100), offsets_of([30, 20])
+    x = wide[:, 10:74]
+    y = encoder(x, offsets)
+    assert torch.equal(y, encoder(x.contiguous(), offsets))
+    half = encoder(x.bfloat16(), offsets)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, encoder(x.bfloat16().float(), offsets).bfloat16())
+
+
+def test_values_written_in_place_count_and_memory_is_reused() -> None:
+    torch.manual_seed(0)
+    of = layer()
+    encoder = Encoder([of])
+    x, offsets = torch.randn(12, 64), offsets_of([12])
+    before = encoder(x, offsets)
+    of.up.values.zero_()
+    assert not torch.equal(encoder(x, offsets), before)
+    assert torch.equal(encoder(x, offsets), Encoder([of])(x, offsets))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"heads": 3}, r"layers\[0\].heads must divide the 64 in_features of output, got 3"),
+        ({"heads": 8}, r"layers\[0\].head_features must be 16 to 256, got 8"),
+        ({"gated": True}, r"layers\[0\].up.pattern.out_features must be 256, got 128"),
+        ({"activation": "tanh"}, r"layers\[0\].activation must be one of .*, got 'tanh'"),
+        ({"window": -1}, r"layers\[0\].window must be 0 to 2147483647, got -1"),
+        ({"scale": math.inf}, r"layers\[0\].scale must be finite, got inf"),
+        (
+            {"attention_norm": EncoderNorm(None, None, 1e-5)},
+            r"layers\[0\].attention_norm.weight must not be null",
+        ),
+        (
+            {"mlp_norm": EncoderNorm(torch.ones(64), None, 0.0)},
+            r"epsilon must be a finite number above 0, got 0",
+        ),
+        (
+            {"mlp_norm": EncoderNorm(torch.ones(63), None, 1e-5)},
+            r"mlp_norm.weight must be \[64\], got \[63\]",
+        ),
+        ({"rotary": torch.ones(9, 31)}, r"layers\[0\].rotary must be \[9, 32\], got \[9, 31\]"),
+        ({"position_bias": torch.ones(2, 4)}, r"layers\[0\].position_bias must be \[2, 3\], got \[2, 4\]"),
+        ({"output": weight(64, 128, 0.5, 16)}, r"layers\[0\].qkv.pattern.out_features must be 384, got 192"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        Encoder([layer()._replace(**change)])
+
+
+def test_bad_calls() -> None:
+    encoder = Encoder([layer(rotates=True, positions=8)])
+    x = torch.randn(10, 64)
+    for offsets, text in [
+        (torch.tensor([0, 11], dtype=torch.int32), r"offsets\[1\] must be tokens, 10, got 11"),
+        (torch.tensor([1, 10], dtype=torch.int32), r"offsets\[0\] must be 0, got 1"),
+        (torch.tensor([0, 6, 5, 10], dtype=torch.int32), r"offsets must ascend, got 5 after 6 at 2"),
+        (torch.tensor([0, 10]), r"offsets must be int32 \[sentences \+ 1\] on the CPU, got torch.int64"),
+        (torch.tensor([0, 10], dtype=torch.int32), r"layers\[0\].positions must be 10 to 16777216, got 8"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            encoder(x, offsets)
+    offsets = offsets_of([5, 5])
+    with pytest.raises(InvalidArgumentError, match=r"x must be \[tokens, 64\], got \[10, 63\]"):
+        encoder(x[:, 1:], offsets)
+    with pytest.raises(InvalidArgumentError, match="x must have dtype float32 or bfloat16"):
+        encoder(x.double(), offsets)
+    with pytest.raises(UnsupportedError, match="x must not require a gradient"):
+        encoder(x.requires_grad_(), offsets)
+    with pytest.raises(UnsupportedError, match="x must be on the CPU for an encoder"):
+        encoder(torch.empty(10, 64, device="meta"), offsets)
+    assert encoder(torch.empty(0, 64), offsets_of([0, 0])).shape == (0, 64)

@@ -10,8 +10,10 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int64_t kGroupTokens = 192;  // of sentences that one thread takes through all layers
-constexpr int64_t kLeastTokens = 32;   // for each thread, or else all of them share every step
+constexpr int64_t kGroupTokens = 128;         // of sentences that one thread takes through all layers
+constexpr int64_t kLeastTokens = 32;          // for each thread, or else all of them share every step
+constexpr int64_t kFewTokens = 96;            // whose rows every thread computes for itself
+constexpr int64_t kThreadProducts = 1 << 25;  // that make up for a thread's waiting for others
 
 // Sentences one after another.
 struct Group {
@@ -33,40 +35,53 @@ class Run {
         group_tokens_ = std::min(e_.tokens, kGroupTokens + longest_);
     }
 
-    // Memory for all sentences in one team, or for a group in every thread.
+    // Memory for all sentences in a team, or for a group in every thread.
     size_t workspace_size() const {
-        const size_t together = Area(*this, nullptr, e_.tokens, team_).size();
-        const size_t apart = Area(*this, nullptr, group_tokens_, alone_).size();
-        return std::max<size_t>(together, team_.multiprocessors * apart);
+        const int64_t threads = team_.multiprocessors;
+        size_t bytes = threads * Area(*this, nullptr, group_tokens_, alone_).size();
+        if (e_.tokens < threads * least_tokens()) {
+            const size_t shared = Area(*this, nullptr, e_.tokens, team_).size();
+            bytes = std::max(bytes, e_.tokens <= kFewTokens ? threads * shared : shared);
+        }
+        return bytes;
     }
 
     void run(void* workspace) const {
         if (e_.tokens == 0) return;
-        const int threads = std::min(max_threads(), team_.multiprocessors);
-        const int64_t most = e_.tokens / std::max(threads, 1);
-        if (threads > 1 && (most < std::max(kLeastTokens, longest_))) {
+        const int threads = std::min<int64_t>(std::min(max_threads(), team_.multiprocessors),
+                                              ceil_div(products(), kThreadProducts));
+        if (threads > 1 && e_.tokens < threads * least_tokens()) {
+            const size_t bytes = Area(*this, nullptr, e_.tokens, team_).size();
             in_parallel(threads, [&](Member& member) {
-                const Area area(*this, workspace, e_.tokens, team_);
-                run_layers({0, e_.sentences, 0, e_.tokens}, area, team_, member);
+                const bool few = e_.tokens <= kFewTokens;
+                const Area shared(*this, workspace, e_.tokens, team_);
+                Area own(*this, offset(workspace, few ? member.thread() * bytes : 0), e_.tokens, team_);
+                own.share(shared);
+                run_layers({0, e_.sentences, 0, e_.tokens}, own, member,
+                           few ? Sharing::features : Sharing::all);
             });
             return;
         }
         const int64_t groups = threads * ceil_div(e_.tokens, threads * kGroupTokens);
+        const size_t bytes = Area(*this, nullptr, group_tokens_, alone_).size();
         in_parallel(threads, [&](Member& member) {
-            const Area sizes(*this, nullptr, group_tokens_, alone_);
-            const Area area(*this, offset(workspace, member.thread() * sizes.size()), group_tokens_, alone_);
+            const Area area(*this, offset(workspace, member.thread() * bytes), group_tokens_, alone_);
             Team own;
             Member alone(own);
             member.draw(groups, 1, [&](int64_t i, int64_t) {
                 const int64_t first = sentence_at(i, groups), last = sentence_at(i + 1, groups);
                 const int64_t token = e_.offsets[first];
                 if (e_.offsets[last] > token)
-                    run_layers({first, last, token, e_.offsets[last] - token}, area, alone_, alone);
+                    run_layers({first, last, token, e_.offsets[last] - token}, area, alone, Sharing::nothing);
             });
         });
     }
 
   private:
+    // The work that the threads of a team share: none of it, as every group has a thread; all steps; or the
+    // features of products and heads, where every thread computes all rows for itself, to wait less often.
+    enum class Sharing { nothing, all, features };
+
     // The memory of a group.
     struct Area {
         Area(const Run& run, void* base, int64_t tokens, const Device& device) : workspace(base) {
@@ -81,19 +96,29 @@ class Run {
                     std::max(attention_bytes,
                              round_up(run.steps_.attention_bytes(run.longest_, layer.head_features), 256));
                 for (const Problem* p : {&layer.qkv, &layer.output, &layer.up, &layer.down})
-                    product = std::max(product, run.product_bytes(*p, tokens, device));
+                    product = std::max({product, run.product_bytes(*p, tokens, device),
+                                        run.product_bytes(*p, tokens, run.alone_)});
             }
             state = take<float>(tokens * hidden);
             quantized = take<int8_t>(tokens * most);
             scales = take<float>(tokens);
             wide_rows = take<float>(tokens * wide);
             narrow_rows = take<float>(tokens * narrow);
-            rows = take<float>(threads * round_up(hidden, 16));
+            row_size = std::max(hidden, most);
+            rows = take<float>(threads * row_size);
+            attended_rows = take<float>(tokens * narrow);
             attention = workspace.take(threads * attention_bytes);
             products = workspace.take(static_cast<int64_t>(product));
         }
 
         size_t size() const { return workspace.size(); }
+
+        // Takes what all threads write in place of its own.
+        void share(const Area& other) {
+            wide_rows = other.wide_rows;
+            attended_rows = other.attended_rows;
+            narrow_rows = other.narrow_rows;
+        }
 
         template <class T>
         T* take(int64_t count) {
@@ -104,13 +129,27 @@ class Run {
         float* state;       // activations between layers
         int8_t* quantized;  // what the next product multiplies
         float* scales;
-        float* wide_rows;    // q, k and v, or what the first product of the MLP gives
-        float* narrow_rows;  // results of attention, or of the products after it
+        float* wide_rows;  // q, k and v, or what the first product of the MLP gives
+        float* attended_rows;
+        float* narrow_rows;  // what products of hidden features give
         float* rows;         // one for each thread
+        int64_t row_size;
         std::byte* attention;
         std::byte* products;
         int64_t attention_bytes = 0;  // of each thread
     };
+
+    // Tokens that a thread has if every thread has sentences of its own.
+    int64_t least_tokens() const { return std::max(kLeastTokens, longest_); }
+
+    // Multiplications of all products.
+    int64_t products() const {
+        int64_t count = 0;
+        for (const EncoderLayer& layer : e_.layers)
+            for (const Problem* p : {&layer.qkv, &layer.output, &layer.up, &layer.down})
+                count += p->pattern.value_count();
+        return count * e_.tokens;
+    }
 
     int64_t length(int64_t sentence) const {
         return e_.offsets[sentence + 1] - int64_t{e_.offsets[sentence]};
@@ -134,45 +173,73 @@ class Run {
         return bytes;
     }
 
-    // The quantized rows times a weight.
-    void multiply(const Problem& of, const Group& group, const Area& area, float* result,
-                  const Device& device, Member& member) const {
+    // Block rows [first, last) of a weight.
+    static Problem rows_of(const Problem& of, int64_t first, int64_t last) {
         Problem problem = of;
+        Pattern& pattern = problem.pattern;
+        const int64_t feature = first * pattern.block_rows;
+        pattern.out_features = (last - first) * pattern.block_rows;
+        pattern.rows.ptr += first;
+        pattern.nnz = pattern.rows.ptr[last - first] - pattern.rows.ptr[0];
+        problem.values.scales += feature;
+        if (of.bias != nullptr) problem.bias = offset(of.bias, feature * sizeof(float));
+        return problem;
+    }
+
+    // The quantized rows times a weight.
+    void multiply(const Problem& of, const Group& group, const Area& area, float* result, Member& member,
+                  Sharing sharing) const {
+        const int64_t rows = of.pattern.out_features / of.pattern.block_rows;
+        const int64_t first = sharing == Sharing::features ? rows * member.thread() / member.threads() : 0;
+        const int64_t last =
+            sharing == Sharing::features ? rows * (member.thread() + 1) / member.threads() : rows;
+        Problem problem = rows_of(of, first, last);
         problem.tokens = group.tokens;
         problem.x = {area.quantized, of.pattern.in_features, Layout::row_major};
         problem.x_scales = area.scales;
-        problem.y = {result, of.pattern.out_features, Layout::row_major};
-        if (suits_decode(products_, problem))
-            decode(products_, finish_, problem, device, area.products, &member);
-        else
-            dds(products_, finish_, problem, device, area.products, &member);
+        problem.y = {result + first * of.pattern.block_rows, of.pattern.out_features, Layout::row_major};
+        Team own;
+        Member alone(own);
+        Member& team = sharing == Sharing::features ? alone : member;
+        const Device& device = sharing == Sharing::all ? team_ : alone_;
+        if (problem.pattern.out_features > 0) {
+            if (suits_decode(products_, problem))
+                decode(products_, finish_, problem, device, area.products, &team);
+            else
+                dds(products_, finish_, problem, device, area.products, &team);
+        }
+        if (sharing == Sharing::features) member.wait();
     }
 
-    void each_row(const Group& group, Member& member, const auto& body) const {
+    void each_row(const Group& group, Member& member, Sharing sharing, const auto& body) const {
+        if (sharing == Sharing::features) {
+            for (int64_t i = 0; i < group.tokens; ++i) body(i);
+            return;
+        }
         member.share(group.tokens, body);
         member.wait();
     }
 
-    // Quantizes rows of float32 as they are.
-    void quantize(const float* rows, int64_t features, const Area& area, int64_t token) const {
-        steps_.row[0][0]({rows + token * features,
+    // Quantizes a row of float32 as it is.
+    void quantize(const float* row, int64_t features, const Area& area, int64_t token) const {
+        steps_.row[0][0]({row,
                           nullptr,
                           nullptr,
                           {},
                           {},
                           area.quantized + token * features,
                           area.scales + token,
-                          const_cast<float*>(rows) + token * features,
+                          nullptr,
                           features});
     }
 
-    void run_layers(const Group& group, const Area& area, const Device& device, Member& member) const {
+    void run_layers(const Group& group, const Area& area, Member& member, Sharing sharing) const {
         const int64_t hidden = e_.hidden;
         const bool is_half = e_.dtype == DType::bfloat16;
         const int64_t size = element_size(e_.dtype);
-        float* const row = area.rows + member.thread() * round_up(hidden, 16);
+        float* const row = area.rows + member.thread() * area.row_size;
         const EncoderLayer& begin = e_.layers.front();
-        each_row(group, member, [&](int64_t i) {
+        each_row(group, member, sharing, [&](int64_t i) {
             steps_.row[is_half][0]({offset(e_.x.data, (group.token + i) * e_.x.ld * size),
                                     nullptr,
                                     area.state + i * hidden,
@@ -184,37 +251,30 @@ class Run {
                                     hidden});
         });
         for (const EncoderLayer& layer : e_.layers) {
-            multiply(layer.qkv, group, area, area.wide_rows, device, member);
+            multiply(layer.qkv, group, area, area.wide_rows, member, sharing);
             attend(layer, group, area, member);
-            each_row(group, member,
-                     [&](int64_t i) { quantize(area.narrow_rows, layer.attended(), area, i); });
-            multiply(layer.output, group, area, area.narrow_rows, device, member);
-            each_row(group, member, [&](int64_t i) {
+            each_row(group, member, sharing, [&](int64_t i) {
+                quantize(area.attended_rows + i * layer.attended(), layer.attended(), area, i);
+            });
+            multiply(layer.output, group, area, area.narrow_rows, member, sharing);
+            each_row(group, member, sharing, [&](int64_t i) {
                 float* const state = area.state + i * hidden;
                 const EncoderNorm none{}, &norm = layer.attention_norm, &next = layer.mlp_norm;
                 steps_.row[0][0]({state, area.narrow_rows + i * hidden, state, layer.norm_first ? none : norm,
                                   layer.norm_first ? next : none, area.quantized + i * hidden,
                                   area.scales + i, row, hidden});
             });
-            multiply(layer.up, group, area, area.wide_rows, device, member);
+            multiply(layer.up, group, area, area.wide_rows, member, sharing);
             const int64_t width = layer.up.pattern.out_features, inner = layer.inner();
-            each_row(group, member, [&](int64_t i) {
-                float* const from = area.wide_rows + i * width;
-                if (layer.gated) steps_.gate({from, inner, layer.activation});
-                steps_.row[0][0]({from,
-                                  nullptr,
-                                  nullptr,
-                                  {},
-                                  {},
-                                  area.quantized + i * inner,
-                                  area.scales + i,
-                                  from,
-                                  inner});
+            each_row(group, member, sharing, [&](int64_t i) {
+                const float* const from = area.wide_rows + i * width;
+                if (layer.gated) steps_.gate({from, row, inner, layer.activation});
+                quantize(layer.gated ? row : from, inner, area, i);
             });
-            multiply(layer.down, group, area, area.narrow_rows, device, member);
+            multiply(layer.down, group, area, area.narrow_rows, member, sharing);
             const bool is_last = &layer == &e_.layers.back();
             const EncoderLayer* const next = is_last ? nullptr : &layer + 1;
-            each_row(group, member, [&](int64_t i) {
+            each_row(group, member, is_last ? Sharing::all : sharing, [&](int64_t i) {
                 float* const state = area.state + i * hidden;
                 void* const result =
                     is_last ? static_cast<void*>(offset(e_.y.data, (group.token + i) * e_.y.ld * size))
@@ -241,7 +301,7 @@ class Run {
                                           : nullptr;
             steps_.attention({q, q + attended, q + 2 * attended, ld, tokens, features, layer.window,
                               layer.positions, layer.scale, layer.rotary, bias,
-                              area.narrow_rows + token * attended + head * features, attended, scratch});
+                              area.attended_rows + token * attended + head * features, attended, scratch});
         });
     }
 

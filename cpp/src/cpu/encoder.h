@@ -53,13 +53,14 @@ struct RowStep {
     EncoderNorm norm, next_norm;
     int8_t* quantized;  // or null
     float* scale;
-    float* row;  // [features]: scratch
+    float* row;  // [features]: scratch; not used where x of float32 is only quantized
     int64_t features;
 };
 
-// activation(first half) * second half of a row, over the first half.
+// activation(first half) * second half of a row.
 struct GateStep {
-    float* row;
+    const float* row;
+    float* result;
     int64_t features;  // of a half
     Activation activation;
 };
@@ -86,11 +87,5 @@ struct EncoderSteps {
     void (*attention)(const AttentionStep&);
     int64_t (*attention_bytes)(int64_t tokens, int64_t features);  // of scratch
 };
-
-// Those of each instruction set.
-extern const EncoderSteps encoder_portable;
-#ifdef __x86_64__
-extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni;
-#endif
 
 }  // namespace ts::cpu

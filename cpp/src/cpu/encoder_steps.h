@@ -98,6 +98,8 @@ TS_INLINE void row_step(const RowStep& s) {
     using V = typename From::V;
     constexpr int lanes = lanes_of<V>;
     const auto* const x = static_cast<const typename From::Stored*>(s.x);
+    if constexpr (sizeof(typename From::Stored) == sizeof(float))
+        if (s.row == nullptr) return quantize_row<V>(x, s.features, s.quantized, s.scale);
     for (int64_t i = 0; i < s.features; i += lanes) {
         V value = From::decode(load<typename From::S>(x + i));
         if (s.added != nullptr) value += load<V>(s.added + i);
@@ -116,7 +118,7 @@ TS_INLINE void row_step(const RowStep& s) {
 template <Activation activation, class V>
 TS_INLINE void gate_row(const GateStep& s) {
     for (int64_t i = 0; i < s.features; i += lanes_of<V>)
-        store(s.row + i, activate<activation>(load<V>(s.row + i)) * load<V>(s.row + s.features + i));
+        store(s.result + i, activate<activation>(load<V>(s.row + i)) * load<V>(s.row + s.features + i));
 }
 
 template <class V>

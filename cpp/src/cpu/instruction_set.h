@@ -14,7 +14,6 @@
 #include <algorithm>
 
 #include "cpu/eight_bits.h"
-#include "cpu/encoder.h"
 #include "cpu/finish.h"
 #include "cpu/four_bits.h"
 #include "cpu/multiply.h"

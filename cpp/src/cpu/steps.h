@@ -165,7 +165,12 @@ struct Steps {
     void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
 };
 
+// See encoder.h.
 struct EncoderSteps;
+extern const EncoderSteps encoder_portable;
+#ifdef __x86_64__
+extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni;
+#endif
 
 struct InstructionSet {
     bool (*available)();  // on this machine
