@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, prepare_for_inference
-from tilesparse.nn import BlockSparseEncoder
+from tilesparse.nn.encoder import BlockSparseEncoder
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -83,7 +83,7 @@ def _bench_encoder(arguments: argparse.Namespace) -> None:
 
 def _random_layer(features: int, heads: int, hidden: int, **options: Any) -> EncoderLayer:
     shapes = (features, 3 * features), (features, features), (features, hidden), (hidden, features)
-    eight = {"storage": "int8", "activations": "int8"}
-    weights = [EncoderWeight.of(BlockSparseLinear(*shape, **options, **eight)) for shape in shapes]
+    options |= {"storage": "int8", "activations": "int8"}
+    qkv, out, up, down = (EncoderWeight.of(BlockSparseLinear(*shape, **options)) for shape in shapes)
     norm = EncoderNorm(torch.ones(features), torch.zeros(features), 1e-5)
-    return EncoderLayer(heads, *weights, norm, norm)
+    return EncoderLayer(heads, qkv, out, up, down, norm, norm)

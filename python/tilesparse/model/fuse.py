@@ -217,7 +217,7 @@ def _seen(
 
 @dataclass(frozen=True)
 class FusedEncoder:
-    """The layers of an encoder, see `nn.BlockSparseEncoder`.
+    """The layers of an encoder, as one operator: see `prepare_for_inference`.
 
     Attributes:
         name: name of the list that has them.

@@ -49,8 +49,8 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
       another one is chosen for the larger product, sums may be in another order. What they share is compared
       with products of their own.
     - On the CPU, with a batch, each layer of an encoder of Transformers whose weights and activations are in
-      int8 becomes one operator, see `nn.BlockSparseEncoder`. What it gives is compared with what the layers
-      give.
+      int8 becomes one operator, and all of them one call (docs/embeddings.md). What it gives is compared with
+      what the layers give.
     - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
       no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
       that kernels for it take.

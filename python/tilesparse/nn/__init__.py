@@ -1,7 +1,6 @@
 """Layers with a block-sparse weight."""
 
 from .block_scales import from_block_scales
-from .encoder import BlockSparseEncoder
 from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
 from .merged import concatenate
@@ -9,7 +8,6 @@ from .mlp import BlockSparseMLP
 from .reference import PseudoBlockSparseLinear
 
 __all__ = [
-    "BlockSparseEncoder",
     "BlockSparseExperts",
     "BlockSparseLinear",
     "BlockSparseMLP",

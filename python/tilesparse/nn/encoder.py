@@ -111,11 +111,16 @@ def operator_of(layer: nn.Module) -> EncoderLayer:
         raise UnsupportedError(f"kernels do not have its activation {type(module).__name__}")
     owners = attention, getattr(attention, "config", None)
     heads = (getattr(owner, name, None) for owner in owners for name in ("num_attention_heads", "n_heads"))
-    *qkv, out, up, down = linears
+    *parts, out, up, down = linears
+    qkv = _one_product(parts)
     return EncoderLayer(
         next(filter(None, heads)),
-        *(EncoderWeight.of(linear) for linear in (_one_product(qkv), out, up, down)),
-        *map(_norm, norms),
+        EncoderWeight.of(qkv),
+        EncoderWeight.of(out),
+        EncoderWeight.of(up),
+        EncoderWeight.of(down),
+        _norm(norms[0]),
+        _norm(norms[1]),
         norm_first=form.norm_first,
         activation=activation,
         gated=up.out_features == 2 * down.in_features,
@@ -182,6 +187,7 @@ class Call(NamedTuple):
         return padded
 
 
+_jit: Any = torch.jit
 _calls = threading.local()
 _TAKEN = {"hidden_states", "attention_mask", "position_bias", "position_embeddings", "position_ids"}
 _OUTPUTS = "output_hidden_states", "output_attentions"
@@ -258,7 +264,7 @@ class BlockSparseEncoder(nn.ModuleList):
         return nn.ModuleList(modules[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def _can_fuse(self) -> bool:
-        if self.training or is_exporting() or torch.jit.is_tracing() or transforms_active():
+        if self.training or is_exporting() or _jit.is_tracing() or transforms_active():
             return False
         if torch.is_autocast_enabled("cpu") or _outputs_are_captured():
             return False
@@ -313,7 +319,7 @@ class BlockSparseEncoder(nn.ModuleList):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._built = None  # parameters stay what they are, with other data
-        return super()._apply(*args, **kwargs)
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_built": None}
@@ -373,6 +379,7 @@ class _Built:
             return any(layer.window for layer in self.layers)
         if tokens > self._places:
             places = max(_PLACES, 1 << (tokens - 1).bit_length())
+            own: list[dict[str, Any]]
             with torch.inference_mode(False), torch.no_grad():
                 if rotary is not None:
                     tables = {kind: _rotary_table(parent, places, kind) for kind in set(self._kinds)}
@@ -383,15 +390,16 @@ class _Built:
                 made = [layer._replace(**table) for layer, table in layers]
                 self.layers, self.operator = made, Encoder(made)
             self._places = places
+        table: Any = self.layers[0]
         if rotary is not None:
-            table: Any = self.layers[0].rotary[:tokens]
+            table = table.rotary[:tokens]
             half = table.shape[1] // 2
             pairs = zip(rotary, table.split(half, 1), strict=True)
             known = all(
                 len(one) == 1 and torch.equal(one[0, :, :half], own.to(one.dtype)) for one, own in pairs
             )
         else:
-            table = self.layers[0].position_bias
+            table = table.position_bias
             ends = bias[0, :, :, 0].flip(1), bias[0, :, 0]
             middle = table.shape[1] // 2
             ours = table[:, middle - tokens + 1 : middle + 1], table[:, middle : middle + tokens]
