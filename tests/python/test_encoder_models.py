@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 }
 TEXT = SIZES | {"vocab_size": 96, "max_position_embeddings": 600, "pad_token_id": 1}
 OF_DISTILBERT = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 128}
-OF_MODERNBERT = {"local_attention": 16, "num_hidden_layers": 4}
+OF_MODERNBERT = {"local_attention": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 OF_MODERNBERT |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2)
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**TEXT)),

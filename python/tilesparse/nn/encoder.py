@@ -374,7 +374,8 @@ class _Built:
         Raises:
             UnsupportedError: they are other ones than 0, 1, 2 and so on.
         """
-        rotary, bias = given.get("position_embeddings"), given.get("position_bias")
+        rotary: Any = given.get("position_embeddings")
+        bias: Any = given.get("position_bias")
         if rotary is None and bias is None:
             return any(layer.window for layer in self.layers)
         if tokens > self._places:
