@@ -68,9 +68,10 @@ class Encoder {
     }
 
     // x and y: the address of a matrix, and the elements from one row to the next.
-    void run(int32_t dtype, int64_t tokens, int64_t sentences, uintptr_t offsets, int32_t kernel,
-             const std::string& prefer, std::array<int64_t, 2> x, std::array<int64_t, 2> y,
-             uintptr_t workspace, size_t workspace_bytes) const {
+    // Returns 0, or the bytes of workspace that are needed where there are fewer.
+    size_t run(int32_t dtype, int64_t tokens, int64_t sentences, uintptr_t offsets, int32_t kernel,
+               const std::string& prefer, std::array<int64_t, 2> x, std::array<int64_t, 2> y,
+               uintptr_t workspace, size_t workspace_bytes) const {
         ts_encoder_desc desc = described(dtype, tokens, sentences, offsets, kernel, prefer);
         desc.x = {pointer<void>(static_cast<uintptr_t>(x[0])), x[1], TS_ROW_MAJOR, 0};
         desc.y = {pointer<void>(static_cast<uintptr_t>(y[0])), y[1], TS_ROW_MAJOR, 0};
@@ -79,7 +80,10 @@ class Encoder {
             const nb::gil_scoped_release release;
             status = ts_encoder(&desc, pointer<void>(workspace), workspace_bytes, nullptr);
         }
+        if (status == TS_WORKSPACE_TOO_SMALL) check(ts_encoder_workspace_size(&desc, &workspace_bytes));
+        if (status == TS_WORKSPACE_TOO_SMALL) return workspace_bytes;
         check(status);
+        return 0;
     }
 
   private:

@@ -110,6 +110,7 @@ void test_patterns(void);
 void test_descriptors(void);
 void test_memory_of_operands(void);
 void test_elementwise(void);
+void test_encoder(void);
 void test_selection(void);
 void test_plans(void);
 void test_compressions(void);

@@ -5,6 +5,7 @@ int main(void) {
     test_library();
     test_patterns();
     test_elementwise();
+    test_encoder();
     test_descriptors();
     test_memory_of_operands();
     test_selection();

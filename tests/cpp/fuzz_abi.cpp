@@ -13,6 +13,7 @@
 #include <cstdio>
 
 #include "fuzz_arguments.h"
+#include "fuzz_encoder.h"
 #include "fuzz_memory.h"
 #include "fuzz_rules.h"
 #include "fuzz_values.h"
@@ -190,7 +191,7 @@ void call_matmul() {
 }
 
 void call_any() {
-    switch (draw(0, 17)) {
+    switch (draw(0, 18)) {
         case 0:
             return call_get();
         case 1:
@@ -220,6 +221,8 @@ void call_any() {
             return call_group_sums();
         case 14:
             return call_combine();
+        case 15:
+            return call_encoder();
         default:
             return call_matmul();
     }

@@ -81,15 +81,10 @@ inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
 
 inline int64_t groups_of(const ts_pattern& pattern) { return std::max(pattern.groups, 1); }
 
-inline ts_pattern some_pattern() {
-    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
-    ts_pattern pattern{};
+// A pattern of so many blocks along each dimension, whose block shape and groups are there.
+inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols) {
     pattern.struct_size = sizeof pattern;
-    pattern.block_rows = one_of(kBlocks);
-    pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
-    pattern.groups = static_cast<int32_t>(chance(70) ? draw(0, 1) : draw(2, 4));
-    const int64_t groups = groups_of(pattern), group_rows = draw(0, 6 / groups);
-    const int64_t rows = groups * group_rows, cols = draw(0, 6);
+    const int64_t groups = groups_of(pattern), group_rows = rows / groups;
     const int density = static_cast<int>(draw(0, 100));
     std::vector<int32_t> ptr{0}, idx, col_ptr{0}, row_idx, col_slot;
     for (int64_t row = 0; row < rows; ++row) {
@@ -123,6 +118,16 @@ inline ts_pattern some_pattern() {
     pattern.col_slot = array(col_slot, pattern.nnz);
     if (chance(10)) pattern.col_ptr = nullptr;
     return pattern;
+}
+
+inline ts_pattern some_pattern() {
+    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
+    ts_pattern pattern{};
+    pattern.block_rows = one_of(kBlocks);
+    pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
+    pattern.groups = static_cast<int32_t>(chance(70) ? draw(0, 1) : draw(2, 4));
+    const int64_t groups = groups_of(pattern), group_rows = draw(0, 6 / groups);
+    return pattern_of(pattern, groups * group_rows, draw(0, 6));
 }
 
 inline int64_t size_of(int32_t dtype) {

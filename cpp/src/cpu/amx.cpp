@@ -55,8 +55,14 @@ void multiply_tiles(const RowTile& s, int64_t row, int64_t column, int64_t depth
     const int64_t a_stride = s.a_row * 4, stride = s.columns * 4;
     (tile_zero<J>(), ...);
     if constexpr (Rows == 2) (tile_zero<cols + J>(), ...);
+    const auto values_of = [&](int64_t e) { return a_rows + (s.slot ? s.slot[e] : e) * s.a_entry; };
+    constexpr int64_t kLine = 64 / sizeof(uint32_t), kAhead = 3;  // entries
     for (int64_t e = 0; e < s.entries; ++e) {
-        const uint32_t* a = a_rows + (s.slot ? s.slot[e] : e) * s.a_entry;
+        const uint32_t* a = values_of(e);
+        // Blocks are too short for the processor to notice how they are read.
+        if (column == 0 && e + kAhead < s.entries && s.a_row == s.depth)
+            for (int64_t i = 0; i < 16 * Rows * s.depth; i += kLine)
+                __builtin_prefetch(values_of(e + kAhead) + i);
         const uint32_t* b = panel + (s.idx ? s.idx[e] : e) * s.depth * s.columns;
         for (int64_t d = 0; d < s.depth; d += depth) {
             tile_load<a_tile>(a + d, a_stride);

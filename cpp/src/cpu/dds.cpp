@@ -15,7 +15,8 @@ constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visit
 
 class Dds {
   public:
-    Dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory)
+    Dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory,
+        bool warm = false)
         : steps_(steps),
           finish_(finish),
           p_(problem),
@@ -32,6 +33,7 @@ class Dds {
           by_tokens_(!forward_ && rows_ == kMaxRows && steps_.multiply_tokens != nullptr &&
                      input_.layout == Layout::row_major && output_.layout == Layout::row_major),
           direct_(!by_tokens_ && steps_.values_direct && (forward_ || steps_.pair == 1)),
+          warm_(warm),
           threads_(std::min(max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
@@ -42,7 +44,7 @@ class Dds {
                                                         : round_up(p_.tokens, steps_.lanes);
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
-        zeros_ = workspace_.take(steps_.x_offset ? input_features_ : 0);
+        zeros_ = workspace_.take(steps_.x_offset ? device.multiprocessors * input_features_ : 0);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -51,11 +53,12 @@ class Dds {
         // With gaps between its lines the memory is not the result's alone.
         if (output_.ld == (output_.layout == Layout::row_major ? features_ : p_.tokens))
             advise_huge_pages(output_.data, p_.tokens * features_ * element_size(p_.result_dtype));
-        if (steps_.x_offset) std::fill_n(zeros_, input_features_, static_cast<std::byte>(steps_.x_offset));
         in_parallel(threads_, [this](Member& member) { run(member); });
     }
 
     void run(Member& member) const {
+        if (steps_.x_offset)
+            std::fill_n(zeros(member.thread()), input_features_, static_cast<std::byte>(steps_.x_offset));
         if (own_chunks_ > 0) return run_own_chunks(member);
         for (int64_t wave = 0; wave < p_.tokens; wave += wave_)
             run_wave(member, wave, std::min(wave + wave_, p_.tokens));
@@ -160,7 +163,7 @@ class Dds {
         for (const int64_t first = token; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
-            prefetch_output(output, element_size(p_.result_dtype));
+            if (!warm_) prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
                 RowTile& tile = row_tiles[i];
                 if (by_tokens_) {
@@ -175,15 +178,17 @@ class Dds {
                     steps_.multiply(tile);
                 }
                 // The cache holds the values by now.
-                if (steps_.x_offset && token == first) sum_offsets(tile, offsets + i * rows_);
+                if (steps_.x_offset && token == first) sum_offsets(tile, zeros(thread), offsets + i * rows_);
             }
             finish_(output);
         }
     }
 
+    std::byte* zeros(int thread) const { return zeros_ + thread * input_features_; }
+
     // The offset of x adds the sums of a token of zeros to the sums of a row tile.
-    void sum_offsets(const RowTile& t, int32_t* sums) const {
-        steps_.multiply_decode({zeros_, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
+    void sum_offsets(const RowTile& t, const void* zeros, int32_t* sums) const {
+        steps_.multiply_decode({zeros, 0, t.a, t.slot, t.a_entry * steps_.pair, t.idx, t.entries,
                                 t.depth * steps_.pair, rows_, 1, sums, 0, rows_, 0, t.entries});
     }
 
@@ -274,6 +279,7 @@ class Dds {
     const int64_t rows_;
     const bool by_tokens_;  // activations are read where they lie, and blocks of W have to be packed anyway
     const bool direct_;     // values are read where they lie
+    const bool warm_;       // a cache holds the result's memory
     const int threads_;
     const int64_t value_bytes_;
     int64_t own_chunks_ = 0;                // of tokens, each of one thread
@@ -281,7 +287,7 @@ class Dds {
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
-    std::byte* zeros_;   // a packed token
+    std::byte* zeros_;   // a packed token of each thread
 };
 
 }  // namespace
@@ -291,8 +297,8 @@ size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Devi
 }
 
 void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
-         Member* member) {
-    const Dds product(steps, finish, problem, device, workspace);
+         Member* member, bool warm) {
+    const Dds product(steps, finish, problem, device, workspace, warm);
     member != nullptr ? product.run(*member) : product.run();
 }
 

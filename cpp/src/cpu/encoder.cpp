@@ -49,7 +49,7 @@ class Run {
     void run(void* workspace) const {
         if (e_.tokens == 0) return;
         const int threads = std::min<int64_t>(std::min(max_threads(), team_.multiprocessors),
-                                              ceil_div(products(), kThreadProducts));
+                                              std::max<int64_t>(ceil_div(products(), kThreadProducts), 1));
         if (threads > 1 && e_.tokens < threads * least_tokens()) {
             const size_t bytes = Area(*this, nullptr, e_.tokens, team_).size();
             in_parallel(threads, [&](Member& member) {
@@ -206,7 +206,7 @@ class Run {
             if (suits_decode(products_, problem))
                 decode(products_, finish_, problem, device, area.products, &team);
             else
-                dds(products_, finish_, problem, device, area.products, &team);
+                dds(products_, finish_, problem, device, area.products, &team, true);
         }
         if (sharing == Sharing::features) member.wait();
     }

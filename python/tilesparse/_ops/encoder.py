@@ -170,21 +170,14 @@ class Encoder:
         y = torch.empty(tokens, self.hidden, dtype=x.dtype)
         asked = launch.asked_kernel
         call = DTYPES[x.dtype], tokens, sentences, offsets.data_ptr(), max(asked, 0), launch.preferred(asked)
-        needed = self._native.workspace_size(*call)
         try:
             workspace = _WORKSPACES.pop()
         except IndexError:
-            workspace = torch.empty(0, dtype=torch.uint8)
-        if workspace.numel() < needed:
-            workspace = torch.empty(needed, dtype=torch.uint8)
+            workspace = torch.empty(64, dtype=torch.uint8)
         try:
-            self._native.run(
-                *call,
-                (x.data_ptr(), x.stride(0)),
-                (y.data_ptr(), self.hidden),
-                workspace.data_ptr(),
-                needed,
-            )
+            matrices = (x.data_ptr(), x.stride(0)), (y.data_ptr(), self.hidden)
+            while needed := self._native.run(*call, *matrices, workspace.data_ptr(), workspace.numel()):
+                workspace = torch.empty(needed, dtype=torch.uint8)
         finally:
             _WORKSPACES.append(workspace)
         return y
