@@ -339,3 +339,17 @@ def test_compiled_and_exported_models_have_the_layers_compute() -> None:
     ):
         torch.testing.assert_close(hidden(other, batch), expected, rtol=1e-3, atol=1e-3)
     assert encoder.count == count
+
+
+def test_a_model_that_cannot_be_prepared_gets_its_layers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("bert")
+    layers, hooks = model.encoder.layer, len(model.encoder._forward_hooks)
+
+    def fail(steps: Any) -> Any:
+        assert isinstance(model.encoder.layer, BlockSparseEncoder)
+        raise RuntimeError("no measurements")
+
+    monkeypatch.setattr("tilesparse.model.inference._measured", fail)
+    with pytest.raises(RuntimeError, match="no measurements"):
+        prepare_for_inference(model, text([5, 3]))
+    assert model.encoder.layer is layers and len(model.encoder._forward_hooks) == hooks
