@@ -110,6 +110,8 @@ def assert_alike(actual: Tensor, expected: Tensor, kept: Tensor | None, least: f
     """Kept tokens have such a cosine in the mean, and nearly so each; the others are zeros."""
     if kept is not None:
         assert not actual[~kept].any()
+        if not kept.any():
+            return
         actual, expected = actual[kept], expected[kept]
     cosines = nn.functional.cosine_similarity(actual.float(), expected.float(), -1)
     assert actual.isfinite().all() and float(cosines.mean()) >= least
@@ -142,7 +144,7 @@ def masks() -> dict[str, Tensor]:
     left, gaps = whole.clone(), whole.clone()
     left[1, :4] = 0
     gaps[0, 3:5] = 0
-    return {"padded on the left": left, "with gaps": gaps}
+    return {"padded on the left": left, "with gaps": gaps, "without any token": 0 * whole}
 
 
 @pytest.mark.parametrize("kind", masks())
@@ -210,6 +212,9 @@ def test_hooks_training_and_gradients_have_the_layers_compute() -> None:
     twin(inputs_embeds=x).last_hidden_state.sum().backward()
     assert seen and x.grad is not None and encoder.count == count
     assert isinstance(encoder[:2], nn.ModuleList) and len(list(encoder)) == len(encoder) == 3
+    norm = twin.encoder.layer[1].output.LayerNorm.weight.requires_grad_(True)
+    twin(**batch).last_hidden_state.sum().backward()
+    assert norm.grad is not None and encoder.count == count
     hidden(twin, batch)
     assert encoder.count == count + 1
 
@@ -281,6 +286,7 @@ def test_copies_and_checkpoints_are_those_of_the_layers(tmp_path: Path) -> None:
     batch = text([5, 3])
     expected = hidden(twin, batch)
     assert list(twin.state_dict()) == list(model.state_dict())
+    assert [one.reason for one in prepare_for_inference(twin, batch).encoders] == [None]
     tilesparse.save(twin, tmp_path / "model.safetensors")
     loaded = tilesparse.load(made("bert"), tmp_path / "model.safetensors")
     prepare_for_inference(loaded, batch)

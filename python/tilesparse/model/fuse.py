@@ -223,7 +223,7 @@ class FusedEncoder:
         name: name of the list that has them.
         kind: class of a layer.
         count: number of layers.
-        reason: why they compute by themselves; None where each is one operator.
+        reason: why they compute by themselves; None where they are one operator.
     """
 
     name: str
@@ -244,7 +244,7 @@ def encoders_in(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
-    """Have encoders compute each layer as one operator, where a run shows that it gives the same.
+    """Have encoders compute their layers as one operator, where a run shows that it gives the same.
 
     Args:
         model: changed in place; its parameters are frozen.
@@ -266,7 +266,8 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
             stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         if layers:
             run()
-    found = []
+    done = [one for one in names if isinstance(one, BlockSparseEncoder)]
+    found = [FusedEncoder(names[one][0], type(one[0]).__name__, len(one), None) for one in done]
     for old, own in layers.items():
         (name, *others), kind = names[old], type(own[0]).__name__
         parent = model.get_submodule(name.rpartition(".")[0])

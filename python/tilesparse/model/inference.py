@@ -48,9 +48,8 @@ def prepare_for_inference(model: nn.Module, batch: Any = None) -> InferenceRepor
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
       another one is chosen for the larger product, sums may be in another order. What they share is compared
       with products of their own.
-    - On the CPU, with a batch, each layer of an encoder of Transformers whose weights and activations are in
-      int8 becomes one operator, and all of them one call (docs/embeddings.md). What it gives is compared with
-      what the layers give.
+    - On the CPU, with a batch, the layers of an encoder of Transformers whose weights and activations are in
+      int8 become one operator (docs/embeddings.md). What it gives is compared with what each layer gives.
     - On CUDA devices weights are prepacked, see `BlockSparseLinear.pack`. On the CPU those in a storage that
       no kernel reads are kept expanded as well; those of int4 only if the batch has more than the 8 tokens
       that kernels for it take.
@@ -347,7 +346,7 @@ class InferenceReport:
         seconds_after: the same afterwards.
         stacked: names of floating parameters of three dimensions, such as those of dense experts, which stay
             as they are.
-        encoders: encoders of layers that are known: whether each layer is one operator, or why not.
+        encoders: encoders of layers that are known: whether the layers are one operator, or why not.
     """
 
     products: list[PreparedProduct]
@@ -380,7 +379,7 @@ class InferenceReport:
         lines += [f"not merged: {', '.join(one.names)}: {one.reason}" for one in self.shared if one.reason]
         for one in self.encoders:
             text = f"{one.name}: {one.count} {one.kind}"
-            lines.append(f"not fused: {text}: {one.reason}" if one.reason else f"{text} as one operator each")
+            lines.append(f"not fused: {text}: {one.reason}" if one.reason else f"{text} as one operator")
         if self.seconds_before is None:
             lines.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
         if self.stacked:

@@ -209,12 +209,12 @@ class BlockSparseEncoder(nn.ModuleList):
     The layers compute by themselves in all other cases: in training mode, where gradients are recorded,
     with hooks on modules inside, where hidden states or attention of each layer are asked for, when compiled
     or exported, with masks that are not the same for all queries of a text, and with gaps in masks if
-    attention knows positions. When a weight is changed the operator's are made anew.
+    attention knows positions. Weights that were changed count from the next call on.
 
     Args:
         layers: those of BERT, RoBERTa, XLM-RoBERTa, MPNet, DistilBERT, ViT or ModernBERT.
         parent: the module whose attribute it becomes.
-        in_tuple: layers return a tuple.
+        in_tuple: whether layers return a tuple.
 
     Raises:
         UnsupportedError: the operator does not compute one of the layers.
@@ -289,7 +289,7 @@ class BlockSparseEncoder(nn.ModuleList):
             return f"its layers are called with {', '.join(sorted(others))}"
         if type(x) is not Tensor or x.dim() != 3 or not x.numel() or not x.is_cpu:
             return "its layers are not called with x [texts, tokens, features] on the CPU"
-        if records_gradient((x,)):
+        if records_gradient((x, *built.counted)):
             return "a gradient is recorded"
         texts, tokens, _ = x.shape
         flat = x.reshape(-1, x.shape[-1])
@@ -359,7 +359,7 @@ class _Built:
         ]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         tensors = (one for held in self._held for one in held.values() if isinstance(one, Tensor))
-        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self.counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self.names = list(signature(own[0].forward).parameters)
         self.state = self.state_now()
 
@@ -412,7 +412,7 @@ class _Built:
     def state_now(self) -> tuple[object, ...]:
         """Return what differs once a part or tensor is another one, or a tensor was written to."""
         held = chain.from_iterable(map(dict.values, self._held))
-        return tuple(map(id, held)), tuple(map(_VERSION, self._counted))
+        return tuple(map(id, held)), tuple(map(_VERSION, self.counted))
 
     def is_watched(self) -> bool:
         """Return True if somebody wants to see what a part computes."""
@@ -444,7 +444,10 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 def _is_silent(hook: Any) -> bool:
     """Return True for hooks of merged products, and for those that Transformers leaves in models."""
-    return isinstance(getattr(hook, "__self__", None), MergedProduct) or hook.__module__ == _CAPTURING
+    return (
+        isinstance(getattr(hook, "__self__", None), MergedProduct)
+        or getattr(hook, "__module__", None) == _CAPTURING
+    )
 
 
 def _outputs_are_captured() -> bool:
