@@ -198,6 +198,24 @@ def test_kernels_and_threads_agree_bit_by_bit() -> None:
     assert {"cpu_portable", "cpu_avx2"} <= set(results)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [[90], [20, 0, 1, 60], [130], [33, 97], [60] * 9],
+    ids=["features", "features of sentences", "rows", "rows of sentences", "sentences"],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_work_gives_the_same_bits(lengths: list[int], gated: bool) -> None:
+    """Threads share features of few tokens, steps of few sentences, or sentences."""
+    torch.manual_seed(0)
+    options = {"gated": gated, "norm_first": gated, "activation": "silu" if gated else "gelu"}
+    encoder = Encoder([layer(256, 4, 64, 1024, block=64, **options) for _ in range(4)])
+    x, offsets = torch.randn(sum(lengths), 256), offsets_of(lengths)
+    alone = with_threads(1, encoder, x, offsets)
+    for threads in 2, 3, 4:
+        for _ in range(3):
+            assert torch.equal(with_threads(threads, encoder, x, offsets), alone)
+
+
 def with_threads(threads: int, encoder: Encoder, x: Tensor, offsets: Tensor) -> Tensor:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

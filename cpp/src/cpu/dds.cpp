@@ -15,8 +15,7 @@ constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visit
 
 class Dds {
   public:
-    Dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory,
-        bool warm = false)
+    Dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* memory)
         : steps_(steps),
           finish_(finish),
           p_(problem),
@@ -33,7 +32,6 @@ class Dds {
           by_tokens_(!forward_ && rows_ == kMaxRows && steps_.multiply_tokens != nullptr &&
                      input_.layout == Layout::row_major && output_.layout == Layout::row_major),
           direct_(!by_tokens_ && steps_.values_direct && (forward_ || steps_.pair == 1)),
-          warm_(warm),
           threads_(std::min(max_threads(), device.multiprocessors)),
           value_bytes_(direct_ ? 0 : rows_ * depth_ * steps_.packed_size),
           workspace_(memory) {
@@ -163,7 +161,7 @@ class Dds {
         for (const int64_t first = token; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
             const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
-            if (!warm_) prefetch_output(output, element_size(p_.result_dtype));
+            prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
                 RowTile& tile = row_tiles[i];
                 if (by_tokens_) {
@@ -279,7 +277,6 @@ class Dds {
     const int64_t rows_;
     const bool by_tokens_;  // activations are read where they lie, and blocks of W have to be packed anyway
     const bool direct_;     // values are read where they lie
-    const bool warm_;       // a cache holds the result's memory
     const int threads_;
     const int64_t value_bytes_;
     int64_t own_chunks_ = 0;                // of tokens, each of one thread
@@ -297,8 +294,8 @@ size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Devi
 }
 
 void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
-         Member* member, bool warm) {
-    const Dds product(steps, finish, problem, device, workspace, warm);
+         Member* member) {
+    const Dds product(steps, finish, problem, device, workspace);
     member != nullptr ? product.run(*member) : product.run();
 }
 

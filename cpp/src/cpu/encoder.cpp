@@ -206,7 +206,7 @@ class Run {
             if (suits_decode(products_, problem))
                 decode(products_, finish_, problem, device, area.products, &team);
             else
-                dds(products_, finish_, problem, device, area.products, &team, true);
+                dds(products_, finish_, problem, device, area.products, &team);
         }
         if (sharing == Sharing::features) member.wait();
     }

@@ -26,9 +26,8 @@ using Finish = void (*)(const Output&);
 // Each product runs in a region of its own, or in that of the caller, whose members then all call it.
 // Memory for a dds product, and for sdd the most, suffices for the same with fewer tokens, too.
 size_t dds_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
-// `warm`: a cache holds the result's memory.
 void dds(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
-         Member* member = nullptr, bool warm = false);
+         Member* member = nullptr);
 
 bool suits_decode(const Steps& steps, const Problem& problem);
 size_t decode_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
