@@ -296,7 +296,7 @@ class BlockSparseEncoder(nn.ModuleList):
         try:
             is_positional = built.prepare_positions(self._parent[0], given, tokens)
             kept = _kept(mask, texts, tokens)
-        except UnsupportedError as error:
+        except TileSparseError as error:
             return str(error)
         if kept is None:
             offsets = torch.arange(0, texts * tokens + 1, tokens, dtype=torch.int32)
