@@ -126,6 +126,8 @@ class Checked {
         check_sizes(layer);
         layer.attention_norm = norm(from.attention_norm, "attention_norm.", layer.norm_first);
         layer.mlp_norm = norm(from.mlp_norm, "mlp_norm.", false);
+        require(from.rotary == nullptr || from.head_features % 32 == 0,
+                "head_features must be a multiple of 32 where rotary is given, got ", from.head_features);
         layer.rotary = from.rotary;
         layer.position_bias = from.position_bias;
         layer.positions = from.positions;

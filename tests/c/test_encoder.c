@@ -100,8 +100,10 @@ static void test_bad_encoders(void) {
     REFUSES_ENCODER(e.layer.window = -1, TS_INVALID_ARGUMENT, "layers[0].window");
     REFUSES_ENCODER(e.layer.scale = NAN, TS_INVALID_ARGUMENT, "layers[0].scale must be finite");
     REFUSES_ENCODER(e.layer.reserved = 1, TS_INVALID_ARGUMENT, "layers[0].reserved");
-    REFUSES_ENCODER(e.layer.rotary = e.ones, TS_INVALID_ARGUMENT,
+    REFUSES_ENCODER(e.layer.position_bias = e.ones, TS_INVALID_ARGUMENT,
                     "layers[0].positions must be 3 to 16777216, got 0");
+    REFUSES_ENCODER(e.layer.rotary = e.ones, TS_INVALID_ARGUMENT,
+                    "head_features must be a multiple of 32 where rotary is given, got 16");
     REFUSES_ENCODER(e.layer.qkv.pattern = NULL, TS_INVALID_ARGUMENT,
                     "layers[0].qkv.pattern must not be null");
     REFUSES_ENCODER(e.layer.qkv.pattern = &e.square, TS_INVALID_ARGUMENT,

@@ -67,7 +67,8 @@ inline const ts_encoder_layer* some_layer(int64_t hidden, int64_t* claimed_hidde
         norm->bias = chance(50) ? nullptr : some_floats(*claimed_hidden);
     }
     if (layer.norm_first == 1 && chance(30)) layer.attention_norm = {};
-    if (chance(30)) layer.rotary = some_floats(wide(layer.positions) * layer.head_features);
+    if (chance(30) && (layer.head_features % 32 == 0 || chance(10)))
+        layer.rotary = some_floats(wide(layer.positions) * layer.head_features);
     if (chance(30)) layer.position_bias = some_floats(wide(layer.heads) * (2 * wide(layer.positions) - 1));
     return as_caller_has_it(layer);
 }

@@ -282,6 +282,10 @@ def test_values_written_in_place_count_and_memory_is_reused() -> None:
         ({"heads": 8}, r"layers\[0\].head_features must be 16 to 256, got 8"),
         ({"gated": True}, r"layers\[0\].up.pattern.out_features must be 256, got 128"),
         ({"activation": "tanh"}, r"layers\[0\].activation must be one of .*, got 'tanh'"),
+        (
+            {"heads": 4, "rotary": torch.ones(9, 16)},
+            r"head_features must be a multiple of 32 where rotary is given",
+        ),
         ({"window": -1}, r"layers\[0\].window must be 0 to 2147483647, got -1"),
         ({"scale": math.inf}, r"layers\[0\].scale must be finite, got inf"),
         (

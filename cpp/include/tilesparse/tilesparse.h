@@ -495,7 +495,7 @@ typedef struct ts_encoder_layer {
     uint32_t struct_size;
     int32_t norm_first; /* 0 or 1 */
     int32_t heads;
-    int32_t head_features; /* a multiple of 16, at most 256 */
+    int32_t head_features; /* a multiple of 16, or with rotary of 32; at most 256 */
     int32_t activation;    /* TS_NO_ACTIVATION to TS_SILU */
     int32_t gated;         /* 0 or 1 */
     int32_t window;        /* 0: all tokens of a sentence; w: those at most w places away */

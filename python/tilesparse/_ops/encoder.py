@@ -38,16 +38,13 @@ class EncoderWeight(NamedTuple):
     @classmethod
     def of(cls, layer: BlockSparseLinear) -> EncoderWeight:
         """Return the weight of a layer; `nn.merged.concatenate` makes one of q, k and v."""
-        if (
-            layer.spec.storage != "int8"
-            or layer.spec.activations != "int8"
-            or layer.weight.device.type != "cpu"
-        ):
+        spec, scales, device = layer.spec, layer.scales, layer.weight.device
+        if spec.storage != "int8" or spec.activations != "int8" or scales is None or device.type != "cpu":
             raise UnsupportedError(
                 'layer must have storage "int8", activations "int8" and lie on the CPU, got '
-                f"{layer.spec.storage!r}, {layer.spec.activations!r} and {layer.weight.device}"
+                f"{spec.storage!r}, {spec.activations!r} and {device}"
             )
-        return cls(layer.pattern, layer.weight.detach(), layer.scales, layer.bias)
+        return cls(layer.pattern, layer.weight.detach(), scales, layer.bias)
 
 
 class EncoderNorm(NamedTuple):
@@ -68,7 +65,8 @@ class EncoderLayer(NamedTuple):
 
     Attributes:
         heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
-        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, at most 256.
+        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, or with rotary of
+            32, at most 256.
         output: [hidden, heads * head_features].
         up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
         down: [hidden, inner].
