@@ -208,24 +208,18 @@ def _on_cpu() -> Iterator[list[str]]:
 
 def _minilm(two: str) -> Iterator[list[str]]:
     """The sentence encoder, beside the fastest of PyTorch, ONNX Runtime and OpenVINO."""
-    setting = {"threads": 2, "batch": 32, "tokens": 64}
     measured = {
         (case["contender"], case["density"]): one["ms"]
-        for case in cases("cpu_embeddings.json#speed")
-        if case["block"] in (0, 32)  # 0: dense
+        for case in cases("cpu_embeddings.json")
         for one in case["results"]
-        if setting.items() <= one.items()
+        if one["case"] == "32 × 64"
     }
-    dense = {name: ms for (name, density), ms in measured.items() if density == 1}
+    dense = {name: ms for (name, density), ms in measured.items() if density is None}
+    ours = [measured["tilesparse int8", density] for density in DENSITIES]
     in_8 = min(ms for name, ms in dense.items() if name.endswith("int8"))
     in_16 = min(ms for name, ms in dense.items() if not name.endswith("int8"))
-    for name, contender in (
-        ("bfloat16", "tilesparse bfloat16"),
-        ("int8", "tilesparse int8 bfloat16"),
-    ):
-        ours = [measured[contender, density] for density in DENSITIES]
-        over = [in_16 / ms for ms in ours], [in_8 / ms for ms in ours]
-        yield _line(f"{two}, all-MiniLM-L6-v2, 32 × 64 tokens; dense: OpenVINO", name, *over)
+    over = ([best / ms for ms in ours] for best in (in_16, in_8))
+    yield _line(f"{two}, all-MiniLM-L6-v2, 32 × 64 tokens", "int8", *over)
 
 
 def advised() -> str:

@@ -1,74 +1,66 @@
-"""The tables of embeddings on a CPU; ``docs/tables.py`` writes them."""
+"""The tables of encoders on a CPU; ``docs/tables.py`` writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from table_parts import cases, short, table
 
-SPEED, COMPILED = "cpu_embeddings.json#speed", "cpu_embeddings.json#compiled"
-Setting = tuple[int, int, int]  # threads, batch, tokens
+FILE = "cpu_embeddings.json"
+Case = tuple[str, str]  # model, and texts × tokens or images
+Contender = tuple[str, float | None]  # with its density
 
 
-def milliseconds(case: dict[str, Any]) -> dict[Setting, float]:
-    return {(one["threads"], one["batch"], one["tokens"]): one["ms"] for one in case["results"]}
+def measured(what: str) -> dict[Contender, dict[Case, float]]:
+    """Milliseconds or MiB of a call, by contender and case."""
+    found: dict[Contender, dict[Case, float]] = {}
+    for one in cases(FILE):
+        own = found.setdefault((one["contender"], one["density"]), {})
+        own.update({(one["model"], result["case"]): result[what] for result in one["results"]})
+    return found
 
 
-def named(case: dict[str, Any]) -> str:
-    if case["density"] == 1:
-        return str(case["contender"])
-    return f"{case['contender']}, density {short(case['density'])}, blocks of {case['block']}"
+def named(contender: Contender) -> str:
+    name, density = contender
+    return name if density is None else f"{name}, density {short(density)}"
 
 
-def shown(ms: float) -> str:
+def shown(number: float) -> str:
     """Return three digits, or all before the point."""
-    return f"{ms:.3g}" if ms < 999 else f"{ms:.0f}"
+    return f"{number:.3g}" if number < 999 else f"{number:.0f}"
 
 
-def speed(file: str = SPEED) -> str:
-    """Milliseconds of all contenders, the least of a column in bold."""
-    found = cases(file)
-    settings = list(milliseconds(found[0]))
-    least = {setting: min(milliseconds(case)[setting] for case in found) for setting in settings}
+def titled(case: Case) -> str:
+    return f"ViT-B/16, {case[1]}" if case[0] == "vit" else case[1]
+
+
+def contenders(what: str = "ms") -> str:
+    """Milliseconds or MiB of all contenders, the least of a column in bold."""
+    found = measured(what)
+    columns = list(next(iter(found.values())))
     lines = []
-    for case in found:
-        times = milliseconds(case)
-        numbers = [
-            f"**{shown(times[one])}**" if times[one] == least[one] else shown(times[one]) for one in settings
-        ]
-        lines.append([named(case), *numbers])
-    heads = [
-        f"{batch} × {tokens}, {threads} thread{'s' if threads > 1 else ''}"
-        for threads, batch, tokens in settings
-    ]
-    return table(["", *heads], lines)
+    for contender, numbers in found.items():
+        least = {case: min(others[case] for others in found.values()) for case in columns}
+        cells = [(shown(numbers[case]), numbers[case] == least[case]) for case in columns]
+        lines.append([named(contender), *(f"**{text}**" if is_least else text for text, is_least in cells)])
+    return table(["", *map(titled, columns)], lines)
 
 
-def gains(file: str = SPEED) -> str:
-    """The best dense contender's time over that of the best sparse one, by density."""
-    found = cases(file)
+def gains() -> str:
+    """The best other runtime's time over that of this library, by density."""
+    found = measured("ms")
+    ours = [contender for contender in found if contender[1] is not None]
     lines = []
-    for setting in milliseconds(found[0]):
-        dense = min(
-            (case for case in found if case["density"] == 1), key=lambda one: milliseconds(one)[setting]
-        )
-        threads, batch, tokens = setting
-        line = [f"{batch} × {tokens}, {threads} thread{'s' if threads > 1 else ''}", named(dense)]
-        for density in sorted({case["density"] for case in found} - {1.0}, reverse=True):
-            some = [case for case in found if case["density"] == density]
-            sparse = min(some, key=lambda one: milliseconds(one)[setting])
-            gain = milliseconds(dense)[setting] / milliseconds(sparse)[setting]
-            line.append(f"{gain:.2f}×, {sparse['contender'].partition(' ')[2]}, blocks of {sparse['block']}")
-        lines.append(line)
-    densities = sorted({case["density"] for case in found} - {1.0}, reverse=True)
-    return table(["", "best dense", *(f"density {short(density)}" for density in densities)], lines)
+    for case in next(iter(found.values())):
+        best = min((one for one in found if one not in ours), key=lambda one: found[one][case])
+        speedups = [f"{found[best][case] / found[one][case]:.2f}×" for one in ours]
+        lines.append([titled(case), f"{named(best)}, {shown(found[best][case])} ms", *speedups])
+    return table(["", "best other", *(f"density {short(density or 0)}" for _, density in ours)], lines)
 
 
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
-    "embeddings-speed": speed,
     "embeddings-gains": gains,
-    "embeddings-compiled": partial(speed, COMPILED),
-    "embeddings-compiled-gains": partial(gains, COMPILED),
+    "embeddings-speed": contenders,
+    "embeddings-memory": partial(contenders, "mib"),
 }

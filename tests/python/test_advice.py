@@ -212,6 +212,17 @@ def test_tables_name_layers_contenders_and_what_is_not_known(known_times: None) 
     assert (Path(__file__).parents[2] / "docs/recovery.md").exists() and "docs/recovery.md" in text
 
 
+def test_encoders_are_measured_as_one_operator(tmp_path: Path) -> None:
+    bert = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=96)).eval()
+    found = ts.advise(bert, {"input_ids": torch.randint(96, (2, 8))}, densities=[0.5], layers="encoder")
+    (name,) = found.fused
+    assert name == "density 0.5, 32x32, int8 W8A8" and f"{name}, the encoder fused" in str(found)
+    (total,) = (one.total for one in found.estimates() if one.contender == w8a8(0.5))
+    found.save(tmp_path / "a.json")
+    assert total == found.fused[name] == AdviceReport.load(tmp_path / "a.json").fused[name]
+    assert type(bert.encoder.layer) is nn.ModuleList
+
+
 def test_reports_are_kept_as_json(known_times: None, tmp_path: Path) -> None:
     found = ts.advise(model(), torch.randn(4, 64))
     found.save(tmp_path / "a.json")

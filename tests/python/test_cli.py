@@ -156,6 +156,17 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
     assert rows[0].count(" ms") == 3 and "x" in rows[0]
 
 
+def test_bench_compares_encoders(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"in-features": 64, "out-features": 128, "heads": 2, "layers": 1, "texts": 2, "tokens": 5}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    options += ["--block", "32"]
+    assert cli.main(["bench", "encoder", *options, "--device", "cpu"]) == 0
+    title, _, row = capsys.readouterr().out.splitlines()
+    assert title.startswith("encoder of 1 layers, 2 texts of 64 -> 128 features, 5 tokens")
+    assert row.count(" ms") == 2
+    assert cli.main(["bench", "encoder", *options, "--heads", "3", "--device", "cpu"]) == 2
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     product = Product(64, 96, 16, 1.0, 32, op=op)

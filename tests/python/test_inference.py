@@ -669,3 +669,18 @@ def test_a_failure_on_the_way_changes_nothing(error: BaseException, monkeypatch:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name])
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_model_that_writes_into_its_batch_leaves_that_of_the_caller_alone() -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = sparse()
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            features["y"] = self.own(features["x"])
+            return features
+
+    features = {"x": tokens()}
+    prepare_for_inference_(Features(), (features,))
+    assert list(features) == ["x"]

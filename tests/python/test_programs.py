@@ -699,14 +699,14 @@ def test_embedding_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
     turns: list[str] = []
 
     class Fake:
-        def __init__(self, arguments: Any, name: str, density: float, block: int) -> None:
-            self.name, self.density, self.block = name, density, block
+        def __init__(self, arguments: Any, model: str, name: str, density: float | None) -> None:
+            self.name, self.density = name, density
 
         def answer(self, turn: Any = None) -> Any:
             if turn is None:
                 return "ready"
             turns.append(self.name)
-            return float(100 - len(turns))
+            return [float(100 - len(turns)), 5.0]
 
         def end(self) -> None:
             turns.append(f"end of {self.name}")
@@ -714,35 +714,41 @@ def test_embedding_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(bench_cpu_embeddings, "Process", Fake)
     monkeypatch.setattr(bench_cpu_embeddings, "DENSE", ("torch",))
     output = tmp_path / "out.json"
-    sizes = "--blocks 32 --densities .5 --threads 1 --seconds 0"
+    sizes = "--models minilm --densities .5 --threads 1 --seconds 0"
     bench_cpu_embeddings.main(f"--folder {tmp_path} --output {output} {sizes}".split())
-    names = ["torch", *bench_cpu_embeddings.COMPILED_DENSE, *bench_cpu_embeddings.SPARSE]
-    # Three batches, once without counting, so that what is compiled is compiled.
-    assert turns == names * 6 + [f"end of {name}" for name in names]
+    names = ["torch", bench_cpu_embeddings.SPARSE]
+    # Four cases, once without counting, so that what is compiled is compiled.
+    assert turns == names * 8 + [f"end of {name}" for name in names]
     cases = json.loads(output.read_text())["cases"]
-    assert [case["contender"] for case in cases] == names
-    assert [result["ms"] for result in cases[0]["results"]] == [81, 75, 69]
+    assert [(case["contender"], case["density"]) for case in cases] == list(
+        zip(names, (None, 0.5), strict=True)
+    )
+    assert [result["ms"] for result in cases[0]["results"]] == [91, 89, 87, 85]
+    assert list(cases[0]["results"][0]) == ["case", "ms", "mib"]
 
 
 def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = runpy.run_path(str(ROOT / "docs/embedding_tables.py"))
     found = [
-        {"contender": name, "density": density, "block": block, "results": [{**setting, "ms": ms}]}
-        for setting in [{"threads": 2, "batch": 1, "tokens": 32}]
-        for name, density, block, ms in [
-            ("torch", 1.0, 0, 30.0),
-            ("openvino int8", 1.0, 0, 12.0),
-            ("tilesparse bfloat16", 0.5, 32, 10.0),
-            ("tilesparse bfloat16", 0.5, 64, 8.0),
-            ("tilesparse int8 bfloat16", 0.25, 64, 24.0),
+        {
+            "model": model,
+            "contender": name,
+            "density": density,
+            "results": [{"case": case, "ms": ms, "mib": 2}],
+        }
+        for model, case in (("minilm", "1 × 32"), ("vit", "8 images"))
+        for name, density, ms in [
+            ("torch", None, 30.0),
+            ("openvino int8", None, 12.0),
+            ("tilesparse int8", 1.0, 16.0),
+            ("tilesparse int8", 0.5, 8.0),
         ]
     ]
-    monkeypatch.setitem(tables["gains"].__globals__, "cases", lambda file: found)
-    best = "1.50×, bfloat16, blocks of 64", "0.50×, int8 bfloat16, blocks of 64"
-    assert tables["gains"]().splitlines()[2] == f"| 1 × 32, 2 threads | openvino int8 | {' | '.join(best)} |"
-    assert [line.split(" | ")[-1] for line in tables["speed"]().splitlines()[2:5]] == ["30 |", "12 |", "10 |"]
-    assert "**8**" in tables["speed"]()
+    monkeypatch.setitem(tables["measured"].__globals__, "cases", lambda file: found)
+    assert tables["gains"]().splitlines()[2] == "| 1 × 32 | openvino int8, 12 ms | 0.75× | 1.50× |"
+    assert tables["contenders"]().splitlines()[-1] == "| tilesparse int8, density .5 | **8** | **8** |"
+    assert "| torch | **2** | **2** |" in tables["contenders"]("mib")
 
 
 # ---- texts ----

@@ -321,9 +321,12 @@ def _without_caches(value: Any) -> Any:
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
     """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``.
 
+    The model gets mappings and lists of its own: sentence-transformers writes results into its features.
+
     Raises:
         InvalidTypeError: the model fails at a batch in which there is no tensor.
     """
+    batch = _in_other_containers(batch)
     try:
         if isinstance(batch, Mapping):
             return model(**{**batch, **options})
@@ -336,6 +339,10 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
                 f"batches must be tensors, or mappings, tuples or lists of them, got {shown(batch)}: {error}"
             ) from error
         raise
+
+
+def _in_other_containers(value: Any) -> Any:
+    return mapped(value, _in_other_containers)
 
 
 def checked_batch(batch: Any) -> Any:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..calibrate.stream import call_apart, recording
-from ..errors import UnsupportedError
+from ..errors import TileSparseError, UnsupportedError
+from ..nn.encoder import BlockSparseEncoder, form_of
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
 from ..nn.parameters import is_sharded
 from ..storage.formats import storage_of
-from .modules import Target, names_of_modules, owners_of_parameters, what_would_be_lost
+from .modules import Target, names_of_modules, owners_of_parameters, set_submodule, what_would_be_lost
 from .replace import replace_modules
 from .report import Report, SkippedLayer
 
@@ -266,3 +267,114 @@ def _seen(
         with evaluating(model), torch.inference_mode(False), torch.no_grad():
             call_apart(model, batch)
     return found
+
+
+@dataclass(frozen=True)
+class FusedEncoder:
+    """The layers of an encoder, as one operator: see `prepare_for_inference_`.
+
+    Attributes:
+        name: name of the list that has them.
+        kind: class of a layer.
+        count: number of layers.
+        reason: why they compute by themselves; None where they are one operator.
+    """
+
+    name: str
+    kind: str
+    count: int
+    reason: str | None
+
+
+_LEAST = 0.997  # cosine of a token's features
+_CLOSE = 0.05  # of what a layer returns: x and what attention reads are rounded to 8 bits
+
+
+def encoders_in(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of layers that are known."""
+    return [
+        one for one in model.modules() if type(one) is nn.ModuleList and len(one) and all(map(form_of, one))
+    ]
+
+
+def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
+    """Have encoders compute their layers as one operator, where a run shows that it gives the same.
+
+    Args:
+        model: changed in place; its parameters are frozen.
+        run: calls the model, without recording gradients.
+        undo: gets what puts the layers back.
+
+    Returns:
+        The encoders of layers that are known.
+    """
+    names = names_of_modules(model)
+    layers = {one: list(one) for one in encoders_in(model)}
+    calls: dict[nn.Module, _LayerCall] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        calls.setdefault(layer, _LayerCall(args, kwargs, y))
+
+    with ExitStack() as stack:
+        for layer in (layer for own in layers.values() for layer in own):
+            stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
+        if layers:
+            run()
+    done = [one for one in names if isinstance(one, BlockSparseEncoder)]
+    found = [FusedEncoder(names[one][0], type(one[0]).__name__, len(one), None) for one in done]
+    for old, own in layers.items():
+        (name, *others), kind = names[old], type(own[0]).__name__
+        parent = model.get_submodule(name.rpartition(".")[0])
+        reason = None
+        if others or parent is old:
+            reason = "it has several places in the model, or is the model itself"
+        elif not all(layer in calls for layer in own):
+            reason = "the batch does not call it"
+        else:
+            try:
+                new = BlockSparseEncoder(own, parent, in_tuple=isinstance(calls[own[0]].y, tuple))
+                new.train(old.training)
+            except TileSparseError as error:
+                reason = str(error)
+            else:
+                with ExitStack() as stack:
+                    stack.callback(_put_back, model, name, old, new)
+                    set_submodule(model, name, new)
+                    reason = _reason_differs(new, [calls[layer] for layer in own], run)
+                    if reason is None:
+                        undo.push(stack.pop_all())
+        found.append(FusedEncoder(name, kind, len(own), reason))
+    return found
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    y: Any
+
+
+def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncoder) -> None:
+    new.end()
+    set_submodule(model, name, old)
+
+
+def _reason_differs(
+    encoder: BlockSparseEncoder, calls: Sequence[_LayerCall], run: Callable[[], Any]
+) -> str | None:
+    """Compare an operator of each layer with what the layer gave, and see that the model uses that of all."""
+    call = encoder.call(calls[0].args, calls[0].kwargs)
+    if isinstance(call, str):
+        return call
+    x = call.x
+    for operator, layer in zip(encoder.operators(), calls, strict=True):
+        y = layer.y[0] if isinstance(layer.y, tuple) else layer.y
+        mine, theirs = operator(x, call.offsets).float(), call.pack(y).float()
+        error = float((mine - theirs).norm() / theirs.norm())
+        cosine = float(nn.functional.cosine_similarity(mine, theirs, -1).mean())
+        if not (error <= _CLOSE and cosine >= _LEAST):  # or no numbers
+            return f"its results differ from those of its layers: cosine {cosine:.4f}, error {error:.4f}"
+        x = call.pack(y)
+    before = encoder.count
+    run()
+    return "its model does not loop over it" if encoder.count == before else None

@@ -27,7 +27,7 @@ from ..tuning.product import Product
 from ..tuning.selection import choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
 from ..tuning.timing import milliseconds
-from .fuse import merge_layers, mlps_to_fuse, unfuse
+from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
 from .replace import replace_modules
 from .report import Report, SkippedLayer
 
@@ -50,6 +50,8 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
       one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
       another one is chosen for the larger product, sums may be in another order. What they share is compared
       with products of their own.
+    - On the CPU, with a batch, the layers of an encoder of Transformers whose weights and activations are in
+      int8 become one operator (docs/embeddings.md). What it gives is compared with what each layer gives.
     - On CUDA devices weights are prepacked, see `BlockSparseLinear.prepack`. On the CPU those in a storage
       that no kernel reads are kept dequantized as well; those of int4 only if the batch has more than the 8
       tokens that kernels for it take.
@@ -74,9 +76,9 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
 
     Returns:
         A `PreparedProduct` for each product of block-sparse layers, in the order of the model; what was not
-        fused or merged, with the reason; and as ``facts`` "mlps", the names of fused MLPs, "stacked", the
-        names of floating parameters of three dimensions, which stay as they are, and with a batch
-        "seconds_before" and "seconds_after", the times of a call of the model.
+        fused or merged, with the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and
+        encoders, "stacked", the names of floating parameters of three dimensions, which stay as they are,
+        and with a batch "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
         InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
@@ -109,11 +111,14 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
         if stored:
             layers_changed(model)
             model.requires_grad_(False)  # of what they hold now, too
+        encoders: list[FusedEncoder] = []
         if batch is not None:
             apart, merged = merge_layers(model, partial(call_apart, model, batch))
             skipped += apart
             for product in merged:
                 undo.callback(product.undo)
+            encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
+            encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
         steps = [_step(*product, tokens, stored) for product in _products(model)]
         measured = _measured(steps)
         for step in steps:
@@ -125,18 +130,26 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
         after = None if batch is None else _seconds(model, batch)
         stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
         undo.pop_all()
-    return _report(products, [target.names[0] for target in mlps], skipped, (before, after), stacked)
+    mlp_names = [target.names[0] for target in mlps]
+    return _report(products, mlp_names, encoders, skipped, (before, after), stacked)
 
 
 def _report(
     products: list[PreparedProduct],
     mlps: list[str],
+    encoders: list[FusedEncoder],
     skipped: list[SkippedLayer],
     seconds: tuple[float | None, float | None],
     stacked: list[str],
 ) -> Report:
     notes = [f"{len(mlps)} MLPs fused" + (f": {listed(mlps)}" if mlps else "")]
     facts: dict[str, Any] = {"mlps": mlps, "stacked": stacked}
+    facts["encoders"] = [one.name for one in encoders if one.reason is None]
+    for one in encoders:
+        if one.reason is None:
+            notes.append(f"{one.name}: {one.count} {one.kind} as one operator")
+        else:
+            skipped.append(SkippedLayer(one.name, f"{one.count} {one.kind}", one.reason))
     if stacked:
         notes.append(f"3-D parameters that stay dense: {listed(stacked)}")
     before, after = seconds

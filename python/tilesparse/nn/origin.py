@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 
 from .._checks import Index
-from .._runtime.torch_private import transforms_active, version
+from .._runtime.torch_private import is_exporting, transforms_active, version
 from ..errors import InvalidPatternError
 from ..pattern import BlockPattern
 
@@ -61,7 +61,7 @@ class PatternOrigin:
         Raises:
             InvalidPatternError: the pattern was averaged.
         """
-        if self._contents is None or self._is_unchanged(index) or transforms_active():
+        if self._contents is None or self._is_unchanged(index) or transforms_active() or is_exporting():
             return self
         now = torch.cat(index[:3])
         if now.shape == self._contents.shape:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +22,12 @@ from .._reports import aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
-from ..calibrate.stream import device_of, tensors_in, uncompiled
+from ..calibrate.stream import call_apart, device_of, tensors_in, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
+from ..model.fuse import encoders_in, fuse_encoders
 from ..model.modules import matching, names_of_modules, parsed
+from ..model.replace import sparsify_
 from ..model.targets import chosen_layers, kept_blocks, reasons
 from ..nn.dense import dense_weight
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
@@ -39,9 +44,9 @@ UNSTEADY = 1.1  # times as long as the call, from which layers were disturbed
 HOST_BOUND = 1.25  # times as long as the GPU works, from which a call waits for the host
 CAVEATS = (
     "Times of whole models are estimates: the sum of the measured products and of everything else, which is",
-    "taken to be constant. Other runtimes were not measured. Quality was not: it depends on the model, on",
-    "pruning and on training, in 8 bits as well. docs/pruning.md and docs/recovery.md have what was measured",
-    "for some models, and on which texts.",
+    "taken to be constant; with a fused encoder it was measured. Other runtimes were not. Quality was not:",
+    "it depends on the model, on pruning and on training, in 8 bits as well. docs/pruning.md and",
+    "docs/recovery.md have what was measured for some models, and on which texts.",
 )
 _BLOCKS = {"cpu": 32, "cuda": 64}
 _DENSE_8_BITS = {"cpu": torch.int8, "cuda": torch.float8_e4m3fn}  # what PyTorch multiplies fastest
@@ -117,6 +122,7 @@ def advise(
         tokens = max(group.tokens for group in groups)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
         measured, refused = _measured(groups, contenders, device)
+        fused = _fused(model, batch, groups, contenders) if device.type == "cpu" else {}
     return AdviceReport(
         recorded(device),
         versions_of(device),
@@ -125,7 +131,31 @@ def advise(
         busy,
         rest if busy_in_rest is None else busy_in_rest,
         {describe_way(contender): reason for contender, reason in refused.items()},
+        fused,
     )
+
+
+def _fused(
+    model: nn.Module, batch: Any, groups: Sequence[_Called], contenders: Sequence[Way]
+) -> dict[str, float]:
+    """Return milliseconds of a call of copies whose encoder is one operator, by the words for a contender."""
+    found: dict[str, float] = {}
+    names = {re.escape(name): None for group in groups if group.experts is None for name in group.names}
+    for contender in contenders:
+        if not isinstance(contender, BlockSparseConfig) or contender.activations != "int8":
+            continue
+        if not encoders_in(model):
+            return {}
+        twin = copy.deepcopy(model)
+        with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+            warnings.simplefilter("ignore")  # of empty blocks
+            sparsify_(twin, dict.fromkeys(names, contender), strict=False)
+            twin.requires_grad_(False)
+            encoders = fuse_encoders(twin, partial(call_apart, twin, batch), undo)
+            if all(encoder.reason is None for encoder in encoders):
+                run = partial(call_model, twin, batch)
+                (found[describe_way(contender)],) = milliseconds([run], device_of(model), _CALLS)
+    return found
 
 
 def _measured(
@@ -406,7 +436,8 @@ class Estimate:
     Attributes:
         contender: how the layers are computed: a config, or a dense one, see `MeasuredLayers`.
         layers: milliseconds in these layers: the sum of what was measured.
-        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant.
+        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant, or what was
+            measured where an encoder is one operator.
     """
 
     contender: Way
@@ -426,6 +457,8 @@ class AdviceReport:
         busy: milliseconds that a GPU works in it; None on the CPU, or where the profiler does not know.
         rest: milliseconds of a call outside the measured layers, of a GPU those that it works.
         refused: contenders that nothing here computes, and why.
+        fused: milliseconds of a call of the model whose encoder `prepare_for_inference_` makes one operator,
+            by the words for a contender.
     """
 
     device: Device
@@ -435,6 +468,7 @@ class AdviceReport:
     busy: float | None
     rest: float
     refused: Mapping[str, str]
+    fused: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -456,7 +490,8 @@ class AdviceReport:
     def estimates(self) -> list[Estimate]:
         """Return an estimate for each contender, in their order."""
         times = {contender: self._in_layers(contender) for contender in self.contenders}
-        return [Estimate(contender, time, time + self.rest) for contender, time in times.items()]
+        totals = (self.fused.get(describe_way(one), time + self.rest) for one, time in times.items())
+        return [Estimate(*own, total) for own, total in zip(times.items(), totals, strict=True)]
 
     @property
     def best_dense(self) -> Estimate:
@@ -487,7 +522,7 @@ class AdviceReport:
         Raises:
             TuneFileError: the file cannot be written.
         """
-        others = {name: getattr(self, name) for name in ("call", "busy", "rest", "refused")}
+        others = {name: getattr(self, name) for name in ("call", "busy", "rest", "refused", "fused")}
         save_layers(path, self.device, self.versions, self.layers, **others)
 
     @classmethod
@@ -511,7 +546,8 @@ class AdviceReport:
             raise ValueError("milliseconds must have those of dense layers")
         call, rest = time_of(others["call"]), time_of(others["rest"])
         busy = None if others["busy"] is None else time_of(others["busy"])
-        return cls(device, versions, layers, call, busy, rest, dict(others["refused"]))
+        fused = {name: time_of(time) for name, time in others.get("fused", {}).items()}
+        return cls(device, versions, layers, call, busy, rest, dict(others["refused"]), fused)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -576,7 +612,8 @@ class AdviceReport:
         for one in self.estimates():
             times = f"{one.layers:.3f}", f"{one.total:.3f}"
             speedups = f"{dense / one.total:.2f}x", f"{best / one.total:.2f}x"
-            rows.append((describe_way(one.contender), *times, *speedups))
+            name = describe_way(one.contender)
+            rows.append((name + ", the encoder fused" * (name in self.fused), *times, *speedups))
         return [*aligned(rows), *(f"not measured: {name}: {why}" for name, why in self.refused.items())]
 
     def _recommendation(self) -> Iterator[str]:
