@@ -20,7 +20,7 @@ from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, masked_linear
-from ..nn.weight import StoredWeight, declare_shared, layer_index
+from ..nn.weight import StoredWeight, declare_shared, hold_shard, layer_index
 from ..pattern import BlockPattern, moved_index, overwrite_index
 from ..storage.formats import STORED_NAMES
 from .sync import broadcast_patterns
@@ -331,7 +331,7 @@ def share(layer: Any, mesh: DeviceMesh, shard: PatternShard, source: int | None)
     if layer.bias is not None:
         bias = _distributed(layer.bias.detach(), mesh, shard.placement, source)
         layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
-    layer.shard = shard
+    hold_shard(layer, shard)
 
 
 def stored_by_slots(layer: Any) -> list[str]:

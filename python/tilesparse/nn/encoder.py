@@ -136,7 +136,7 @@ def _reason_not_computed(layer: nn.Module) -> str | None:
         return f"is {type(layer).__name__}, not BlockSparseLinear"
     if layer.storage != "int8" or layer.activations != "int8" or layer.nm is not None:
         return "does not multiply in int8: quantize weight and activations"
-    return None if layer.weight.is_cpu and layer.shard is None else "has no weight on the CPU"
+    return None if layer.weight.is_cpu and layer._shard is None else "has no weight on the CPU"
 
 
 def _norm(module: nn.Module) -> EncoderNorm:
