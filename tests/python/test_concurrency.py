@@ -307,7 +307,7 @@ def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
     watch.remove(0)
     del first
     third = Entry(watch)
-    third.noted = clock.now
+    third._noted = clock.now
     comparison.differing = [0, 1, 2]  # of the first
     clock.now += 0.01
     watch.use(second)
