@@ -22,7 +22,7 @@ from .._runtime.launch import dds, storage_of
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
-from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
+from .autograd import PLAIN_TYPES, SAVED, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
 from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
 
@@ -54,7 +54,7 @@ def linear_on(
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
     else:
-        is_direct = is_plain((*tensors, *operands.tensors))
+        is_direct = is_plain((*tensors, *operands[:SAVED]))
         if values.requires_grad:
             refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
@@ -91,7 +91,7 @@ def _of_eight_bits(
         check_quantizable(x)  # the rest is checked as for other products
         return Operands(metadata, stored_scales_on(scales, values, index)), policy
     of_x = quantized_for(values, x, is_direct, is_inside(scales))
-    return Operands(metadata, scales, *operands[2:6], *of_x, False, operands.fast), "sparse"
+    return Operands(metadata, scales, None, None, None, None, *of_x, False, operands.fast), "sparse"
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
