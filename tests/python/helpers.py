@@ -96,7 +96,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "tilesparse":
-            self.seen.add(func.overloadpacket.__name__)
+            names = (argument.name for argument in func._schema.arguments)
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            in_8_bits = " in 8 bits" if given.get("fast") is not None else ""
+            self.seen.add(func.overloadpacket.__name__ + in_8_bits)
         return func(*args, **(kwargs or {}))
 
 

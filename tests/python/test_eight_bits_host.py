@@ -421,7 +421,7 @@ def test_every_mlp_takes_three_products_in_8_bits(
         assert len(counted) == 4, "of each call x once, and what down multiplies"
         with Recorder() as recorder:
             mlp(x)
-        assert recorder.seen >= {"quantize", "dds_nt"}
+        assert recorder.seen >= {"quantize", "dds_nt in 8 bits"} and "dds_nt" not in recorder.seen
         hidden = apply(up(x)) if gate is None else apply(gate(x)) * up(x)
         wanted = down(hidden)
     # Fused ones round the hidden activations once less, and so some of them to the next of 8 bits.

@@ -22,7 +22,7 @@ from .._runtime.launch import dds, storage_of
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
-from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
+from .autograd import PLAIN_TYPES, SAVED, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
 from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
 
@@ -54,13 +54,21 @@ def linear_on(
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
     else:
-        is_direct = is_plain((*tensors, *operands.tensors))
+        is_direct = is_plain((*tensors, *operands[:SAVED]))
         if values.requires_grad:
             refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
             bias = flat_bias(bias, index, operands.offsets)
         if operands.fast is not None:
-            operands, policy = _of_eight_bits(x, values, index, operands, policy, is_direct)
+            metadata, scales = operands.metadata, operands.scales
+            assert scales is not None
+            if policy == "dense" or multiplies_as_decode(x, index):  # in the dtype of x
+                check_quantizable(x)  # the rest is checked as for other products
+                operands = Operands(metadata, stored_scales_on(scales, values, index))
+            else:
+                policy, fast = "sparse", operands.fast
+                of_x = quantized_for(values, x, is_direct, is_inside(scales))
+                operands = Operands(metadata, scales, None, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     if policy != "sparse" and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
         check_dds("x", x, values, index, epilogue, operands)
@@ -79,19 +87,6 @@ def linear_on(
     if sums:
         return combined(activate(y, bias, activation), "none", residual, None)
     return combined(y, activation, residual, gate)
-
-
-def _of_eight_bits(
-    x: Tensor, values: Tensor, index: Index, operands: Operands, policy: str, is_direct: bool
-) -> tuple[Operands, str]:
-    """Quantize x, or have it multiplied in its own dtype where that is faster; return operands and policy."""
-    metadata, scales = operands[:2]
-    assert scales is not None
-    if policy == "dense" or multiplies_as_decode(x, index):
-        check_quantizable(x)  # the rest is checked as for other products
-        return Operands(metadata, stored_scales_on(scales, values, index)), policy
-    of_x = quantized_for(values, x, is_direct, is_inside(scales))
-    return Operands(metadata, scales, *operands[2:6], *of_x, False, operands.fast), "sparse"
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -289,8 +289,20 @@ def dds(
         )
     else:
         result = pattern.kept.run_quantized(
-            *(source, x_values, x_scales, values, scales, bias, other, activation, major),
-            *(kernel, gated, fast, metadata),
+            # One by one: unpacking takes as long as the rest of the call.
+            source,
+            x_values,
+            x_scales,
+            values,
+            scales,
+            bias,
+            other,
+            activation,
+            major,
+            kernel,
+            gated,
+            fast,
+            metadata,
         )
     if result is not None:
         return result

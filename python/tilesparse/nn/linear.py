@@ -620,7 +620,8 @@ class BlockSparseLinear(StoredWeight):
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
             if metadata is not None or scales is not None:
-                stored = Operands(metadata, scales, fast=None if self._activations is None else True)
+                fast = None if self._activations is None else True
+                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
