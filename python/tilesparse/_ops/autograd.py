@@ -82,7 +82,7 @@ def others_of(epilogue: Epilogue, operands: Operands) -> Tensors:
     """Return the tensors of both records that have no gradient, or None."""
     if operands is DENSE:
         return () if epilogue.gate is None else (epilogue.gate,)
-    return epilogue.gate, *operands[:TENSORS]
+    return epilogue.gate, *operands[:8]  # as `Operands.tensors`, with a frame less
 
 
 # ---- records, as arguments of operators ----

@@ -22,7 +22,7 @@ from .._runtime.launch import dds, storage_of
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
-from .autograd import PLAIN_TYPES, SAVED, autocast, call, is_plain, records_gradient
+from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
 from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
 
@@ -54,7 +54,7 @@ def linear_on(
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
     else:
-        is_direct = is_plain((*tensors, *operands[:SAVED]))
+        is_direct = is_plain((*tensors, *operands[:6]))
         if values.requires_grad:
             refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
