@@ -16,7 +16,7 @@ from .._progress import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.dense import best_blocks, dense_weight, is_conv1d
-from ..nn.experts import BlockSparseExperts, Projections, projections_of
+from ..nn.experts import BlockSparseExperts, ExpertsLinear, Projections, projections_of
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
@@ -328,7 +328,7 @@ def densify_(
 
 def _is_whole(module: nn.Module) -> bool:
     """Return True for layers that are replaced by themselves, unlike projections of experts."""
-    return isinstance(module, Replacement) and not getattr(module, "of_experts", False)
+    return isinstance(module, Replacement) and not isinstance(module, ExpertsLinear)
 
 
 def _twin(model: Any) -> Any:

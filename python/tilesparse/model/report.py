@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
+from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
@@ -182,7 +183,7 @@ def summary(model: nn.Module) -> Report:
     layers = [
         layer
         for module, (name,) in names.items()
-        if isinstance(module, Replacement) and not getattr(module, "of_experts", False)
+        if isinstance(module, Replacement) and not isinstance(module, ExpertsLinear)
         for layer in _layers_of(Target([name], module, module))
     ]
     after = _size(names)

@@ -17,7 +17,7 @@ from ..errors import InvalidArgumentError
 from ..model.match import STAYS_DENSE, refusal_of, rules_of
 from ..model.modules import matching, names_of_modules, owners_of_parameters
 from ..model.report import SkippedLayer, by_reason
-from ..nn.experts import stacked_parameters
+from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
@@ -136,7 +136,7 @@ def _by_plan(
     for name, config in targets.items():
         storage, layer = storage_of(config.storage), model.get_submodule(name)
         assert isinstance(storage, QuantizedStorage)
-        kind = of_experts if getattr(layer, "of_experts", False) else weights
+        kind = of_experts if isinstance(layer, ExpertsLinear) else weights
         (kind if config.activations is None else inputs)[name] = storage
     return plans
 
@@ -216,7 +216,7 @@ def _reason_to_skip(
         return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if module.of_experts and config.activations is not None:
+    if isinstance(module, ExpertsLinear) and config.activations is not None:
         return (
             "weights of experts, which have no products with 8-bit activations; activations=None stores them"
         )
