@@ -19,6 +19,7 @@ from .._ops.linear import linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
+from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, masked_linear
 from ..nn.weight import StoredWeight, declare_shared, hold_shard, layer_index
 from ..pattern import BlockPattern, moved_index, overwrite_index
@@ -265,7 +266,7 @@ def added_once(bias: DTensor, mesh: DeviceMesh) -> Tensor:
 
 def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> BlockSparseLinear:
     check_mesh(mesh)
-    if layer.of_experts:
+    if isinstance(layer, ExpertsLinear):
         raise UnsupportedError(
             "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
             "the experts themselves ExpertParallel or ExpertTensorParallel"
