@@ -15,8 +15,9 @@ import pytest
 import test_eight_bits_cpu as eight_bits
 import torch
 from helpers import OPTIONS
-from test_cpu_kernels import CPU, POISON, random_pattern
+from test_cpu_kernels import random_pattern
 from test_eight_bits_cpu import RESULTS, ROWS, Operands, Problem, Row, check
+from test_kernels import CPU, POISON
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern

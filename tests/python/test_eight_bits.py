@@ -41,7 +41,7 @@ from tilesparse import (
     storage,
     tuning,
 )
-from tilesparse._ops.linear import row_scales_on
+from tilesparse._ops.products import row_scales_on
 from tilesparse._runtime import select
 from tilesparse.cli import main
 from tilesparse.config import LayerSpec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ from helpers import (
     seeded,
     sums_unit,
 )
-from test_cpu_kernels import CPU, POISON, Guarded, descriptor, random_pattern
+from test_cpu_kernels import descriptor, random_pattern
+from test_kernels import CPU, POISON, Guarded
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
@@ -57,6 +59,9 @@ ROWS = [
     for dtype, code in CODES.items()
     if kernel.device == CPU and kernel.ops >> DDS_NT & 1 and kernel.dtypes >> code & 1
 ]
+
+
+guarded = partial(Guarded, device=torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -120,13 +125,13 @@ class Operands:
         (bn, bk), (outs, ins) = pattern.block_shape, pattern.shape
         lines = (outs, problem.tokens) if problem.y_layout else (problem.tokens, outs)
         self.buffers = {
-            "x": Guarded(problem.tokens, ins, torch.int8, gap=problem.gap),
-            "y": Guarded(*lines, problem.result, gap=problem.gap),
-            "values": Guarded(1, pattern.nnz * bn * bk, torch.int8),
-            "bias": Guarded(1, outs, problem.result),
-            "residual": Guarded(*lines, problem.result, gap=problem.gap + 1),
-            "scales": Guarded(1, outs, torch.float32),
-            "x_scales": Guarded(1, problem.tokens, torch.float32),
+            "x": guarded(problem.tokens, ins, torch.int8, gap=problem.gap),
+            "y": guarded(*lines, problem.result, gap=problem.gap),
+            "values": guarded(1, pattern.nnz * bn * bk, torch.int8),
+            "bias": guarded(1, outs, problem.result),
+            "residual": guarded(*lines, problem.result, gap=problem.gap + 1),
+            "scales": guarded(1, outs, torch.float32),
+            "x_scales": guarded(1, problem.tokens, torch.float32),
         }
         size = (pattern.nnz, bn, bk)
         x = bytes_of((problem.tokens, ins), self.row.dtype, 1) if self.x_bits is None else self.x_bits

@@ -603,6 +603,6 @@ def test_dense_experts_come_back() -> None:
 
 def test_what_does_not_know_experts_says_so() -> None:
     model = sparsified("mixtral", block=32, also="o_proj")
-    report = ts.quantize_(copy.deepcopy(model), calibration("mixtral"))
+    report = ts.quantize_(copy.deepcopy(model), ts.BlockSparseConfig.w8a8(), calibration("mixtral"))
     assert "no products with 8-bit activations" in str(report)
     ts.prepare_for_inference_(copy.deepcopy(model))

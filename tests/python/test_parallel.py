@@ -41,7 +41,8 @@ from tilesparse.errors import (
     UnsupportedError,
     UnsynchronizedPatternError,
 )
-from tilesparse.io import prepare, section
+from tilesparse.io.manifest import section
+from tilesparse.io.reader import prepare
 from tilesparse.nn.weight import layer_index
 from tilesparse.pattern import moved_index
 

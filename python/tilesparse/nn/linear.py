@@ -42,7 +42,13 @@ from ..config import (
     check_storage,
     checked_granularity,
 )
-from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
+from ..errors import (
+    InvalidArgumentError,
+    InvalidPatternError,
+    InvalidTypeError,
+    TileSparseError,
+    UnsupportedError,
+)
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
 from ..storage.formats import Form, forms_of, storage_of
@@ -590,8 +596,8 @@ class BlockSparseLinear(StoredWeight):
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "
                 f"{AVERAGES}"
             ) from error
-        except (AttributeError, RuntimeError, TypeError):  # checked where it costs calls nothing
-            if not is_tensor(input):
+        except (AttributeError, RuntimeError, TypeError) as error:  # checked where it costs calls nothing
+            if not is_tensor(input) and not isinstance(error, TileSparseError):
                 raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}") from None
             raise
 
