@@ -354,13 +354,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = result_parser(__doc__, None)
     parser.add_argument("--folder", type=Path, required=True, help="for exported models")
     parser.add_argument("--prepare", action="store_true", help="write the models, and nothing else")
-    parser.add_argument("--output", type=Path, help="results as JSON")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--densities", type=float, nargs="+", default=(1.0, 0.5, 0.25))
     parser.add_argument("--threads", type=int, default=2, help="of each contender (%(default)s)")
     parser.add_argument("--turn", type=float, default=0.4, help="seconds of a turn (%(default)s)")
     parser.add_argument("--seconds", type=float, default=70, help="of a model's rounds, about (%(default)s)")
-    parser.add_argument("--commit", help="of the sources (default: ask git)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--density", type=float, help=argparse.SUPPRESS)
