@@ -112,7 +112,7 @@ def exported(folder: Path, name: str, quantized: bool) -> Path:
         quantization.quantize_dynamic(source, file, weight_type=quantization.QuantType.QInt8, **operators)
     elif not file.exists():
         sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=512)}
-        texts = {"dynamic_shapes": ((sizes, sizes),)} if name == "minilm" else {}
+        texts: Any = {"dynamic_shapes": ((sizes, sizes),)} if name == "minilm" else {}
         names: Any = NAMES[name]
         inputs = inputs_of(name, next(iter(CASES[name])) if name == "vit" else "32 × 64")
         torch.onnx.export(loaded(name), inputs, file, input_names=names, dynamo=True, verbose=False, **texts)

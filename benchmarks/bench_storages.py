@@ -170,8 +170,8 @@ class Layer:
         if name == TRANSPOSED:
             op, name = FORWARD, "2:4"
             shape, block_shape = shape[::-1], block_shape[::-1]
-        values, *beside = self.stored(name)
-        stored = storage_of(values, Operands(*beside))
+        values, metadata, scales = self.stored(name)
+        stored = storage_of(values, Operands(metadata, scales))
         pattern = _C.Pattern(*block_shape, *shape, self.pattern.nnz, 0, 0, 0)
         device = int(self.values.is_cuda)
         product = _C.Product(pattern, op, DTYPES[DTYPE], device, tokens, **stored)

@@ -207,7 +207,7 @@ def _on_cpu() -> Iterator[list[str]]:
 
 
 def _minilm(two: str) -> Iterator[list[str]]:
-    """The sentence encoder, beside the fastest of PyTorch, ONNX Runtime and OpenVINO: the last in all cases."""
+    """The sentence encoder, beside the fastest other runtime, which is OpenVINO in all cases."""
     for texts in ("32 × 64", "32 × 8 to 128"):
         measured = {
             (case["contender"], case["density"]): one["ms"]

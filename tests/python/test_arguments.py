@@ -250,12 +250,6 @@ def patcher() -> BlockSparseModelPatcher:
     return made
 
 
-def patched() -> dict[str, Any]:
-    made, model = patcher(), dense()
-    made.patch_model(model, keep_dense=True)
-    return {"self": made, "model": model}
-
-
 def loss() -> recover.DistillationLoss:
     return recover.DistillationLoss(logits=1.0)
 

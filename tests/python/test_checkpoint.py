@@ -284,7 +284,8 @@ def test_cast_while_loading(dtype: torch.dtype, tmp_path: Path) -> None:
             assert torch.equal(tensor, before.to(dtype))
     assert section(loaded)["layers"]["stored"]["dtype"] == str(dtype).removeprefix("torch.")
     assert loaded.eval()(torch.arange(8)).dtype == dtype
-    assert dense_blocks(loaded.stored).dtype == dtype
+    stored: Any = loaded.stored
+    assert dense_blocks(stored).dtype == dtype
 
 
 def test_files_are_those_of_safetensors_and_transformers(tmp_path: Path) -> None:

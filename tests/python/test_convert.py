@@ -102,14 +102,15 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     for layer in report.layers:
         assert (layer.storage == "dense") == (layer.name not in sparse) == bool(layer.reason)
     for name, layer in model.named_modules():
-        weight = wanted.get_submodule(name).weight if hasattr(layer, "weight") else None
+        weight: Any = wanted.get_submodule(name).weight if hasattr(layer, "weight") else None
         if isinstance(layer, ts.BlockSparseLinear):
             blocks = dense_blocks(layer)
             assert torch.equal(ts.BlockSparseMatrix(blocks, layer.pattern).to_dense(), weight), name
             assert layer.activations == (layer.storage if kind[-4:] in ("int8", "oat8") else None)
             assert layer.nm == ((2, 4) if "24" in kind else None)
         elif weight is not None:
-            assert torch.equal(layer.weight, weight), name
+            own: Any = layer.weight
+            assert torch.equal(own, weight), name
     ids = torch.arange(16).view(2, 8)
     difference = (model(ids).logits - wanted(ids).logits).abs().max()
     assert difference <= (0.03 if "8" in kind else 0.004)  # x has 8 bits, too; or another order of sums
@@ -214,7 +215,7 @@ def test_state_dicts(name: str, tmp_path: Path) -> None:
     )
     model = nn.ModuleDict({"layer": nn.Linear(384, 256, dtype=wanted.dtype)})
     ts.load(model, tmp_path / "new")
-    own = model["layer"]
+    own: Any = model["layer"]
     if storage == "dense":
         dense = own.weight
     else:
@@ -368,7 +369,7 @@ def test_large_checkpoints_have_several_files(tmp_path: Path) -> None:
     model = nn.ModuleDict({str(number): nn.Linear(384, 256, bias=False) for number in range(6)})
     ts.load(model, tmp_path / "new")
     for number in range(6):
-        layer = model[str(number)]
+        layer: Any = model[str(number)]
         dense = ts.BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
         assert torch.equal(dense, blocks(seed=number))
 

@@ -207,7 +207,7 @@ def test_kernels_and_threads_agree_bit_by_bit() -> None:
 def test_shared_work_gives_the_same_bits(lengths: list[int], gated: bool) -> None:
     """Threads share features of few tokens, steps of few sentences, or sentences."""
     torch.manual_seed(0)
-    options = {"gated": gated, "norm_first": gated, "activation": "silu" if gated else "gelu"}
+    options: Any = {"gated": gated, "norm_first": gated, "activation": "silu" if gated else "gelu"}
     encoder = Encoder([layer(256, 4, 64, 1024, block=64, **options) for _ in range(4)])
     x, offsets = torch.randn(sum(lengths), 256), offsets_of(lengths)
     alone = with_threads(1, encoder, x, offsets)

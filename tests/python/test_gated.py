@@ -29,7 +29,8 @@ from tilesparse.errors import InvalidArgumentError
 
 def gate_by_pytorch(y: Tensor, by: Tensor | None, code: int) -> Tensor:
     gate, factor = y.chunk(2, -1) if by is None else (by, y)
-    return factor * list(FUNCTIONS.values())[code](gate)
+    result: Tensor = factor * list(FUNCTIONS.values())[code](gate)
+    return result
 
 
 def gradient_by_pytorch(grad: Tensor, y: Tensor, by: Tensor | None, code: int) -> tuple[Tensor | None, ...]:

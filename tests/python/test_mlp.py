@@ -102,7 +102,8 @@ def test_computes_its_function(
     results = made(x, residual=residual), expected
     close(*results)
     parameters = list(made.parameters())
-    close(*(torch.autograd.grad(y.square().sum(), parameters) for y in results), tolerance=1e-4)
+    made_ones, right = (torch.autograd.grad(y.square().sum(), parameters) for y in results)
+    close(made_ones, right, tolerance=1e-4)
     with torch.no_grad():
         close(made(x, residual=residual), expected)
         close(made(x) + residual, expected)
@@ -186,7 +187,8 @@ def test_hooks_and_observers_see_what_the_layers_give() -> None:
         for module, given, y in seen:
             assert torch.equal(type(module).forward(module, given), y)
     observed = mlp()
-    observe(observed.up, lambda y, given: y * 2)
+    up: Any = observed.up
+    observe(up, lambda y, given: y * 2)
     torch.testing.assert_close(observed(x), by_hand(observed, torch.nn.functional.gelu, x))
 
 
@@ -236,7 +238,7 @@ def test_bad_arguments() -> None:
     ):
         options: Any = arguments.pop() if isinstance(arguments[-1], dict) else {}
         with pytest.raises(InvalidArgumentError, match=f"^{match}\\b"):
-            BlockSparseMLP(*arguments, **options)  # type: ignore[arg-type]
+            BlockSparseMLP(*arguments, **options)
 
 
 @pytest.mark.gpu

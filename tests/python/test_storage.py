@@ -769,7 +769,8 @@ def test_second_derivatives_pass_straight_through(
 ) -> None:
     monkeypatch.setattr(TENSORS, "enabled", native)
     t = Transposable(dtype=torch.float64)
-    kept = _checks.Operands(**t.kept(transposed))
+    fields: Any = t.kept(transposed)
+    kept = _checks.Operands(**fields)
 
     def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
         return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
@@ -1081,7 +1082,8 @@ def test_transforms(storage: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_transforms_of_products_whose_gradient_passes_through(transposed: bool) -> None:
     t = Transposable(dtype=torch.float64, tokens=5)
-    kept = _checks.Operands(**t.kept(transposed))
+    fields: Any = t.kept(transposed)
+    kept = _checks.Operands(**fields)
 
     def loss(values: Tensor, x: Tensor) -> Tensor:
         return linear_on(x, values, t.index, t.bias, operands=kept).square().sum()

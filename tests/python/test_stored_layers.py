@@ -147,12 +147,14 @@ def test_from_linear_chooses_by_scores(storage: str) -> None:
         linear, 0.5, scores=scores, nm=NM, storage=storage, block_shape=32
     )
     mask = two_of_four(blocks_of_dense(scores, layer.pattern))
-    assert torch.equal(kept_mask(layer), mask)
+    kept: Any = kept_mask(layer)
+    assert torch.equal(kept, mask)
     by_block: Any = BlockSparseLinear.from_linear(
         linear, 0.5, scores=torch.rand(3, 4), nm=NM, storage=storage, block_shape=32
     )
     magnitudes = blocks_of_dense(linear.weight.detach().abs(), by_block.pattern)
-    assert torch.equal(kept_mask(by_block), two_of_four(magnitudes))
+    kept = kept_mask(by_block)
+    assert torch.equal(kept, two_of_four(magnitudes))
 
 
 @every_layer
@@ -338,7 +340,8 @@ def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> Non
         assert torch.equal(after, before)
     assert layer.storage_error <= (0.08 if target == "int4" else 0.04)
     assert_multiplies(layer, after, 2e-2)
-    assert layer.nm == nm and (nm is None or torch.equal(kept_mask(layer), mask))
+    kept: Any = kept_mask(layer)
+    assert layer.nm == nm and (nm is None or torch.equal(kept, mask))
     assert layer.weight.requires_grad == (target == "plain")
     if target == "plain":  # trains again
         layer(randn(3, IN, dtype=torch.bfloat16)).sum().backward()
@@ -614,7 +617,8 @@ def test_conversions_change_the_dtype_of_activations_alone(name: str, conversion
         assert same({"": layer.weight.detach()}, {"": before["weight"]})
     else:
         assert layer.weight.dtype == dtype
-    plain = dense_blocks(layer)
+    stored: Any = layer
+    plain = dense_blocks(stored)
     if layer.activations is not None and dtype == torch.float64:
         with pytest.raises(InvalidArgumentError, match="x must be float32, float16 or bfloat16"):
             layer(randn(3, IN, dtype=dtype))

@@ -87,8 +87,8 @@ TS_INLINE V near_gelu(const V& x) {
     const V limited = x > most ? most : x < -most ? -most : x;  // keeps NaN
     const V square = limited * limited;
     V series = square * -1.3012976e-9f + 1.04196239e-7f;
-    constexpr float kFit[] = {-3.657138e-6f, 7.4855115e-5f, -0.0010064909f, 0.00950540043f, -0.0658878461f,
-                              0.398673385f};
+    constexpr float kFit[] = {-3.657138e-6f,  7.4855115e-5f,  -0.0010064909f,
+                              0.00950540043f, -0.0658878461f, 0.398673385f};
     TS_UNROLL
     for (const float coefficient : kFit) series = series * square + coefficient;
     return x * (series * limited + 0.5f);
