@@ -776,7 +776,7 @@ def test_errors_midway_change_nothing(config: BlockSparseConfig, monkeypatch: py
 def test_2_4_layers_keep_their_masks() -> None:
     made = model()
     made.blocks[0].mlp.up = linear(WIDTH, HIDDEN, block_shape=32, nm=(2, 4))
-    mask = kept_mask(made.blocks[0].mlp.up)
+    mask: Any = kept_mask(made.blocks[0].mlp.up)
     report = quantize_(made, W8A8, batches(1))
     assert not report.skipped
     layer = made.blocks[0].mlp.up

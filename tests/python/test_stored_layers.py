@@ -332,7 +332,8 @@ def test_set_nm_that_is_refused_changes_nothing() -> None:
 )
 def test_to_storage(nm: tuple[int, int] | None, source: str, target: str) -> None:
     layer = make("plain", nm=nm, dtype=torch.bfloat16, storage=source)
-    mask, before, bias = kept_mask(layer), dense_blocks(layer), layer.bias
+    mask: Any = kept_mask(layer)
+    before, bias = dense_blocks(layer), layer.bias
     assert layer.to_storage(target) is layer and layer.storage == target
     after = dense_blocks(layer)
     assert after.dtype == torch.bfloat16 and layer.bias is bias
