@@ -293,6 +293,52 @@ def test_served_models_are_those_of_transformers(case: str, tmp_path: Path) -> N
     assert_same(served(tmp_path, look, **how), expected, 1e-5)
 
 
+def foreign(folder: Path, kind: str) -> None:
+    """A checkpoint as compressed-tensors has it: 2:4, W8A8 of 2:4, or W4A16 in groups of 64."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).float()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        layer, weight = name.removesuffix(".weight"), tensor
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        if kind != "W4A16":
+            groups = weight.view(-1, 4)
+            kept = torch.zeros_like(groups).scatter_(1, groups.abs().topk(2, 1).indices, 1)
+            weight = (groups * kept).view_as(weight)
+        if kind == "2:4":
+            tensors[name] = weight
+        elif kind == "W8A8":
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors |= {name: (weight / scale).round().to(torch.int8), f"{layer}.weight_scale": scale}
+        else:
+            groups = weight.view(len(weight), -1, 64)
+            scale = groups.abs().amax(2) / 7
+            codes = ((groups / scale[..., None]).round() + 8).to(torch.int32).flatten(1)
+            shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+            packed = (codes.view(len(weight), -1, 8) << shifts).sum(2, dtype=torch.int32)
+            tensors |= {f"{layer}.weight_packed": packed, f"{layer}.weight_scale": scale}
+            tensors[f"{layer}.weight_shape"] = torch.tensor(weight.shape)
+    folder.mkdir()
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    x = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"} if kind == "W8A8" else None
+    group = {"weights": {"num_bits": 4 if kind == "W4A16" else 8}, "input_activations": x}
+    if kind != "2:4":
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"0": group}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["2:4", "W8A8", "W4A16"])
+def test_converted_checkpoints_are_served(kind: str, tmp_path: Path) -> None:
+    foreign(tmp_path / "source", kind)
+    report = tilesparse.convert(tmp_path / "source", tmp_path / "new")
+    assert sum(layer.spec is not None for layer in report.layers) == 14
+    expected = greedy(AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval())
+    assert_same(served(tmp_path / "new"), expected, 1e-5)
+
+
 def test_bfloat16(tmp_path: Path) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
