@@ -191,8 +191,8 @@ def test_each_scale_is_that_of_its_group_and_block() -> None:
     wanted = left @ dense_weight(values.double() * scales.double()[..., None], pattern).t()
     index, x = pattern.index_on(torch.device("cpu")), x_values.float()
     for laid in (x_scales, x_scales.t().contiguous().t()):
-        rest = None, None, 0, False, scales, None, None, x_values, laid, False
-        assert torch.equal(OPS.dds_nt_quantized(x, values, *index, *rest), wanted.float())
+        rest = {"scales": scales, "x_values": x_values, "x_scales": laid, "fast": False}
+        assert torch.equal(OPS.dds_nt(x, values, *index, **rest), wanted.float())
 
 
 @every_kind
@@ -328,9 +328,9 @@ def test_what_operands_with_scales_inside_must_be() -> None:
             functional.quantized_linear(x, *arguments)
     index, (x_values, x_scales) = pattern.index_on(x.device), quantized(GROUPED, x)
     for of_x in (x_scales[:, 0], x_scales[:, 1:], x_scales.double()):
-        rest = None, None, 0, False, scales, None, None, x_values, of_x, False
+        rest = {"scales": scales, "x_values": x_values, "x_scales": of_x, "fast": False}
         with pytest.raises(InvalidArgumentError, match="x_scales must have shape"):
-            OPS.dds_nt_quantized(x, values, *index, *rest)
+            OPS.dds_nt(x, values, *index, **rest)
 
 
 def test_sums_of_too_many_integers_are_refused() -> None:
@@ -358,10 +358,13 @@ def test_opcheck(device: str, name: str) -> None:
     of_x, index = quantized(name, x), pattern.index_on(x.device)
     # PyTorch looks for writes by a product of each operand, which it has not for float8.
     checks = CHECKS if name == "int8" else CHECKS[1:]
-    own = x.detach(), values, *index, bias.detach(), None, 2, True, scales, residual.detach(), None
-    cases = [(x, values, *index, bias, residual, 0, False, scales, None, None, *of_x, True)]
-    for arguments in cases if name == GROUPED and device != "cpu" else [*cases, (*own, *of_x, False)]:
-        torch.library.opcheck(OPS.dds_nt_quantized.default, arguments, test_utils=checks)
+    rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1]}
+    cases: list[tuple[Any, dict[str, Any]]] = [((x, values, *index, bias, residual), {"fast": True})]
+    if name != GROUPED or device == "cpu":
+        own = x.detach(), values, *index, bias.detach(), None, 2, True
+        cases.append((own, {"gate": residual.detach(), "fast": False}))
+    for arguments, options in cases:
+        torch.library.opcheck(OPS.dds_nt.default, arguments, rest | options, test_utils=checks)
     if name == GROUPED:
         torch.library.opcheck(OPS.quantize_groups.default, (x.detach(),), test_utils=checks)
     else:

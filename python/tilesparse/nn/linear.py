@@ -46,7 +46,6 @@ from ..errors import (
     InvalidArgumentError,
     InvalidPatternError,
     InvalidTypeError,
-    TileSparseError,
     UnsupportedError,
 )
 from ..matrix import BlockSparseMatrix
@@ -597,7 +596,7 @@ class BlockSparseLinear(StoredWeight):
                 f"{AVERAGES}"
             ) from error
         except (AttributeError, RuntimeError, TypeError) as error:  # checked where it costs calls nothing
-            if not is_tensor(input) and not isinstance(error, TileSparseError):
+            if not is_tensor(input) and not isinstance(error, UnsupportedError):
                 raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}") from None
             raise
 
