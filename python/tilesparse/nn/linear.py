@@ -589,7 +589,14 @@ class BlockSparseLinear(StoredWeight):
                     y = self._product(input, None, None, "none", column_major_output)
                     y, residual, gate = autocast(y, residual, gate)
                     return combined(y, activation, residual, gate)
-            return self._product(input, residual, gate, activation, column_major_output)
+            if is_compiling():
+                return self._product(input, residual, gate, activation, column_major_output)
+            # Another thread may load a weight of another size, and PyTorch give size and memory of either.
+            while True:
+                loads = self._loads
+                y = self._product(input, residual, gate, activation, column_major_output)
+                if loads == self._loads and not loads & 1:
+                    return y
         except InvalidPatternError as error:
             raise InvalidPatternError(
                 f"{error}; something has written to the buffers of BlockSparseLinear({self.extra_repr()}): "

@@ -69,6 +69,7 @@ class StoredWeight(nn.Module):
     _shard: Shard | None = None  # of tensor parallelism
     _observe: Callable[[Tensor, Tensor], Tensor] | None = None  # see `observe`
     _merged: tuple[Any, int] | None = None  # a `MergedProduct`, and the layer's number in it
+    _loads = 0  # how often the weight got another size, twice; odd while it does
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
     _activations: str | None = None
@@ -512,10 +513,14 @@ def make_room(
     for name, tensor in made.items():
         if name in contents and not contents[name].is_meta:
             tensor.copy_(contents[name])
-    if "weight" in made:
-        resize(layer.weight, made.pop("weight"))
-    update_spec(layer, block_shape=spec.block_shape, nnz=spec.nnz)
-    layer._buffers.update(made)
+    layer._loads += 1
+    try:
+        if "weight" in made:
+            resize(layer.weight, made.pop("weight"))
+        update_spec(layer, block_shape=spec.block_shape, nnz=spec.nnz)
+        layer._buffers.update(made)
+    finally:
+        layer._loads += 1
 
 
 @torch.no_grad()
