@@ -164,6 +164,12 @@ class LayerSpec:
     activations: str | None = None
     experts: int | None = None
 
+    @classmethod
+    def of(cls, pattern: Any, dtype: torch.dtype, **fields: Any) -> LayerSpec:
+        """Return the spec of a layer with this `BlockPattern`; ``fields`` are the other attributes."""
+        sizes = {"shape": pattern.shape, "block_shape": pattern.block_shape, "nnz": pattern.nnz}
+        return cls(**sizes, dtype=dtype, **fields)
+
     def __post_init__(self) -> None:
         block_shape = check_block_shape(self.block_shape)
         shape, _, (rows, columns) = check_shapes(self.shape, block_shape)

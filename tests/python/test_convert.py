@@ -308,6 +308,33 @@ def test_formats_that_no_other_program_reads_are_named(name: str, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
+def test_what_is_no_matrix_or_no_mask_stays_as_it_is(tmp_path: Path) -> None:
+    conv, kept = torch.randn(4, 3, 2, 2, generator=seeded()), torch.arange(48).view(4, 3, 2, 2) % 2.0
+    state = {"conv.weight_orig": conv, "conv.weight_mask": kept, "attention.bias_mask": kept}
+    convert(stored(tmp_path / "model.pt", state), tmp_path / "new")
+    found = load_file(tmp_path / "new/model.safetensors")
+    assert found.keys() == {"conv.weight", "attention.bias_mask"}
+    assert torch.equal(found["conv.weight"], conv * kept)
+    assert torch.equal(found["attention.bias_mask"], kept)
+
+
+def test_dequantized_weights_with_zeros_have_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """Codes at their zero points in three of four blocks."""
+    codes = torch.full((64, 64), 9)
+    codes[:32, :32] = torch.arange(1024).view(32, 32) % 16
+    shifts = torch.arange(0, 32, 4)
+    packed = (codes.view(64, 8, 8) << shifts).sum(2).to(torch.int32)
+    points = (torch.full((8, 2, 8), 9) << shifts).sum(2).to(torch.int32)
+    parts = {"weight_packed": packed, "weight_scale": torch.ones(64, 2), "weight_zero_point": points}
+    parts["weight_shape"] = torch.tensor([64, 64])
+    source = stored(tmp_path / "m.pt", {f"l.{name}": value for name, value in parts.items()})
+    (layer,) = convert(source, tmp_path / "new").layers
+    assert layer.spec is not None and layer.spec.dtype == torch.bfloat16 and not layer.reason
+    made: Any = ts.load(nn.ModuleDict({"l": nn.Linear(64, 64, bias=False)}), tmp_path / "new")["l"]
+    dense = ts.BlockSparseMatrix(dense_blocks(made), made.pattern).to_dense()
+    assert torch.equal(dense, (codes - 9).bfloat16())
+
+
 def test_masks_have_only_zeros_and_ones(tmp_path: Path) -> None:
     source = stored(tmp_path / "m.pt", {"l.weight_orig": W, "l.weight_mask": torch.full_like(W, 0.5)})
     with pytest.raises(CheckpointError, match="weight_mask must have a 0 or 1"):

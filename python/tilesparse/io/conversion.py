@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, shown
-from .._files import STORABLE, write_json, write_tensors
+from .._files import write_json
 from .._reports import aligned
+from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError
 from ..nn.weight import INDEX_NAMES
@@ -27,15 +28,13 @@ from ..storage.quantize import compress
 from .foreign import PICKLES, Found, Source, Weight
 from .manifest import (
     CONFIG,
-    INDEX,
     SAVING,
-    WEIGHTS,
+    Shards,
     byte_limit,
     checked_folder,
     joined,
     put_in_place,
-    shard_name,
-    version_of,
+    section_of,
 )
 
 # The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
@@ -159,7 +158,7 @@ def convert(
         raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {shown(dtype)}")
     limit = byte_limit(max_shard_size)
     if folder is None:
-        return _converted(Source(Path(source)), dtype, None)
+        return _converted(Source(Path(source)), dtype, None)[0]
     target = checked_folder(folder)
     if target.exists() and any(target.iterdir()):
         raise InvalidArgumentError(f"folder must be empty or not exist, got {str(target)!r}")
@@ -169,11 +168,11 @@ def convert(
     try:
         with tempfile.TemporaryDirectory(prefix=SAVING, dir=target) as made:
             temporary = Path(made)
-            shards = _Shards(temporary, limit)
-            report = _converted(opened, dtype, shards)
+            shards = Shards(temporary, limit)
+            report, layers = _converted(opened, dtype, shards)
             files = shards.finish()
             others = _copied_files(opened.path, temporary)
-            own = {**shards.section(), "files": files}
+            own = {**section_of(layers), "files": files}
             config = {key: value for key, value in opened.config.items() if key not in _OF_OTHERS}
             if "model_type" in config:
                 config["quantization_config"] = {"quant_method": METHOD, **own}
@@ -192,53 +191,6 @@ def convert(
 _OF_OTHERS = {"quantization_config", "compression_config", "sparsity_config", METHOD}
 
 
-class _Shards:
-    """Files of a checkpoint that are written as they fill."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self._folder, self._limit = folder, limit
-        self._tensors: dict[str, Tensor] = {}
-        self._size = self._total = 0
-        self._written: list[tuple[Path, str, list[str]]] = []
-        self.layers: dict[str, Any] = {}
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors to the file under way."""
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._tensors and self._size + size > self._limit:
-            self._write()
-        self._tensors |= tensors
-        self._size += size
-        self._total += size
-
-    def _write(self) -> None:
-        file = self._folder / f"shard-{len(self._written)}"
-        self._written.append((file, write_tensors(file, self._tensors), list(self._tensors)))
-        self._tensors, self._size = {}, 0
-
-    def finish(self) -> dict[str, str]:
-        """Write what is left, and return the checksum of each file."""
-        if self._tensors or not self._written:
-            self._write()
-        if len(self._written) == 1:
-            file, checksum, _ = self._written[0]
-            file.rename(self._folder / WEIGHTS)
-            return {WEIGHTS: checksum}
-        files: dict[str, str] = {}
-        places: dict[str, str] = {}
-        for number, (file, checksum, names) in enumerate(self._written, 1):
-            name = shard_name(number, len(self._written))
-            file.rename(self._folder / name)
-            files[name] = checksum
-            places |= dict.fromkeys(names, name)
-        index = {"metadata": {"total_size": self._total}, "weight_map": places}
-        return {INDEX: write_json(self._folder / INDEX, index), **files}
-
-    def section(self) -> dict[str, Any]:
-        """Return the version and the layers of the manifest."""
-        return {"version": max(map(version_of, self.layers.values()), default=1), "layers": self.layers}
-
-
 def _copied_files(source: Path, folder: Path) -> list[str]:
     """Copy the files beside the weights, such as those of a tokenizer, and return their names."""
     names: list[str] = []
@@ -251,35 +203,39 @@ def _copied_files(source: Path, folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def _converted(source: Source, dtype: torch.dtype | None, shards: _Shards | None) -> ConvertReport:
-    """Convert weight after weight; without shards nothing is kept."""
+def _converted(
+    source: Source, dtype: torch.dtype | None, shards: Shards | None
+) -> tuple[ConvertReport, dict[str, Any]]:
+    """Convert weight after weight, and return the entries of the manifest; without shards none is kept."""
     text = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16")
     named = getattr(torch, text.removeprefix("torch."), None)
     dtype = dtype or (named if named in DTYPES else torch.bfloat16)
     weights = list(source.weights())
     taken = {name for found in weights for name in found.tensors.values()}
-    copied = 0
-    for name in source.names():
-        if name in taken or name.endswith("bias_mask"):
+    copied, names = 0, source.names()
+    masks = {name.removesuffix("orig") + "mask" for name in names if name.endswith("bias_orig")}
+    for name in names:
+        if name in taken or name in masks:
             continue
         tensor, copied = source.tensor(name), copied + 1
         if name.endswith("bias_orig"):
-            tensor = tensor * source.tensor(f"{name.removesuffix('orig')}mask")
+            tensor = tensor * source.tensor(name.removesuffix("orig") + "mask")
             name = name.removesuffix("_orig")
         if shards is not None:
-            shards.add({name: tensor})
-    layers = []
+            shards.add(name, tensor)
+    layers, entries = list[ConvertedLayer](), dict[str, Any]()
     for found in weights:
         layer, tensors, spec = _converted_weight(source, found, dtype)
         if layer is None:
             copied += 1
         else:
             layers.append(layer)
+        if spec is not None:
+            entries[found.name] = spec.to_json()
         if shards is not None:
-            shards.add({joined(found.name, own): tensor for own, tensor in tensors.items()})
-            if spec is not None:
-                shards.layers[found.name] = spec.to_json()
-    return ConvertReport(tuple(layers), copied)
+            for own, tensor in tensors.items():
+                shards.add(joined(found.name, own), tensor)
+    return ConvertReport(tuple(layers), copied), entries
 
 
 def _converted_weight(
@@ -288,23 +244,25 @@ def _converted_weight(
     """Return the report on a weight, its tensors, and its spec unless it stays dense."""
     if found.format.name == "dense":
         (name,) = found.tensors.values()
-        tensor = source.tensor(name)
-        if tensor.dim() != 2 or tensor.dtype not in (*DTYPES, *QUANTIZED) or not tensor.numel():
-            return None, {"weight": tensor}, None
+        shape, own_dtype = source.form(name)
+        if len(shape) != 2 or own_dtype not in (*DTYPES, *QUANTIZED) or 0 in shape:
+            return None, {"weight": source.tensor(name)}, None
     weight = found.read(source)
     if weight.values.dim() != 2:
-        return None, {"weight": weight.dense(dtype)}, None
+        return None, {"weight": weight.values}, None
+    if weight.reason:  # dequantized
+        weight = weight._replace(values=weight.values.to(dtype))
     is_float8 = weight.values.dtype == torch.float8_e4m3fn
     nonzero = (weight.values.view(torch.uint8) & 127 if is_float8 else weight.values) != 0
     structure = _structure(nonzero)
     before = sum(map(source.nbytes, found.tensors.values()))
     choice = _choice(weight, structure, source.settings.activations and found.format.name != "pack-quantized")
-    reason = weight.reason or choice if isinstance(choice, str) else ""
+    reason = (weight.reason or choice) if isinstance(choice, str) else ""
     if _EXPERTS.search(found.name):
         reason = "of experts, which Transformers joins as it loads them"
     if reason or isinstance(choice, str):
-        exact = weight.scales is None and not weight.reason and weight.values.dtype in STORABLE.values()
-        tensors, spec = {"weight": weight.dense(weight.values.dtype if exact else dtype)}, None
+        own_dtype = weight.values.dtype if weight.scales is None else dtype
+        tensors, spec = {"weight": weight.dense(own_dtype)}, None
     else:
         tensors, spec = _stored(weight, nonzero, choice, dtype)
     after = sum(tensor.nbytes for tensor in tensors.values())
@@ -358,12 +316,6 @@ def _most(nonzero: Tensor, size: int, dtype: torch.dtype) -> int:
     return most
 
 
-def _blocks(matrix: Tensor, size: int) -> Tensor:
-    """Return the blocks [R, C, size, size] of a matrix, a view."""
-    rows, columns = matrix.shape
-    return matrix.view(rows // size, size, columns // size, size).transpose(1, 2)
-
-
 class _Choice(NamedTuple):
     storage: str
     size: int  # of blocks
@@ -406,10 +358,10 @@ def _stored(
 ) -> tuple[dict[str, Tensor], LayerSpec]:
     """Return the tensors of a layer with this weight, and its spec."""
     size, (storage, _, nm, activations) = choice.size, choice
-    pattern = BlockPattern.from_block_mask(_blocks(nonzero, size).any(-1).any(-1), block_shape=size)
+    pattern = BlockPattern.from_mask(nonzero, block_shape=size)
     rows, columns = pattern.block_indices()
     integers = weight.values.view(torch.uint8) if weight.values.itemsize == 1 else weight.values
-    blocks = _blocks(integers, size)[rows, columns].view(weight.values.dtype)
+    blocks = blocks_of(integers, (size, size))[rows, columns].view(weight.values.dtype)
     tensors = {name: getattr(pattern, name) for name in INDEX_NAMES}
     granularity = None
     if weight.scales is not None:
@@ -423,18 +375,16 @@ def _stored(
             granularity, tensors["scales"] = "row", of_rows[rows, :, columns * size // group]
         tensors["scales"] = tensors["scales"].contiguous()
     if nm is not None:
-        mask = _blocks(nonzero if weight.slots is None else weight.slots, size)[rows, columns]
+        mask = blocks_of(nonzero if weight.slots is None else weight.slots, (size, size))[rows, columns]
         tensors["weight"], tensors["metadata"] = compress(blocks, mask)
     elif storage == "int4":
         low, high = blocks.view(torch.uint8).view(-1, size, size // 2, 2).unbind(-1)
         tensors["weight"] = ((low & 15) | (high << 4)).view(PACKED)
     else:
         tensors["weight"] = blocks
-    spec = LayerSpec(
-        shape=pattern.shape,
-        block_shape=pattern.block_shape,
-        nnz=pattern.nnz,
-        dtype=dtype if weight.scales is not None else weight.values.dtype,
+    spec = LayerSpec.of(
+        pattern,
+        dtype if weight.scales is not None else weight.values.dtype,
         storage=storage,
         nm=nm,
         granularity=granularity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -408,12 +409,15 @@ class Source:
         stored = self._stored.get(name)
         return self._loaded[name] if stored is None else read_tensor(stored)
 
+    def form(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of one tensor, which is not read."""
+        found = self._stored.get(name) or self._loaded[name]
+        return tuple(found.shape), found.dtype
+
     def nbytes(self, name: str) -> int:
         """Return the bytes of one tensor."""
-        stored = self._stored.get(name)
-        if stored is None:
-            return self._loaded[name].nbytes
-        return stored.dtype.itemsize * int(torch.Size(stored.shape).numel())
+        shape, dtype = self.form(name)
+        return dtype.itemsize * math.prod(shape)
 
     def weights(self) -> Iterator[Found]:
         """Yield the weights; what belongs to none of them is a tensor that nothing converts."""

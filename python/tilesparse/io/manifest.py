@@ -48,7 +48,12 @@ def section(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear)
     }
-    return {"version": max(map(version_of, layers.values()), default=1), "layers": layers}
+    return section_of(layers)
+
+
+def section_of(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with these entries, in the first version that has all of their fields."""
+    return {"version": max(map(_version_of, layers.values()), default=1), "layers": layers}
 
 
 def parsed_layers(section: object) -> dict[str, LayerSpec]:
@@ -69,7 +74,7 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
     if not isinstance(layers, Mapping) or not all(isinstance(name, str) for name in layers):
         raise InvalidArgumentError(f"layers must have an entry for each layer's name, got {shown(layers)}")
     for name, entry in layers.items():
-        if version < version_of(entry):
+        if version < _version_of(entry):
             newest = max((field for field in NEWER if field in entry), key=NEWER.__getitem__)
             raise InvalidArgumentError(
                 f"version must be {NEWER[newest]}, as layer {shown(name)} has {newest}, got {shown(version)}"
@@ -77,7 +82,7 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
     return {name: _spec(name, entry) for name, entry in layers.items()}
 
 
-def version_of(entry: object) -> int:
+def _version_of(entry: object) -> int:
     """Return the first version that has all fields of an entry."""
     fields = entry if isinstance(entry, Mapping) else {}
     return max((version for field, version in NEWER.items() if field in fields), default=1)
@@ -197,28 +202,42 @@ def byte_limit(size: object) -> int:
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
-def shard_name(number: int, count: int) -> str:
-    """Return the name of one of several files, counted from 1."""
-    return _SHARD.format(number, count)
+class Shards:
+    """Files of a checkpoint, each written once the next tensors would pass the limit of bytes."""
 
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._tensors: dict[str, Tensor] = {}
+        self._size = self._total = 0
+        self._written: list[tuple[Path, str, list[str]]] = []  # with checksums and names of tensors
 
-def write_files(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
-    """Write one file or several with an index, and return the checksum of each file's header."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = total = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    if len(shards) == 1:
-        return {WEIGHTS: write_tensors(folder / WEIGHTS, tensors)}
-    names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    files = {name: write_tensors(folder / name, shard) for name, shard in zip(names, shards, strict=True)}
-    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    return {INDEX: write_json(folder / INDEX, index), **files}
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor to the file under way."""
+        if self._tensors and self._size + tensor.nbytes > self._limit:
+            self._write()
+        self._tensors[name] = tensor
+        self._size, self._total = self._size + tensor.nbytes, self._total + tensor.nbytes
+
+    def _write(self) -> None:
+        file = self._folder / f"shard-{len(self._written)}"
+        self._written.append((file, write_tensors(file, self._tensors), list(self._tensors)))
+        self._tensors, self._size = {}, 0
+
+    def finish(self) -> dict[str, str]:
+        """Write what is left, and an index of several files; return the checksum of each file's header."""
+        if self._tensors or not self._written:
+            self._write()
+        files, places = dict[str, str](), dict[str, str]()
+        count = len(self._written)
+        for number, (file, checksum, names) in enumerate(self._written, 1):
+            name = WEIGHTS if count == 1 else _SHARD.format(number, count)
+            file.rename(self._folder / name)
+            files[name] = checksum
+            places |= dict.fromkeys(names, name)
+        if count == 1:
+            return files
+        index = {"metadata": {"total_size": self._total}, "weight_map": places}
+        return {INDEX: write_json(self._folder / INDEX, index), **files}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ..nn.parameters import is_sharded
 from .manifest import (
     CONFIG,
     SAVING,
+    Shards,
     byte_limit,
     checked_folder,
     is_method,
@@ -27,7 +28,6 @@ from .manifest import (
     own_tensors,
     put_in_place,
     section,
-    write_files,
 )
 
 _HOW_TO_GATHER = (
@@ -81,7 +81,10 @@ def save(
     config |= others.pop(CONFIG, {})
     with tempfile.TemporaryDirectory(prefix=SAVING, dir=folder) as name:
         temporary = Path(name)
-        own["files"] = write_files(temporary, tensors, limit)
+        shards = Shards(temporary, limit)
+        for stored, tensor in tensors.items():
+            shards.add(stored, tensor)
+        own["files"] = shards.finish()
         for file, content in others.items():
             write_json(temporary / file, content)
         if is_method(config.get("quantization_config")):

@@ -64,11 +64,9 @@ def from_block_scales(
     tensors["scales"] = weight_scale_inv[kept][:, None]
     if bias is not None:
         tensors["bias"] = bias.to(dtype, copy=True)
-    spec = LayerSpec(
-        shape=pattern.shape,
-        block_shape=pattern.block_shape,
-        nnz=pattern.nnz,
-        dtype=dtype,
+    spec = LayerSpec.of(
+        pattern,
+        dtype,
         storage="float8_e4m3fn",
         granularity="block",
         activations="float8_e4m3fn",

@@ -138,11 +138,9 @@ class BlockSparseExperts(nn.Module):
                 of_all = experts * parts[0], parts[1]
                 pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
             dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-            spec = LayerSpec(
-                shape=pattern.shape,
-                block_shape=pattern.block_shape,
-                nnz=pattern.nnz,
-                dtype=weight.dtype,
+            spec = LayerSpec.of(
+                pattern,
+                weight.dtype,
                 nm=as_nm(nm),
                 transposable=transposable,
                 experts=len(dense[0]),

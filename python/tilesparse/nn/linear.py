@@ -164,11 +164,9 @@ class BlockSparseLinear(StoredWeight):
         elif pattern.shape != shape:
             raise InvalidArgumentError(f"pattern must have shape {shape}, got {pattern.shape}")
         like = torch.empty(0, device=device, dtype=dtype)
-        spec = LayerSpec(
-            shape=pattern.shape,
-            block_shape=pattern.block_shape,
-            nnz=pattern.nnz,
-            dtype=like.dtype,
+        spec = LayerSpec.of(
+            pattern,
+            like.dtype,
             nm=as_nm(nm),
             transposable=transposable,
             policy=policy,
@@ -309,11 +307,9 @@ class BlockSparseLinear(StoredWeight):
         check_nm(nm, transposable)
         check_storage(storage, nm)
         check_quantized_activations(activations, storage)
-        spec = LayerSpec(
-            shape=pattern.shape,
-            block_shape=pattern.block_shape,
-            nnz=pattern.nnz,
-            dtype=weight.dtype,
+        spec = LayerSpec.of(
+            pattern,
+            weight.dtype,
             nm=as_nm(nm),
             transposable=transposable,
             policy=policy,
