@@ -110,7 +110,7 @@ class Checked {
         Problem problem;
     };
 
-    // Those of the kernel that the first product would run on.
+    // The instructions of the kernel that the first product would run on.
     void choose_instructions() {
         const Choice choice = choose(read_.front().problem, cpu_device(), wish_of(read_.front().desc));
         set_ = cpu::instruction_set_of(*choice.kernel);

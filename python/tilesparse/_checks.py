@@ -239,7 +239,7 @@ class Index(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a kernel does to its sums y: activation(y + bias) + residual, or (y + bias) ⊙ activation(gate)."""
+    """Steps after a kernel's sums y: activation(y + bias) + residual, or (y + bias) ⊙ activation(gate)."""
 
     bias: Tensor | None = None  # [out_features]
     residual: Tensor | None = None
@@ -249,7 +249,7 @@ class Epilogue(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """How both factors of a product are stored and grouped; tensors come first, and have no gradient.
+    """Storage and groups of both factors of a product; tensors come first, and have no gradient.
 
     Attributes:
         metadata: of 2:4 values.

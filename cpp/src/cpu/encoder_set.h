@@ -49,14 +49,14 @@ constexpr EncoderSteps encoder_steps() {
             }};
 }
 
-// Of int8 in pairs that are widened.
+// Sums of int8 in pairs that are widened.
 template <class Set>
 constexpr EncoderSteps widened_encoder() {
     using Products = WidenedProducts<Set::kBytes>;
     return encoder_steps<Set, WidenedPairs<Set::kBytes>, int16_t, Products, Products>();
 }
 
-// Of int8 in groups of four. Avx: in the encoding of AVX-VNNI.
+// Sums of int8 in groups of four. Avx: in the encoding of AVX-VNNI.
 template <class Set, bool Avx>
 constexpr EncoderSteps group_encoder() {
     constexpr int bytes = Set::kBytes;

@@ -257,7 +257,8 @@ TS_INLINE V sum_of_lanes(const V* vectors) {
     V rows[lanes / Runs];
     TS_UNROLL
     for (int i = 0; i < lanes / Runs; ++i) rows[i] = vectors[i];
-    combine_lanes<1>(rows, [](const V& a, const V& b) __attribute__((always_inline)) { return sum_of(a, b); });
+    combine_lanes<1>(rows,
+                     [](const V& a, const V& b) __attribute__((always_inline)) { return sum_of(a, b); });
     if constexpr (Runs == 1) return rows[0];
     return interleave_runs<Runs>(rows[0], std::make_integer_sequence<int, lanes>{});
 }

@@ -45,7 +45,7 @@ _EXPERTS = re.compile(r"\.experts\.\d+\.")
 
 
 class Structure(NamedTuple):
-    """Where a weight has zeros; -0.0 counts as one.
+    """Zeros of a weight, -0.0 among them.
 
     Attributes:
         zeros: fraction of zeros.

@@ -53,7 +53,7 @@ Parts = Mapping[str, Tensor]
 
 
 class Format(NamedTuple):
-    """How one library stores a weight.
+    """One library's form of a weight.
 
     Attributes:
         name: as its library calls it.
@@ -68,7 +68,7 @@ class Format(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a configuration says of quantized values: bits, and whether x is multiplied in 8 bits, too."""
+    """Quantized values as a configuration has them: bits, and whether x is multiplied in 8 bits, too."""
 
     bits: int | None = None
     activations: bool = False

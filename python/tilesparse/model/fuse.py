@@ -167,7 +167,7 @@ def fuse_mlps_(model: nn.Module, batch: Any = None, *, dry_run: bool = False) ->
 
     Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
     names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
-    with or without them; a model that is made anew has to be fused anew. Hooks of its calls move.
+    with or without them; a model that is made again has to be fused again. Hooks of its calls move.
 
     Args:
         model: changed in place.

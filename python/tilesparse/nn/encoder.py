@@ -157,7 +157,7 @@ def _one_product(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
 
 
 class Call(NamedTuple):
-    """What the layers of an encoder are called with, packed.
+    """Arguments of the layers of an encoder, packed.
 
     Attributes:
         operator: of all layers.

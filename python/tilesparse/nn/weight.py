@@ -85,7 +85,7 @@ class StoredWeight(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        """How the layer is stored now: shape, block shape, number of blocks, dtype, storage and policy."""
+        """The stored form of the layer: shape, block shape, number of blocks, dtype, storage and policy."""
         storage = storage_of(self._storage)
         granularity = storage.granularity_of(self.scales)
         if self._activations is not None:
@@ -165,7 +165,7 @@ class StoredWeight(nn.Module):
 
     @property
     def policy(self) -> str:
-        """How products are computed: "sparse", "dense" or as "auto" decides, see `functional.linear`."""
+        """The way products are computed: "sparse", "dense" or as "auto" decides, see `functional.linear`."""
         return self._policy
 
     @policy.setter
@@ -200,7 +200,7 @@ class StoredWeight(nn.Module):
 
     @property
     def pattern(self) -> BlockPattern:
-        """Where the blocks lie: a view of the buffers.
+        """Places of the blocks: a view of the buffers.
 
         Another pattern of the same shape, block shape and number of blocks can be assigned: it is copied.
 
