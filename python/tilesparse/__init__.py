@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .io import convert, load, save
     from .matrix import BlockSparseMatrix
     from .model import densify_, sparsify_, summary
+    from .model.activations import sparsify_activations_
     from .model.inference import prepare_for_inference_
     from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
     from .pattern import BlockPattern
@@ -43,6 +44,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "reconstruct_": "recover",
     "save": "io",
     "sparsify_": "model",
+    "sparsify_activations_": "model.activations",
     "summary": "model",
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "reconstruct_",
     "save",
     "sparsify_",
+    "sparsify_activations_",
     "storage",
     "summary",
     "train",

@@ -20,6 +20,7 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    checked_threshold,
     shown,
 )
 from .errors import InvalidArgumentError
@@ -30,7 +31,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 METHOD = "tilesparse"  # in Transformers' configurations
 # Fields of a manifest's entry that its first version does not have, and the version that has them.
-NEWER = {"activations": 2, "experts": 3}
+NEWER = {"activations": 2, "experts": 3, "threshold": 4}
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class LayerSpec:
             "block", else None.
         experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
             `BlockSparseExperts`; None is an ordinary layer.
+        threshold: magnitude up to which numbers of x count as zero, see `sparsify_activations_`; None
+            multiplies all of them.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -163,6 +166,7 @@ class LayerSpec:
     policy: str = "sparse"
     activations: str | None = None
     experts: int | None = None
+    threshold: float | None = None
 
     @classmethod
     def of(cls, pattern: Any, dtype: torch.dtype, **fields: Any) -> LayerSpec:
@@ -194,12 +198,13 @@ class LayerSpec:
         check_policy(self.policy)
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
-            for name, only in (("policy", "sparse"), ("activations", None)):
+            for name, only in (("policy", "sparse"), ("activations", None), ("threshold", None)):
                 if getattr(self, name) != only:
                     raise InvalidArgumentError(
                         f"{name} must be {only!r} with experts, got {getattr(self, name)!r}"
                     )
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
+        own |= {"threshold": checked_threshold("threshold", self.threshold)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
