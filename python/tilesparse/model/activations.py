@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def sparsify_activations_(
             del samples[layer]
         thresholds = _allocated(samples, number)
         measures = {layer: _Measure(layer, thresholds[layer]) for layer in samples}
-        _run(model, data, {layer: measure.add for layer, measure in measures.items()})
+        _run(model, data, {layer: measure.add for layer, measure in measures.items()}, thresholds)
     records = {names[layer][0]: measure.record(names[layer][0]) for layer, measure in measures.items()}
     if not dry_run:
         skipped += _set(model, {name: record.threshold for name, record in records.items()}, names)
@@ -166,25 +167,35 @@ def _product(layer: Any, x: Tensor) -> Tensor:
     """Return x Wᵀ in float32."""
     if isinstance(layer, BlockSparseLinear):
         zeros = torch.zeros_like(x[:1])
-        y: Tensor = layer(x) - layer(zeros)
+        y: Tensor = layer.forward(x) - layer.forward(zeros)  # without hooks
         return y.float()
     return nn.functional.linear(x, dense_weight(layer)).float()
 
 
-def _run(model: nn.Module, data: list[Any], adds: Mapping[nn.Module, Any]) -> None:
-    """Call the model with each batch; tell what enters layers, of tokens that are no padding."""
+def _run(
+    model: nn.Module,
+    data: list[Any],
+    adds: Mapping[nn.Module, Any],
+    limits: Mapping[nn.Module, float] = MappingProxyType({}),
+) -> None:
+    """Call the model with each batch, with these thresholds; tell what enters layers, but for padding."""
     mask: Tensor | None = None
 
-    def look(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def look(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x: Tensor = args[0].detach()
         keep = mask if mask is not None and mask.shape == x.shape[:-1] else None
         rows = x.reshape(-1, x.shape[-1]) if keep is None else x[keep.to(x.device)]
         if len(rows):
             adds[layer](rows)
+        limit = limits.get(layer)
+        return None if limit is None else (thresholded(args[0], limit), *args[1:])
 
     with ExitStack() as stack, torch.no_grad():
         for layer in adds:
             stack.callback(layer.register_forward_pre_hook(look).remove)
+            if isinstance(layer, BlockSparseLinear):
+                stack.callback(setattr, layer, "threshold", layer.threshold)
+                layer.threshold = None
         for batch in data:
             given = mask_of(batch)
             mask = None if given is None else given != 0
@@ -214,6 +225,9 @@ class _Sample:
     def levels(self) -> list[tuple[float, float, float]]:
         """Return (threshold, fraction that is off, squared relative error), for one fraction after another."""
         x = torch.cat(self.rows)
+        before = getattr(self.layer, "threshold", None)
+        if before is not None:
+            self.layer.threshold = None
         magnitudes = x.abs().flatten().float()
         ordered = magnitudes[magnitudes.isfinite()].sort().values
         of_all = _product(self.layer, x)
@@ -226,6 +240,8 @@ class _Sample:
                 continue
             errors = _errors(of_all, _product(self.layer, thresholded(x, threshold)))
             found.append((threshold, off, float(errors.mean())))
+        if before is not None:
+            self.layer.threshold = before
         return found
 
 

@@ -206,6 +206,7 @@ class BlockSparseLinear(StoredWeight):
             dtype=spec.dtype,
             **own,
         ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
+        layer._threshold = spec.threshold
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
