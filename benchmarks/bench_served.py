@@ -3,7 +3,7 @@
     python benchmarks/bench_served.py --output served.json
 
 The weights are random, in the shapes of Llama 3 8B; the blocks of largest norm are kept, or the largest two
-of four weights. Prefill is one prompt, each layer compiled. Decode is one step of several numbers of sequences,
+of four weights. Prefill is one prompt, each layer compiled. Decode is one step of some numbers of sequences,
 in a CUDA graph. Dense layers in float8 have scales by row and fast sums, and where nothing is compiled this
 library's kernel rounds their inputs. Each form is made, measured and dropped before the next one.
 """
