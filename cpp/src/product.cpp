@@ -6,14 +6,14 @@
 #include <string>
 
 #include "abi.h"
+#include "bias_gradient.h"
 #include "descriptors.h"
 #include "error.h"
 #include "operands.h"
 #include "pattern.h"
 #include "plan/host_plan.h"
 #include "skip.h"
-#include "sums.h"
-#include "values.h"
+#include "storage.h"
 
 namespace ts {
 namespace {
