@@ -24,7 +24,7 @@ from ..errors import InvalidArgumentError
 from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import ExpertsLinear, projections_of
 from ..nn.linear import BlockSparseLinear, evaluating
-from ..nn.mlp import BlockSparseMLP
+from ..nn.mlp import BlockSparseMLP, down_of
 from .modules import is_linear, names_of_modules
 from .replace import sparsify_
 from .report import Report, SkippedLayer
@@ -69,7 +69,7 @@ def sparsify_activations_(
     """Turn off neurons of MLPs: give the layers that multiply them a threshold, without training.
 
     Numbers that enter ``down_proj`` of an MLP, or whatever it is called, count as zero up to the threshold of
-    the layer, token by token. Up to 8 tokens then read only the weights of neurons that are on. The thresholds
+    the layer, token by token. Up to 8 tokens then read only weights of neurons that are on. The thresholds
     share a fraction by what it costs: a layer's is raised where that adds least to the sum over layers of
     squared relative errors of their results. Exact zeros, as ReLU makes them, cost nothing and are always off.
 
@@ -136,12 +136,12 @@ def _layers_of_mlps(model: nn.Module) -> tuple[list[Any], list[SkippedLayer]]:
 def _down_of(module: nn.Module) -> nn.Module | None:
     """Return the layer of an MLP that multiplies its neurons, or None."""
     if isinstance(module, BlockSparseMLP):
-        return module._part("down")  # type: ignore[no-any-return]
+        return down_of(module)  # type: ignore[no-any-return]
     children = dict(module.named_children())
     layers = [child for child in children.values() if _is_layer(child)]
     others = [child for child in children.values() if not _is_layer(child)]
     activates = any(callable(getattr(module, name, None)) for name in _ACTIVATIONS)
-    if not 2 <= len(layers) <= 3 or not (activates or isinstance(module, nn.Sequential) and others):
+    if not 2 <= len(layers) <= 3 or not (activates or (isinstance(module, nn.Sequential) and others)):
         return None
     *ups, down = sorted(layers, key=lambda layer: _shape(layer)[1])
     (out_features, hidden), of_ups = _shape(down), [_shape(up) for up in ups]
