@@ -249,7 +249,7 @@ def mean_error(report: Any) -> float:
 
 
 def fitted(report: Any) -> dict[str, Any]:
-    return {one.name: [one.before, one.after] for one in report.submodules}
+    return {one.name: [one.error_before, one.error] for one in report.layers}
 
 
 def main() -> int:

@@ -55,7 +55,6 @@ NOT_CALLED = {
         "BlockSparseMatrix": "to",
         "model.BlockSparseModelPatcher": "new_child_module",
         "nn.ExpertsLinear": "cut from_linear",
-        "quantize": "QuantizeReport QuantizedLayer",
         "recover.trainer.DistillationTrainer": "compute_loss",
         "recover.trainer.PatternCallback": "on_optimizer_step on_save on_train_begin",
         "train.PatternSchedule": "add_param_group",

@@ -610,7 +610,7 @@ def test_the_report_counts_kinds_of_skipped_modules() -> None:
     report = patcher("").patch_model(model)
     assert len(report.layers) == 3 and len(report.skipped) == 12
     said = [line for line in str(report).splitlines() if line.startswith("skipped")]
-    assert said[0] == "skipped 4 Sequential, 3 Dropout, 3 LayerNorm: not nn.Linear"
+    assert said[0] == "skipped 4 Sequential, 3 Dropout, 3 LayerNorm (the model, …): not nn.Linear"
     assert len(said) == 3 and said[1].startswith("skipped 3 (Linear): weight is shared with 4")
     dropouts = patcher(r"\d\.1").patch_model(model, strict=False)
     assert "skipped 3 Dropout (0.1, …): not nn.Linear" in str(dropouts)
