@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockSparseConfig
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_, reconstruct_
+from tilesparse import BlockSparseConfig, distill_, prune_, reconstruct_
+from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 
 HELD_OUT = 20  # one file in this many

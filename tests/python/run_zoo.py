@@ -36,12 +36,11 @@ from transformers.utils import logging
 from zoo import BLOCK, ZOO, Kind, linear_layers
 
 import tilesparse
-from tilesparse import BlockSparseConfig, BlockSparseLinear, TileSparseError
+from tilesparse import BlockSparseConfig, BlockSparseLinear, TileSparseError, distill_, prune_, reconstruct_
 from tilesparse.integrations.peft import merge_loss
 from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
 from tilesparse.nn.experts import projections_of
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_, reconstruct_
+from tilesparse.recover import DistillationLoss
 
 OPTIONS: dict[str, Any] = {"density": 0.5, "block_shape": BLOCK}
 

@@ -19,10 +19,11 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from zoo import ZOO
 
 import tilesparse as ts
+from tilesparse import prune_
 from tilesparse.calibrate.moments import Moments
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.experts import ExpertsLinear, projections_of
-from tilesparse.prune import allocate, measure_errors, prune_
+from tilesparse.prune import allocate, measure_errors
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss"]
 SIZES = {
@@ -488,7 +489,7 @@ def test_experts_are_reconstructed_and_distilled() -> None:
         return float((model(**batches[0]).logits - teacher(**batches[0]).logits).detach().norm())
 
     before = error()
-    ts.recover.reconstruct_(model, teacher, batches, epochs=8)
+    ts.reconstruct_(model, teacher, batches, epochs=8)
     middle = error()
     ts.distill_(model, teacher, batches * 5, lr=1e-4)
     assert error() < middle < before

@@ -31,15 +31,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, _progress
+from tilesparse import BlockPattern, BlockSparseLinear, _progress, densify_, prune_, sparsify_, summary
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.model import BlockSparseModelPatcher, densify_, sparsify_, summary
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.model.report import SkippedLayer
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks
-from tilesparse.prune import prune_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 

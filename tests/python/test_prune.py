@@ -33,7 +33,7 @@ from transformers import (
     T5Model,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, cli
+from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
 from tilesparse.calibrate.moments import Damped, Moments
 from tilesparse.calibrate.stream import Stream
 from tilesparse.cli.demo import GPT
@@ -42,7 +42,7 @@ from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import CheckpointError, InvalidArgumentError
 from tilesparse.model import Report
-from tilesparse.prune import measure_errors, obs, prune_, refit, scores
+from tilesparse.prune import measure_errors, obs, refit, scores
 
 B = 16
 

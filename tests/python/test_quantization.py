@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 import tilesparse as ts
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.moments import damped
 from tilesparse.calibrate.stream import tensors_in
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.weight import dense_blocks, kept_mask
-from tilesparse.quantize import quantize_
 from tilesparse.quantize.smooth import Samples, Search
 from tilesparse.quantize.weights import RoundedWeight, round_weight
 from tilesparse.storage.formats import QuantizedStorage, storage_of

@@ -38,11 +38,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import BlockSparseConfig, BlockSparseLinear
+from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_, losses, reconstruct_, reconstruction
+from tilesparse.recover import DistillationLoss, losses, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule

@@ -2,7 +2,6 @@
 
 from .fuse import fuse_mlps_
 from .patcher import BlockSparseModelPatcher
-from .replace import densify_, sparsify_
-from .report import Report, summary
+from .report import Report
 
-__all__ = ["BlockSparseModelPatcher", "Report", "densify_", "fuse_mlps_", "sparsify_", "summary"]
+__all__ = ["BlockSparseModelPatcher", "Report", "fuse_mlps_"]

@@ -1,5 +1,1 @@
-"""Layers with weights and activations in 8 bits, with scales chosen on calibration data."""
-
-from .driver import quantize_
-
-__all__ = ["quantize_"]
+"""Whole models in 8 and 4 bits, with scales chosen on calibration data; see `tilesparse.quantize_`."""
