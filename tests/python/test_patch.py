@@ -31,7 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, _progress, densify_, prune_, sparsify_, summary
+from tilesparse import BlockPattern, BlockSparseLinear, _reports, densify_, prune_, sparsify_, summary
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
@@ -652,7 +652,7 @@ def test_long_patching_says_how_far_it_is(
 ) -> None:
     patcher().patch_model(gpt())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(_progress, "SECONDS", 0)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
     patcher().patch_model(gpt())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]

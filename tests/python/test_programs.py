@@ -60,7 +60,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _progress
+from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _reports
 from tilesparse.cli import command, demo, info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,7 +208,7 @@ def test_the_demo_trains_both_models_on_the_standard_library_and_compares_them(
 def test_progress_is_said_without_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_progress, "SECONDS", 0)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
     assert command.main([*DEMO, "--steps", "2"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _progress
+from .. import _reports
 from .._checks import checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._listeners import check_can_change, layers_changed
@@ -300,7 +300,7 @@ class Run:
     ) -> None:
         self._model, self._calibration, self._targets = model, calibration, targets
         self._damping, self._progress = damping, progress
-        self._said = _progress.Progress(len(targets))
+        self._said = _reports.Progress(len(targets))
         self._done = 0
 
     def pruners(self) -> Iterator[tuple[str, Pruner]]:

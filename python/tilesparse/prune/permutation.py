@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, shown
-from .._progress import Progress
+from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, call_model, check_model, checked_moments, collected
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._progress import Progress
+from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, naming_layer
 from ..matrix import BlockSparseMatrix
 from ..nn.dense import dense_weight

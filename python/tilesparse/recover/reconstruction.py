@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, checked_seed
-from .._progress import Progress
-from .._reports import listed, warn_user
+from .._reports import Progress, listed, warn_user
 from ..calibrate.stream import (
     Call,
     Stream,
