@@ -131,6 +131,12 @@ struct BiasGradient {
     bool accumulate;
 };
 
+// Where a kernel that finds another plan than its own writes its number: a word of the host's memory.
+struct PlanReport {
+    int32_t* at;
+    int32_t kernel;
+};
+
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
@@ -150,7 +156,8 @@ struct Problem {
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
-    const void* prepacked;  // values as Kernel::prepack left them, or null
+    PlanReport plan_report;  // for kernels with a plan
+    const void* prepacked;   // values as Kernel::prepack left them, or null
     // Added to the results, or if `gated` multiplied by them after activation and rounding: then they have no
     // activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;

@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     Schedule::begin(arguments, numbers);
     __syncthreads();
 
-    const OwnPlan plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
+    if (!plan.is_own) return;
     const Schedule schedule(arguments, numbers);
     using Loader = DdsLoader<Traits, kRowMajorInput, Schedule>;
     if constexpr (Traits::kOnlyLoad) {
@@ -179,6 +180,7 @@ struct Dds {
         arguments.groups = problem.pattern.groups;
         arguments.group_features = static_cast<int>(problem.features());
         arguments.most_token_tiles = static_cast<int>(token_tiles(problem));
+        arguments.plan_report = problem.plan_report;
         const int most = fit.resident * device.multiprocessors;
         const int bytes = Traits::shared_bytes(fit.stages) + number_bytes(problem);
         return start_of(problem)(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads,

@@ -57,9 +57,10 @@ __device__ inline void sdd_store(
     }
 }
 
-// Adds the partial sums of all parts, in their order.
+// Adds the partial sums of all parts, in their order. There are none where the plan was not the launch's.
 template <class Result>
 __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
+    const bool is_own = arguments.plan->key == arguments.plan_key;
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
     const auto* partial = reinterpret_cast<const float2*>(arguments.partial);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pairs; i += stride) {
@@ -69,7 +70,7 @@ __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
             sum.x += next.x;
             sum.y += next.y;
         }
-        store_pair(static_cast<Result*>(arguments.values) + 2 * i, sum, arguments.accumulate);
+        if (is_own) store_pair(static_cast<Result*>(arguments.values) + 2 * i, sum, arguments.accumulate);
     }
 }
 

@@ -156,6 +156,7 @@ struct Dds {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.plan_report = problem.plan_report;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();

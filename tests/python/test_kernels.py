@@ -46,7 +46,7 @@ from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import Prepared, prepared
-from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
@@ -943,6 +943,34 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
     with pytest.raises(InvalidArgumentError, match="workspace must not be null"):
         run(product, problem, operands, 0)
     assert operands.output.is_poison(inside=True)
+
+
+@of([*ROWS_WITH_PLANS, *(row for row in GROUPED_ROWS if row.plan)])
+def test_another_plan_in_memory_is_an_error_of_the_next_call(row: Row) -> None:
+    """The kernel writes no results, in whatever shape it is launched, and the device goes on."""
+    key = 11  # the word of a plan's header
+    block_shape = accepted_shapes(row)[-1]
+    for problem in (
+        [of_groups(row, [30, 0, 90], block_shape, (3, 4))]
+        if row.grouped
+        else [
+            Problem(make_pattern("random 50%", (3, 40), block_shape), within(row, 16)),
+            Problem(make_pattern("random 50%", (40, 3), block_shape), within(row, 3000)),
+        ]
+    ):
+        operands = Operands(row, problem)
+        operands.prepare_output()
+        entry = entry_of(row, DEVICE, problem.pattern, problem.groups)
+        plan = entry._plans.get(row.op, row.number - 1, row.plan).view(torch.int32)
+        plan[key] ^= 1
+        launch(row, problem, operands)
+        torch.cuda.synchronize(DEVICE)
+        plan[key] ^= 1
+        assert operands.output.is_poison(inside=True)
+        with pytest.raises(PatternChangedError, match=f"kernel {row.name} found another one"):
+            launch(row, problem, operands)
+        assert operands.output.is_poison(inside=True)
+        check(row, problem)
 
 
 def test_every_kernel_of_this_gpu_runs() -> None:

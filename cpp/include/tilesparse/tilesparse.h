@@ -63,7 +63,8 @@ enum {
     TS_WORKSPACE_TOO_SMALL = 5, /* the workspace or the plan has fewer bytes than asked for */
     TS_CUDA_ERROR = 6,          /* the CUDA runtime reported an error */
     TS_OUT_OF_MEMORY = 7,       /* host memory */
-    TS_INTERNAL_ERROR = 8
+    TS_INTERNAL_ERROR = 8,
+    TS_STALE_PLAN = 9 /* an earlier product on a GPU found another plan than its own, see ts_plan_check */
 };
 
 /* Element types. A default is that of another operand, see ts_matmul_desc. TS_INT8 and TS_FLOAT8_E4M3FN are
@@ -349,6 +350,12 @@ TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* 
  * the kernel's `plan`, op, and the sizes of the pattern, whose arrays are not read. 0 for a kernel without a
  * plan. ts_prepared.key is for it, and the plan holds it, too. */
 TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
+
+/* A kernel of TS_CUDA that finds another key in its plan than that of its product writes no results and says
+ * so. The next ts_matmul or ts_values_prepack on a GPU then does nothing and returns TS_STALE_PLAN, once; the
+ * sentence names the kernel. Neither waits for kernels that still run: after the last product synchronize the
+ * stream and call ts_plan_check, which returns the same. */
+TS_API ts_status_t ts_plan_check(void);
 
 /* Some kernels prepack the values before every product: they copy them into the order in which they multiply
  * them. The caller may keep that copy instead, while values and plan stay as they are: `prepacked` of the
