@@ -13,7 +13,16 @@ from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast
 from .._ops.epilogue import combine, spread, straight_through
 from .._ops.linear import linear_on
-from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_granularity
+from ..config import (
+    LayerSpec,
+    as_nm,
+    check_experts,
+    check_nm,
+    check_of_experts,
+    check_quantized_activations,
+    check_storage,
+    checked_granularity,
+)
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
@@ -91,6 +100,7 @@ class BlockSparseExperts(nn.Module):
         transposable: bool = False,
         storage: str = "plain",
         granularity: str = "row",
+        activations: str | None = None,
     ) -> BlockSparseExperts:
         """Return experts with the best blocks of a module of Transformers, and its function.
 
@@ -111,6 +121,7 @@ class BlockSparseExperts(nn.Module):
             transposable: as there.
             storage: as there.
             granularity: as of `BlockSparseLinear.to_storage`.
+            activations: as there.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -128,7 +139,9 @@ class BlockSparseExperts(nn.Module):
         check_nm(nm, transposable)
         check_storage(storage, nm)
         parts = check_parts_beside(patterns, parts)
-        checked_granularity(granularity, None)
+        check_quantized_activations(activations, storage)
+        checked_granularity(granularity, activations)
+        check_of_experts("sparse", activations, granularity)
         layers = []
         for name, own in found.layers().items():
             weight = dense_weight_of(module, name)
@@ -146,7 +159,8 @@ class BlockSparseExperts(nn.Module):
                 experts=len(dense[0]),
             )
             layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
-            layers.append(layer.to_storage(storage, granularity=granularity).train(module.training))
+            layer.to_storage(storage, granularity=granularity, activations=activations)
+            layers.append(layer.train(module.training))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:
@@ -397,7 +411,8 @@ class ExpertsLinear(BlockSparseLinear):
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
             weight = straight_through(weight, tensors["mask"])
-        operands = Operands(tensors["metadata"], tensors["scales"], offsets=offsets)
+        fast = None if self.activations is None else True
+        operands = Operands(tensors["metadata"], tensors["scales"], offsets=offsets, fast=fast)
         added = tensors["bias"], activation, residual
         return linear_on(x, weight, index, *added, operands=operands, gate=gate)
 
