@@ -210,6 +210,33 @@ def test_8_bit_activations_are_those_of_each_expert_alone(device: str, storage: 
     assert 0 < float((y - expected).detach().norm() / expected.detach().norm()) < 0.08
 
 
+@pytest.mark.parametrize("storage", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_quantized_once_and_not_each_of_their_rows(device: str, storage: str) -> None:
+    """With the bits of an `up` that quantizes rows, as one that somebody looks at does."""
+    options: Any = {"block_shape": 32, "storage": storage, "activations": storage}
+    sparse = sparse_experts("gpt_oss", **options).to(device)
+    x, index, weights = (one.to(device) for one in routed(dense_experts("gpt_oss"), torch.float32, 90))
+    index[::7, 1], x[4] = sparse.num_experts, torch.inf
+    index[4, 1], weights[4] = 0, 0.5
+    with torch.no_grad():
+        y = sparse(x, index, weights)
+        seen: list[Tensor] = []
+        up = sparse.projections()[sparse.up_name]
+        hook = up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        expected = sparse(x, index, weights)
+        hook.remove()
+        assert torch.equal(y[5:], expected[5:]) and not y[4].isfinite().any() and y[5:].isfinite().all()
+        assert seen[0].shape == (180, x.shape[1]) and seen[0][5:].isfinite().any()
+        torch._dynamo.reset()
+        compiled = torch.compile(sparse, fullgraph=True, dynamic=True)(x, index, weights)
+        close(compiled[5:], y[5:])
+    with torch.autocast(device, torch.bfloat16):
+        assert 0 < float((sparse(x, index, weights)[5:] - y[5:]).detach().abs().max()) < 0.1
+    recorded = sparse(x[5:].clone().requires_grad_(), index[5:], weights[5:])
+    assert torch.equal(recorded, y[5:]) and recorded.requires_grad
+
+
 def part_of(layer: ExpertsLinear, expert: int) -> ts.BlockSparseLinear:
     """Return a layer of one expert, on as many bits."""
     rows = layer.pattern.grid[0] // layer.experts

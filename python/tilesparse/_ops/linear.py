@@ -67,7 +67,9 @@ def linear_on(
                 operands = Operands(metadata, stored_scales_on(scales, values, index), operands.offsets)
             else:
                 policy, fast = "sparse", operands.fast
-                of_x = quantized_for(values, x, is_direct, is_inside(scales))
+                of_x: tuple[Tensor | None, ...] = operands[6:8]  # where x was quantized before it was spread
+                if of_x[0] is None:
+                    of_x = quantized_for(values, x, is_direct, is_inside(scales))
                 operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     if policy != "sparse" and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
