@@ -365,6 +365,7 @@ def _measure_in_8_bits(case: Case, operands: Operands, timer: Timer, repetitions
 
     others = {
         "whole": whole,
+        "quantize": lambda: functional.quantize_activations(x, dtype)[0],
         "grouped_bf16": _grouped("forward", operands),
         "sparse_bf16": _sparse("forward", operands),
     }

@@ -34,6 +34,7 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, functional, storage
+from tilesparse._checks import QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import known_kernels, use_kernel
 from tilesparse._runtime.pattern_cache import prepared
@@ -460,6 +461,10 @@ def test_what_grouped_products_in_8_bits_must_be() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             functional.quantized_linear(**{**given, **changed})
+    columns = prepared(case.pattern.index_on(torch.device("cpu"))).grouped(3).descriptor
+    inside: dict[str, Any] = {"granularity": 1, "result_dtype": 2, "x_scales_ld": 16, "grouped": True}
+    with pytest.raises(InvalidArgumentError, match=r"x\.granularity must be 4 for a grouped product"):
+        _C.Product(columns, DDS_NT, QUANTIZED[torch.float8_e4m3fn], 0, 12, **inside).resolve()
 
 
 @pytest.mark.parametrize("device", DEVICES)
