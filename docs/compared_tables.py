@@ -163,28 +163,19 @@ def _experts() -> Iterator[list[str]]:
     yield _line(
         "H100, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
     )
-    eight = {
-        case["density"]: case["results"][0]
-        for case in cases("h100_experts.json#eight_bits")
-        if (case["name"], case["block_shape"], case["routing"], case["dtype"])
-        == ("many-8192", [128, 128], "even", "float8")
+    layers = {
+        case["density"]: one["speedup"]
+        for case in cases("h100_experts.json#layer")
+        if case["block_shape"] == [128, 128]
+        for one in case["results"]
+        if one["op"] == "layer forward"
     }
-    of_density = [eight[density] for density in DENSITIES]
-    ours = [one["t_us"] + one["quantize_us"] for one in of_density]  # which counts for both sides
-    over = [one["grouped_bf16_us"] / own for one, own in zip(of_density, ours, strict=True)]
-    peers = [one["grouped_us"] + one["quantize_us"] for one in of_density]
-    over_8 = [peer / own for peer, own in zip(peers, ours, strict=True)]
-    yield _line("H100, 128 experts, 8192 tokens", "float8", over, over_8)
-    for run, name, dtype in (("layer", "bfloat16", "bf16"), ("layer_eight_bits", "float8", "float8")):
-        layers = {
-            case["density"]: one["speedup"]
-            for case in cases(f"h100_experts.json#{run}")
-            if (case["block_shape"], case["dtype"]) == ([128, 128], dtype)
-            for one in case["results"]
-            if one["op"] == "layer forward"
-        }
-        over = [layers.get(density) for density in DENSITIES]
-        yield _line("H100, a Qwen3-MoE layer, 8192 tokens", name, over, None)
+    yield _line(
+        "H100, a Qwen3-MoE layer, 8192 tokens",
+        "bfloat16",
+        [layers.get(density) for density in DENSITIES],
+        None,
+    )
 
 
 def _on_cpu() -> Iterator[list[str]]:

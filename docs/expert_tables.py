@@ -44,7 +44,7 @@ def grouped_eight_bits() -> str:
         *("float8", "int8", "dense bfloat16", "bfloat16", "float8 with quantizing x"),
     ]
     lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for case in cases("h100_experts.json#eight_bits"):
+    for case in cases("h200_experts.json#eight_bits"):
         size = f"{case['experts']} × {case['out_features']}×{case['in_features']}"
         what = size, str(case["rows"]), str(case["block_shape"][0]), short(case["density"]), case["routing"]
         lines.setdefault(what, {})[case["dtype"]] = case["results"][0]
@@ -80,9 +80,9 @@ def experts_layer() -> str:
     """A whole Qwen3-MoE layer beside Transformers' grouped implementation."""
     header = ["", "tokens", "dtype", "block", "density", "dense, forward", "forward", "dense, step", "step"]
     lines = []
-    for case in [case for run in ("layer", "layer_eight_bits") for case in cases(f"h100_experts.json#{run}")]:
+    for case in cases("h100_experts.json#layer"):
         found = {result["op"].removeprefix("layer "): result for result in case["results"]}
-        cells = ["-"] * 4
+        cells = ["-"] * 4  # no step in 8 bits
         for i, op in enumerate(("forward", "step")):
             if op in found:
                 dense, ours = found[op]["grouped_us"], found[op]["t_us"]
