@@ -111,6 +111,8 @@ struct Dds {
     using Weight = WeightFormat<kOp, Math, kTileFeatures>;
     using Traits = DdsTraits<Math, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
     static constexpr PlanShape kPlan = {kTileFeatures, Traits::kStep};
+    // Whether it computes grouped products, too: in 8 bits not by the largest tiles, which few groups fill.
+    static constexpr bool kGroups = !Traits::kScaled && (!Traits::kQuantized || kTileTokens <= 128);
 
     struct Occupancy {
         int resident;  // CTAs on a multiprocessor
@@ -193,7 +195,7 @@ struct Dds {
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
-        if (!Traits::kQuantized) row.grouped = bits_of(0, 1);
+        if (kGroups) row.grouped = bits_of(0, 1);
         if (Traits::kScaled) row.scales_inside = bits_of(1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
@@ -215,21 +217,23 @@ struct Dds {
 
     static Start start_of(const Problem& problem) {
         if constexpr (Traits::kQuantized) {
-            if (problem.result_dtype == DType::float16) return start_for<__half>;
-            if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>;
-        } else if (problem.grouped()) {
-            return ts::sm80::launch<dds_kernel<Traits, true, GroupedSchedule>, DdsArguments>;
+            if (problem.result_dtype == DType::float16) return start_for<__half>(problem);
+            if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>(problem);
         } else if (problem.input().layout == Layout::column_major) {
             return ts::sm80::launch<dds_kernel<Traits, false, Schedule>, DdsArguments>;
         }
-        return start_for<typename Math::Result>;
+        return start_for<typename Math::Result>(problem);
     }
     // Launches for row-major input, with results of a type.
     template <class Result>
-    static constexpr Start start_for = ts::sm80::launch<
-        dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>, true,
-                   Schedule>,
-        DdsArguments>;
+    static Start start_for(const Problem& problem) {
+        using OfResult =
+            DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
+        if constexpr (kGroups)
+            if (problem.grouped())
+                return ts::sm80::launch<dds_kernel<OfResult, true, GroupedSchedule>, DdsArguments>;
+        return ts::sm80::launch<dds_kernel<OfResult, true, Schedule>, DdsArguments>;
+    }
 
     // Bytes of the numbers of a grouped product in shared memory.
     static int number_bytes(const Problem& problem) {

@@ -350,8 +350,8 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
-    if operands.offsets is not None:
-        raise InvalidArgumentError("offsets must be None with x in 8 bits")
+    if operands.offsets is not None and is_inside(scales):
+        raise InvalidArgumentError("offsets must be None with scales of blocks, which are inside of the sums")
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")

@@ -194,11 +194,7 @@ class LayerSpec:
         check_policy(self.policy)
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
-            for name, only in (("policy", "sparse"), ("activations", None)):
-                if getattr(self, name) != only:
-                    raise InvalidArgumentError(
-                        f"{name} must be {only!r} with experts, got {getattr(self, name)!r}"
-                    )
+            check_of_experts(self.policy, self.activations, self.granularity)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -283,6 +279,16 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         raise InvalidArgumentError(
             f"experts must divide the {rows} rows of W into whole blocks of {block_rows} rows, got "
             f"{shown(experts)}"
+        )
+
+
+def check_of_experts(policy: str, activations: str | None, granularity: str | None) -> None:
+    """Raise InvalidArgumentError for a policy, or for scales beside 8-bit activations, that experts lack."""
+    if policy != "sparse":
+        raise InvalidArgumentError(f"policy must be 'sparse' with experts, got {policy!r}")
+    if activations is not None and granularity == "block":
+        raise InvalidArgumentError(
+            f"granularity must be {PER_FEATURE!r} with experts and 8-bit activations, got 'block'"
         )
 
 

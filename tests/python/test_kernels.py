@@ -158,7 +158,7 @@ def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
 
 # Those named so compute grouped products alone.
 ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
-GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.of_8_bits]
+GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
@@ -436,6 +436,9 @@ class Operands:
         pattern, slots = problem.part(group)
         tokens = slice(*problem.offsets[group : group + 2])
         features = slice(group * problem.features, (group + 1) * problem.features)
+        scales, x_scales = getattr(self, "scales", None), getattr(self, "x_scales", None)
+        if scales is not None and x_scales is not None and problem.counts:
+            scales, x_scales = scales[features], x_scales[tokens]
         return Part(
             pattern,
             self.x[tokens],
@@ -445,8 +448,8 @@ class Operands:
             None if self.before is None else self.before.view_as(self.values)[slots],
             None if self.bias is None else self.bias[features],
             None if self.residual is None else self.residual[tokens],
-            getattr(self, "scales", None),
-            getattr(self, "x_scales", None),
+            scales,
+            x_scales,
         )
 
 
@@ -1028,9 +1031,12 @@ def test_nothing_of_other_groups_enters_a_sum(row: Row) -> None:
     """A NaN in one group's tokens spoils results of this group alone, and none through 0 * NaN."""
     problem = of_groups(row, [37, 61, 90], accepted_shapes(row)[-1], (3, 4))
     operands = Operands(row, problem)
+    own = slice(*problem.offsets[1:3])
     for name in "xy":
-        if name != OUTPUTS[row.op]:
-            operands.buffers[name].lines[slice(*problem.offsets[1:3])] = torch.nan
+        if name != OUTPUTS[row.op] and row.dtype != torch.int8:
+            operands.buffers[name].lines[own] = torch.nan
+    if row.of_8_bits:
+        operands.x_scales[own] = torch.nan
     operands.prepare_output()
     launch(row, problem, operands)
     check_groups(row, problem, operands, (0, 2))

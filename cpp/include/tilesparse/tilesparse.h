@@ -258,8 +258,9 @@ typedef struct ts_matmul_desc {
                                      g alone. Offsets ascend from 0 to tokens and lie where the operands do.
                                      On TS_CUDA the host does not read them, and kernels touch nothing
                                      outside of x and y whatever they are. bias is [out_features]; residual
-                                     and gate are like y. x has 16 bits or more, prepacked and, for TS_SDD_TN,
-                                     bias are null (see ts_group_sums), and dense is never chosen */
+                                     and gate are like y. Scales of x of 8 bits are TS_SCALES_PER_TOKEN,
+                                     prepacked and, for TS_SDD_TN, bias are null (see ts_group_sums), and
+                                     dense is never chosen */
     ts_prepared plan; /* made by ts_plan_build or ts_plan_device_build; null where ts_plan_size gives 0 */
     ts_prepared prepacked; /* made by ts_values_prepack of the same values, pattern and kernel, or null */
     char prefer[64];       /* the first characters of the names of kernels that are preferred, ending in a
