@@ -235,6 +235,9 @@ def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) 
     x = torch.randn(3, 64, dtype=torch.float64)
     expected = tilesparse.functional.dds(x, values, pattern, transpose=False)
     torch.testing.assert_close(torch.utils.dlpack.from_dlpack(tsj.matmul(x, matrix)), expected)
+    back = tilesparse.BlockSparseMatrix(matrix.values, pattern)
+    assert back.values.data_ptr() == values.data_ptr()
+    torch.testing.assert_close(jnp.from_dlpack(x) @ back, expected)
 
 
 @pytest.mark.parametrize(
