@@ -255,9 +255,10 @@ Error* handle(Call* call) {
     for (Extension* extension = call->extensions; extension != nullptr; extension = extension->next) {
         if (extension->type != metadata_extension) continue;
         Metadata& metadata = *reinterpret_cast<MetadataExtension*>(extension)->metadata;
-        const Version& own = call->api->version;
+        // Appended fields are not touched, so any minor version will do. Releases of JAX below 0.7 do not
+        // say which one they have, and have this one.
         metadata.version.major = major_version;
-        metadata.version.minor = own.minor;  // appended fields are not touched, so any will do
+        metadata.version.minor = call->api == nullptr ? 1 : call->api->version.minor;
         metadata.traits = 0;
         return nullptr;
     }
