@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, check_values
+from ._checks import DTYPES, Array, check_values, shared
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
@@ -22,18 +22,23 @@ class BlockSparseMatrix:
     and their dense operands. Several matrices may share one pattern, whose `BlockPattern.move_blocks_` moves
     blocks in all of them.
 
+    Values and dense operands are tensors, or arrays of NumPy, CuPy, JAX and others with DLPack, whose memory
+    is shared. Results are tensors, of which ``numpy.from_dlpack`` and others make arrays without a copy.
+
     Args:
-        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
+        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied, unless NumPy has
+            them read-only.
         pattern: places of the blocks; values[i] is the block at slot i.
 
     Raises:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
-    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
-        _check_dtype("values", values)
-        check_values("values", values, pattern.index_on(values.device))
-        self.values = values
+    def __init__(self, values: Array, pattern: BlockPattern) -> None:
+        tensor: Tensor = shared("values", values)
+        _check_dtype("values", tensor)
+        check_values("values", tensor, pattern.index_on(tensor.device))
+        self.values = tensor
         self.pattern = pattern
 
     @classmethod
@@ -62,7 +67,7 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_blocks(
-        cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
+        cls, blocks: Array | Sequence[tuple[int, int]], values: Array, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
         """Place values[i] at (block row, block column) ``blocks[i]``, in any order.
 
@@ -71,12 +76,13 @@ class BlockSparseMatrix:
             values: [nnz, bn, bk], contiguous.
             shape: (out_features, in_features).
         """
-        return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
+        tensor: Tensor = shared("values", values)
+        return cls(tensor, BlockPattern.from_blocks(blocks, shape=shape, block_shape=tensor.shape[1:]))
 
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         pattern: BlockPattern | None = None,
         *,
         block_shape: Sequence[int] | None = None,
@@ -96,14 +102,15 @@ class BlockSparseMatrix:
         Raises:
             InvalidArgumentError: neither or both of pattern and block_shape are given, or sizes do not fit.
         """
+        tensor: Tensor = shared("dense", dense)
         if block_shape is not None and pattern is None:
             if density is None and nnz is None:
-                pattern = BlockPattern.from_mask(dense, block_shape=block_shape)
+                pattern = BlockPattern.from_mask(tensor, block_shape=block_shape)
             else:
-                pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+                pattern = BlockPattern.from_dense(tensor, block_shape=block_shape, density=density, nnz=nnz)
         elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
             raise InvalidArgumentError("pattern must be given alone, or block_shape instead of it")
-        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
+        return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
@@ -209,13 +216,15 @@ class BlockSparseMatrix:
         """Return the transposed matrix [in_features, out_features]; its values are a differentiable copy."""
         return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
 
-    def __matmul__(self, dense: Tensor) -> Tensor:
+    def __matmul__(self, dense: Array) -> Tensor:
         """Return W @ dense [in_features, n]; differentiable, see `functional.dsd`, also for Wᵀ."""
-        return functional.dsd(self.values, self.pattern, dense)
+        return functional.dsd(self.values, self.pattern, shared("dense", dense))
 
-    def __rmatmul__(self, dense: Tensor) -> Tensor:
+    def __rmatmul__(self, dense: Array) -> Tensor:
         """Return dense [..., out_features] @ W; differentiable, see `functional.dds`, also for Wᵀ."""
-        return functional.dds(dense, self.values, self.pattern, transpose=False)
+        return functional.dds(shared("dense", dense), self.values, self.pattern, transpose=False)
+
+    __array_ufunc__ = None  # so that NumPy leaves ``x @ W`` to this class
 
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Return True if both store the same blocks with the same values, in any slots."""
