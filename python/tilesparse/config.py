@@ -20,6 +20,8 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    grid_of,
+    pattern_shapes,
     shown,
 )
 from .errors import InvalidArgumentError
@@ -171,8 +173,9 @@ class LayerSpec:
         return cls(**sizes, dtype=dtype, **fields)
 
     def __post_init__(self) -> None:
-        block_shape = check_block_shape(self.block_shape)
-        shape, _, (rows, columns) = check_shapes(self.shape, block_shape)
+        is_plain = self.storage == "plain" and self.nm is None and self.experts is None
+        shapes = pattern_shapes if is_plain else check_shapes
+        shape, block_shape, (rows, columns) = shapes(self.shape, self.block_shape)
         nnz = checked_count("nnz", self.nnz, 0, rows * columns)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
@@ -202,7 +205,7 @@ class LayerSpec:
     @property
     def grid(self) -> tuple[int, int]:
         """(R, C): numbers of block rows and block columns."""
-        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+        return grid_of(self.shape, self.block_shape)
 
     @property
     def density(self) -> float:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, Array, check_values, shared
+from ._checks import DTYPES, Array, check_values, check_whole_blocks, shared
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
-from .pattern import BlockPattern, canonical_bsr, canonical_scipy
+from .pattern import BlockPattern, canonical_bsr, canonical_scipy, zero_outside_
 
 
 class BlockSparseMatrix:
@@ -63,7 +63,8 @@ class BlockSparseMatrix:
     ) -> "BlockSparseMatrix":
         """Draw the kept elements from the standard normal distribution, by a generator of the same device."""
         size = (pattern.nnz, *pattern.block_shape)
-        return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
+        values = torch.randn(size, generator=generator, dtype=dtype, device=device)
+        return cls(zero_outside_(values, pattern), pattern)
 
     @classmethod
     def from_blocks(
@@ -181,6 +182,7 @@ class BlockSparseMatrix:
 
     def to_bsr(self) -> Tensor:
         """Return a detached ``torch.sparse_bsr`` tensor with the values in row order."""
+        check_whole_blocks("a BSR matrix", self.shape, self.block_shape)
         index = self.pattern.index_on(self.device)
         return torch.sparse_bsr_tensor(
             index.crow_indices.clone(),
@@ -201,6 +203,7 @@ class BlockSparseMatrix:
         except ImportError as error:
             raise UnsupportedError("scipy is needed: pip install scipy") from error
 
+        check_whole_blocks("a BSR matrix", self.shape, self.block_shape)
         values = self._in_row_order().cpu()
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()

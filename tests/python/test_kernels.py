@@ -101,6 +101,11 @@ class Row(NamedTuple):
         return self.of_8_bits and "scaled" in self.name
 
     @property
+    def of_any_block(self) -> bool:
+        """True if blocks may have any sides; such kernels compute no grouped products."""
+        return "_blocks" in self.name
+
+    @property
     def of_y(self) -> torch.dtype:
         """The dtype of y, bias and residual."""
         return self.result if self.op == DDS_NT else self.dtype
@@ -158,7 +163,9 @@ def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
 
 # Those named so compute grouped products alone.
 ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
-GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside]
+GROUPED_ROWS = [
+    row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside and not row.of_any_block
+]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.

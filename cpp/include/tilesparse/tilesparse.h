@@ -2,8 +2,9 @@
  * the baseline of the ABI is read from it.
  *
  * A weight W of shape [out_features, in_features] is cut into blocks of block_rows x block_cols;
- * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
- * y [tokens, out_features]:
+ * only `nnz` of them are kept. The last block row and column may reach out of W: parts of a block that lie
+ * there are never read, and TS_SDD_TN writes zeros there. Three products are offered on x [tokens,
+ * in_features] and y [tokens, out_features]:
  *
  *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward, or with a gate
  *               y  = (x W^T + bias) * activation(gate)
@@ -151,19 +152,19 @@ typedef struct CUstream_st* ts_stream_t;
  * patterns and plans and for TS_CPU, device memory for ts_matmul on TS_CUDA. */
 typedef struct ts_pattern {
     uint32_t struct_size;
-    int32_t block_rows; /* bn: 16, 32, 64 or 128 */
-    int32_t block_cols; /* bk: 16, 32, 64 or 128 */
+    int32_t block_rows; /* bn: 2 to 128 */
+    int32_t block_cols; /* bk: 2 to 128 */
     int32_t groups; /* 0 or 1: one weight. E, at most 1024: weights of equal shape below each other, such as
                        those of experts; out_features is that of all, E times that of one. Column arrays go
-                       by group: col_ptr is [E * in_features / block_cols + 1], and row_idx counts block
+                       by group: col_ptr is [E * C + 1], and row_idx counts block
                        rows from the group's first */
-    int64_t out_features;    /* a multiple of block_rows */
-    int64_t in_features;     /* a multiple of block_cols */
+    int64_t out_features;    /* elements; R = out_features / block_rows, rounded up, block rows */
+    int64_t in_features;     /* C = in_features / block_cols, rounded up, block columns */
     int64_t nnz;             /* kept blocks */
-    const int32_t* row_ptr;  /* [out_features / block_rows + 1] */
+    const int32_t* row_ptr;  /* [R + 1] */
     const int32_t* col_idx;  /* [nnz] */
     const int32_t* row_slot; /* [nnz] */
-    const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
+    const int32_t* col_ptr;  /* [C + 1] */
     const int32_t* row_idx;  /* [nnz] */
     const int32_t* col_slot; /* [nnz] */
 } ts_pattern;
