@@ -3,7 +3,7 @@
 // Below, "features" are the columns of the result and k is what is summed over, in either direction.
 // Operands: activations and results row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32
 // products with float32's error); values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4; float32
-// sums. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (multiplied as fp16, float32
+// sums. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (as fp16 before 8.9, float32
 // sums), times a scale for each token and one for each feature; results row-major or column-major, bf16, fp16
 // or float32. Or float8_e4m3fn with scales inside of the sums, of 128 k of a token and of a block of 128 x
 // 128, which is a step of a tile: its sums are multiplied by both as they are added to the tile's.

@@ -56,9 +56,10 @@ struct DdsTraits {
     static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
     static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
-    // Scaled sums are twice as many.
+    // Promoted and scaled sums are twice as many.
     static constexpr bool kSmallWarps =
-        sizeof(Input) <= 2 && kWarpTokens * kWarpFeatures * (1 + kScaled) <= 64 * 32;
+        sizeof(Input) <= 2 &&
+        kWarpTokens * kWarpFeatures * (1 + (Math::kAccumulation != Accumulation::kept)) <= 64 * 32;
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kTokenTiles = kWarpTokens / 16;
     static constexpr int kFeatureTiles = kWarpFeatures / 16;

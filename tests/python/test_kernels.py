@@ -646,13 +646,18 @@ def relative_error(row: Row, terms: int) -> float:
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
-    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
-    12 bits and more where they add 32 products of float8 and their sum, which promoted sums leave after 128.
+    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 8.9, 9.0
+    and 12.0 keep 12 bits and more where they add 32 products of float8 and their sum, which promoted sums
+    leave after 128. Kernels for 8.0 multiply halves elsewhere.
     """
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
-    if row.dtype == torch.float8_e4m3fn and row.capability == 90:
+    if (
+        row.dtype == torch.float8_e4m3fn
+        and row.device == CUDA
+        and (row.capability == 90 or multiplies_float8())
+    ):
         added = terms if row.precision == FAST else min(terms, 128)
         return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32 or row.device == CPU:
@@ -660,6 +665,12 @@ def relative_error(row: Row, terms: int) -> float:
     if row.precision == TF32:
         return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
     return 2 * (3 * terms + 4) * unit + 14 * unit
+
+
+def multiplies_float8() -> bool:
+    """True if kernels for 8.0 have an instruction for float8 on this GPU."""
+    here = _C.device_info(CUDA).compute_capability
+    return here == 89 or here // 10 == 12
 
 
 def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
