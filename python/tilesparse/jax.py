@@ -71,6 +71,16 @@ class Pattern:
             rows = self._rows()
             _C.pattern_validate(self._described(*rows))
 
+    @classmethod
+    def from_mask(cls, mask: Any, *, block_shape: int | Sequence[int]) -> Pattern:
+        """Make a static pattern of the blocks in which a mask [rows, columns], or a matrix, has a nonzero."""
+        mask, (bn, bk) = np.asarray(mask) != 0, _pair("block_shape", block_shape)
+        if mask.ndim != 2 or min(bn, bk) < 1 or mask.shape[0] % bn or mask.shape[1] % bk:
+            raise InvalidArgumentError(f"mask must be 2-D, in whole blocks of {bn}x{bk}, got {mask.shape}")
+        blocks = mask.reshape(mask.shape[0] // bn, bn, -1, bk).any((1, 3))
+        indptr = np.concatenate([[0], blocks.sum(1).cumsum()])
+        return cls(indptr, blocks.nonzero()[1], shape=mask.shape, block_shape=(bn, bk))
+
     @property
     def nnz(self) -> int:
         """Number of kept blocks."""
@@ -216,7 +226,8 @@ class BlockSparse:
             expected = "2-D" if pattern is None else f"{pattern.shape}"
             raise InvalidArgumentError(f"dense must be {expected}, got shape {dense.shape}")
         if pattern is None:
-            pattern = pattern_of_mask(np.asarray(dense) != 0, block_shape=block_shape)
+            assert block_shape is not None
+            pattern = Pattern.from_mask(dense, block_shape=block_shape)
         (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
         blocks = dense.reshape(rows // bn, bn, cols // bk, bk).swapaxes(1, 2)
         return cls(blocks[pattern.block_rows(), pattern.indices], pattern)
@@ -310,17 +321,6 @@ jax.tree_util.register_pytree_node(
     lambda matrix: ((matrix.values, matrix.pattern), matrix._transposed),
     lambda transposed, parts: _made(parts[0], parts[1], transposed),
 )
-
-
-def pattern_of_mask(mask: Any, *, block_shape: int | Sequence[int] | None) -> Pattern:
-    """Make a static pattern of the blocks in which a mask [rows, columns] has a nonzero."""
-    mask = np.asarray(mask)
-    bn, bk = _pair("block_shape", block_shape)
-    if mask.ndim != 2 or mask.shape[0] % bn or mask.shape[1] % bk:
-        raise InvalidArgumentError(f"mask must be 2-D in whole blocks of {(bn, bk)}, got shape {mask.shape}")
-    blocks = mask.reshape(mask.shape[0] // bn, bn, -1, bk).any((1, 3))
-    indptr = np.concatenate([[0], blocks.sum(1).cumsum()])
-    return Pattern(indptr, blocks.nonzero()[1], shape=mask.shape, block_shape=(bn, bk))
 
 
 def matmul(a: Any, b: Any, *, precision: Any = None) -> jax.Array:
@@ -629,4 +629,4 @@ def _pair(name: str, given: Any) -> Shape:
         raise InvalidArgumentError(f"{name} must be two integers, got {given!r}") from error
 
 
-__all__ = ["BlockSparse", "Pattern", "matmul", "pattern_of_mask", "sddmm"]
+__all__ = ["BlockSparse", "Pattern", "matmul", "sddmm"]

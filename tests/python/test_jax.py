@@ -70,33 +70,39 @@ def close(result: Any, expected: Any, error: float = 1e-13) -> None:
     assert np.abs(result - expected).max(initial=0) <= error * max(1, np.abs(expected).max(initial=0))
 
 
-@pytest.mark.parametrize("block", [(16, 16), (32, 64), (128, 32), (64, 64)])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_products(platform: str, rng: np.random.Generator, dtype: str, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block", "error"),
+    [
+        ("float64", (16, 16), 1e-13),
+        ("float32", (32, 64), 1e-5),
+        ("bfloat16", (128, 32), 2**-7),
+        ("float16", (64, 64), 2**-10),
+    ],
+)
+def test_products(
+    platform: str, rng: np.random.Generator, dtype: str, block: tuple[int, int], error: float
+) -> None:
+    def products(matrix: tsj.BlockSparse, x: Any, b: Any) -> Any:
+        of_matrix = x @ matrix, x[1, 2] @ matrix, matrix.T @ x.swapaxes(1, 2), matrix @ b, matrix @ b[:, :3]
+        return *of_matrix, matrix @ b[:, 0], b.T @ matrix.T, tsj.sddmm(x[0].T, b[:, :5].T, matrix.pattern)
+
+    def rounded(*arrays: Any) -> list[Any]:
+        return [np.asarray(jnp.asarray(array, dtype)).astype(np.float64) for array in arrays]
+
     dense = dense_matrix(rng, (384, 512), block)
-    x, columns = rng.standard_normal((2, 5, 384)), rng.standard_normal((512, 40))
-    x, columns, exact = (np.asarray(jnp.asarray(one, dtype), np.float64) for one in (x, columns, dense))
-    error = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    operands = rng.standard_normal((2, 5, 384)), rng.standard_normal((512, 40))
+    W, x, b = rounded(dense, *operands)
+    sampled = np.where(dense != 0, x[0].T @ b[:, :5].T, 0)
+    exact = x @ W, x[1, 2] @ W, W.T @ x.swapaxes(1, 2), W @ b, W @ b[:, :3], W @ b[:, 0], b.T @ W.T, sampled
     for matrix in kinds(dense, block):
         matrix = matrix.with_values(matrix.values.astype(dtype))
-        low = [jnp.asarray(one, dtype) for one in (x, columns)]
         with jax.default_matmul_precision("highest"):
-            products = (
-                (low[0] @ matrix, x @ exact),
-                (low[0][1, 2] @ matrix, x[1, 2] @ exact),
-                (matrix.T @ low[0].swapaxes(1, 2), exact.T @ x.swapaxes(1, 2)),
-                (matrix @ low[1], exact @ columns),
-                (matrix @ low[1][:, :3], exact @ columns[:, :3]),
-                (matrix @ low[1][:, 0], exact @ columns[:, 0]),
-                (low[1].T @ matrix.T, columns.T @ exact.T),
-                (jax.jit(tsj.matmul)(matrix, low[1]), exact @ columns),
-            )
-            sampled = tsj.sddmm(low[0][0].T, low[0][0] @ jnp.asarray(dense, dtype), matrix.pattern)
-        for product, expected in products:
-            assert product.dtype == dtype
-            close(product, expected, error)
-        full = x[0].T @ np.asarray(low[0][0] @ jnp.asarray(dense, dtype), np.float64)
-        close(sampled.to_dense(), np.where(np.asarray(matrix.to_dense()) != 0, full, 0), error)
+            found = jax.jit(products)(matrix, *(jnp.asarray(operand, dtype) for operand in operands))
+        for result, expected in zip(found, exact, strict=True):
+            result = result.to_dense() if isinstance(result, tsj.BlockSparse) else result
+            assert result.dtype == dtype
+            close(result.astype(np.float64), expected, error)
+    close(operands[0] @ kinds(dense, block)[0], operands[0] @ dense)  # without jit
 
 
 def test_tf32_is_that_of_jax(rng: np.random.Generator) -> None:
@@ -154,18 +160,31 @@ def test_vmap(platform: str, rng: np.random.Generator, kind: str) -> None:
     def product(v: Any, x: Any) -> Any:
         return x @ matrix.with_values(v)
 
-    close(jax.vmap(lambda x: x @ matrix)(x), x @ dense)
-    close(jax.vmap(lambda x: matrix @ x, 2, 2)(columns), np.einsum("nk,ktb->ntb", dense, columns))
-    close(jax.vmap(lambda x: matrix @ x, 1)(columns[:, 0]), (dense @ columns[:, 0]).T)
-    close(jax.vmap(product, (0, None))(values, x[0]), np.stack([x[0] @ one for one in each]))
-    close(jax.vmap(product)(values, x), np.stack([a @ b for a, b in zip(x, each, strict=True)]))
-    nested = jax.vmap(jax.vmap(product, (0, None)), (None, 0))(values, x)
-    close(nested, np.stack([np.stack([a @ b for b in each]) for a in x]))
-    folded = jax.vmap(jax.vmap(product, (None, 0)), (0, None))(values, x)
-    close(folded, np.stack([x @ b for b in each]))
-    sampled = jax.vmap(lambda a, b: tsj.sddmm(a.T, b, matrix.pattern))(x[:, :4], columns.transpose(2, 1, 0))
-    for a, b, got in zip(x[:, :4], columns.transpose(2, 1, 0), sampled.values, strict=True):
-        close(got, tsj.sddmm(a.T, b, matrix.pattern).values)
+    def mapped(x: Any, columns: Any, values: Any) -> Any:
+        first = x[:, :4].swapaxes(1, 2), columns.transpose(2, 1, 0)
+        return (
+            jax.vmap(lambda x: x @ matrix)(x),
+            jax.vmap(lambda x: matrix @ x, 2, 2)(columns),
+            jax.vmap(lambda x: matrix @ x, 1)(columns[:, 0]),
+            jax.vmap(product, (0, None))(values, x[0]),
+            jax.vmap(product)(values, x),
+            jax.vmap(jax.vmap(product, (0, None)), (None, 0))(values, x),
+            jax.vmap(jax.vmap(product, (None, 0)), (0, None))(values, x),
+            jax.vmap(lambda a, b: tsj.sddmm(a, b, matrix.pattern).to_dense())(*first),
+        )
+
+    exact = (
+        x @ dense,
+        np.einsum("nk,ktb->ntb", dense, columns),
+        (dense @ columns[:, 0]).T,
+        np.stack([x[0] @ one for one in each]),
+        np.stack([one @ own for one, own in zip(x, each, strict=True)]),
+        np.stack([np.stack([one @ own for own in each]) for one in x]),
+        np.stack([x @ own for own in each]),
+        np.where(dense != 0, x[:, :4].swapaxes(1, 2) @ columns.transpose(2, 1, 0), 0),
+    )
+    for result, expected in zip(jax.jit(mapped)(x, columns, values), exact, strict=True):
+        close(result, expected)
     check_grads(jax.vmap(product, (0, None)), (values, x[0]), order=2, modes=["fwd", "rev"])
     check_grads(jax.vmap(product, (None, 0)), (matrix.values, x), order=2, modes=["fwd", "rev"])
 
@@ -256,6 +275,11 @@ def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) 
             "pattern must be a tilesparse.jax",
         ),
         (lambda W: tsj.sddmm(np.ones((96, 3)), W.values[0], W.pattern), InvalidArgumentError, "a and b must"),
+        (
+            lambda W: tsj.Pattern.from_mask(np.ones((32, 17)), block_shape=16),
+            InvalidArgumentError,
+            "mask must",
+        ),
         (lambda W: hash(traced(W.pattern)), InvalidTypeError, "traced pattern cannot be hashed"),
         (lambda W: tsj.BlockSparse.from_scipy(W.values), InvalidTypeError, "scipy.sparse"),
     ],
