@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const typename Traits::WeightReader read_weight(warp_feature, lane);
     RingPosition position;
     bool ready = false;  // the stage of that position, as far as is known to threads that only compute
-    for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
-        const auto work = schedule.at(index);
+    for (TileWalk walk; walk.index() < schedule.size(); walk.next()) {
+        const auto work = schedule.at(walk.index());
         const int2 steps = plan.tile<int2>(work.row_tile);
         typename Traits::Sums sums = {};
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             }
         }
         const auto& own = Schedule::template of_results<typename Traits::Result>(arguments, work);
-        const DdsEpilogue<Traits> epilogue(own, plan.rows + work.row_tile * plan.group_rows,
-                                           staging + warp * Traits::kStagingFloats * sizeof(float));
+        using Epilogue = std::conditional_t<Traits::kStages, DdsEpilogue<Traits>, DirectEpilogue<Traits>>;
+        const Epilogue epilogue(own, plan.rows + work.row_tile * plan.group_rows,
+                                staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
 }
@@ -188,6 +189,7 @@ struct Dds {
     static constexpr Kernel row(const char* name) {
         constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
         Kernel row = make_row<Dds>(name, kIsDense ? "sm80_dds" : "sm80_dds_2_4");
+        if (Traits::kWarps == 16) row.variant = "_16_warps";
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
