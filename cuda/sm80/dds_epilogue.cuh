@@ -298,9 +298,9 @@ class DdsEpilogue {
     int lane_;
 };
 
-// The same in float64, whose two neighbours fill a store of 16 bytes without staging. Activations, residual and
-// gate come later, to results that are read again: they would take the registers of the sums, or as much code
-// for each.
+// The same in float64, whose two neighbours fill a store of 16 bytes without staging. Activations, residual
+// and gate come later, to results that are read again: they would take the registers of the sums, or as much
+// code for each.
 template <class Traits>
 class DirectEpilogue {
     using Sums = typename Traits::Sums;
@@ -317,7 +317,8 @@ class DirectEpilogue {
         for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
             const int64_t feature = output_feature(first_feature + 8 * n);
             if (feature < 0) continue;
-            const double first = bias == nullptr ? 0 : bias[feature], second = bias == nullptr ? 0 : bias[feature + 1];
+            const double first = bias == nullptr ? 0 : bias[feature],
+                         second = bias == nullptr ? 0 : bias[feature + 1];
 #pragma unroll
             for (int m = 0; m < 2 * Traits::kTokenTiles; ++m) {
                 const double* const sum = sums[m / 2][n / 2][n % 2] + m % 2 * 2;

@@ -158,8 +158,9 @@ class DdsLoader {
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     // The next step, -1 where there is none:
-    int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
-    int line_k_[kRowMajorInput ? 1 : kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
+    int chunk_k_;  // k of the piece this thread's chunk lies in, where k runs along lines
+    int line_k_[kRowMajorInput ? 1 : kOwnLines];  // k of the pieces this thread's lines lie in, where they
+                                                  // run along k
     typename Traits::Weight::template Loader<Traits::kLoaders> weight_;
     std::conditional_t<kKeepsLines, KeptLines, Nothing> kept_;
 };

@@ -134,7 +134,9 @@ class GroupedDdsSchedule {
 // The tiles of this CTA: there and back, since those with many steps come before those with few.
 class TileWalk {
   public:
-    __device__ int index() const { return first_ + static_cast<int>(back_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+    __device__ int index() const {
+        return first_ + static_cast<int>(back_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
     __device__ void next() {
         first_ += gridDim.x;
         back_ = !back_;
@@ -149,8 +151,7 @@ class TileWalk {
 template <class Schedule>
 class DdsCursor {
   public:
-    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan)
-        : schedule_(schedule), plan_(plan) {
+    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan) : schedule_(schedule), plan_(plan) {
         find_step();
     }
     __device__ bool done() const { return step_ >= last_; }

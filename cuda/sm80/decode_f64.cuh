@@ -1,12 +1,12 @@
 // dds in float64 for few tokens, which is bound by reading W (sm_80, mma.sync).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
 // Operands: activations row-major, values [nnz, bn, bk], results row-major or column-major, all float64.
-// A CTA computes 16 features of one block row (NN: block column) for 8 or 16 tokens at a time. It walks no plan.
-// Warps: 8, which take turns at units of 16 k of the row's blocks and add up their sums in shared memory in the end.
-// K loop: W and x go from memory to registers, two units ahead, in pairs of neighbours: of k, which are multiplied
-// one after the other, or of features, which belong to two products.
-// Grouped products: a CTA has the tokens of its block row's group.
-// Chosen where its estimate is least, for at most 1024 tokens.
+// A CTA computes 16 features of one block row (NN: block column) for 8 or 16 tokens at a time. It walks no
+// plan. Warps: 8, which take turns at units of 16 k of the row's blocks and add up their sums in shared
+// memory in the end. K loop: W and x go from memory to registers, two units ahead, in pairs of neighbours: of
+// k, which are multiplied one after the other, or of features, which belong to two products. Grouped
+// products: a CTA has the tokens of its block row's group. Chosen where its estimate is least, for at most
+// 1024 tokens.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,8 @@ class Float64Decode {
 
     __device__ void run(Shared& shared) const {
         TokenSpan span{0, p_.tokens};
-        if (p_.offsets != nullptr) span = TokenGroups{p_.offsets, p_.groups, p_.tokens}.span(row_ / p_.group_rows);
+        if (p_.offsets != nullptr)
+            span = TokenGroups{p_.offsets, p_.groups, p_.tokens}.span(row_ / p_.group_rows);
         for (int token = span.first + static_cast<int>(blockIdx.y) * kTokens; token < span.last;
              token += static_cast<int>(gridDim.y) * kTokens) {
             multiply(shared[threadIdx.x / 32], token, span.last);
@@ -72,8 +73,8 @@ class Float64Decode {
     }
 
   private:
-    // Of a lane: W of feature lane / 4 and 8 more, or of two neighbours, and x of token lane / 4 of each 8; of
-    // both k from lane % 4 * 2 on, and the same 8 further.
+    // Of a lane: W of feature lane / 4 and 8 more, or of two neighbours, and x of token lane / 4 of each 8;
+    // of both k from lane % 4 * 2 on, and the same 8 further.
     struct Unit {
         double2 w[2][2];
         double2 x[kTokenTiles][2];
@@ -98,16 +99,17 @@ class Float64Decode {
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int64_t at = kForward ? (int64_t{feature_ + 8 * i + lane() / 4} << p_.k_shift) + k + 8 * j
-                                            : (int64_t{k + 8 * j + i} << p_.row_shift) + feature_ + lane() / 4 * 2;
+                const int64_t at = kForward
+                                       ? (int64_t{feature_ + 8 * i + lane() / 4} << p_.k_shift) + k + 8 * j
+                                       : (int64_t{k + 8 * j + i} << p_.row_shift) + feature_ + lane() / 4 * 2;
                 to.w[i][j] = __ldg(reinterpret_cast<const double2*>(block + at));
             }
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                to.x[n][j] = __ldg(
-                    reinterpret_cast<const double2*>(x[n] + (int64_t{place.column} << p_.k_shift) + k + 8 * j));
+                to.x[n][j] = __ldg(reinterpret_cast<const double2*>(
+                    x[n] + (int64_t{place.column} << p_.k_shift) + k + 8 * j));
     }
 
     using Sums = double[2][kTokenTiles][2];
@@ -162,7 +164,8 @@ class Float64Decode {
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    to[8 * n + lane() % 4 * 2 + i][kForward ? 8 * m + lane() / 4 : lane() / 4 * 2 + m] = sums[m][n][i];
+                    to[8 * n + lane() % 4 * 2 + i][kForward ? 8 * m + lane() / 4 : lane() / 4 * 2 + m] =
+                        sums[m][n][i];
     }
 
     // Adds the sums of all warps, always in the same order.

@@ -169,7 +169,8 @@ struct Float64 : Elements<double, double, double, double> {
             result.value[i] = __hiloint2double(raw.value[2 * i + 1], raw.value[2 * i]);
         return result;
     }
-    __device__ static void mma(double (&c)[4], const Operand<4 * kQuarters>& a, const Operand<2 * kQuarters>& b) {
+    __device__ static void mma(double (&c)[4], const Operand<4 * kQuarters>& a,
+                               const Operand<2 * kQuarters>& b) {
         Instruction::fma(c, a.value, b.value);
     }
 };

@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
-    using Wide = std::conditional_t<std::is_same_v<typename Math::Accumulator, double>, Math,
-                                    WithResult<Math, float>>;
+    using Wide =
+        std::conditional_t<std::is_same_v<typename Math::Accumulator, double>, Math, WithResult<Math, float>>;
     using WideTraits = SddTraits<Wide, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 

@@ -36,12 +36,14 @@ struct Tile {
         return line * kLineBytes + (chunk ^ swizzle(line)) * kChunkBytes;
     }
     __device__ static int swizzle(int line) {
-        // Fragments of 8-byte elements, and of 4-byte ones along the extent, are read by 4 lines x 2 chunks at once.
+        // Fragments of 8-byte elements, and of 4-byte ones along the extent, are read by 4 lines x 2 chunks
+        // at once.
         return sizeof(Element) == 8 || (!kContiguousK && sizeof(Element) == 4) ? (line & 3) << 1 : line & 7;
     }
 };
 
-// How many threads, eight to a line, share the lines of a tile: a thread's lines and panels are so many apart.
+// How many threads, eight to a line, share the lines of a tile: a thread's lines and panels are so many
+// apart.
 template <class Tile, int kThreads>
 struct Shares {
     static constexpr int kLinesAtOnce = std::min(kThreads / kChunksPerLine, Tile::kLines);
@@ -166,7 +168,8 @@ __device__ inline void load_b(const Reader& read, uint32_t tile, int i, int quar
     for (int half = 0; half < 2; ++half) use(half, Math::prepare(halves[half]));
 }
 
-// The instructions of a quarter, or of several, for the 16-wide tiles of B whose bit 4 * tile is set in `present`.
+// The instructions of a quarter, or of several, for the 16-wide tiles of B whose bit 4 * tile is set in
+// `present`.
 template <class Math, bool kAll, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
 __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b, int quarter,

@@ -1,4 +1,5 @@
-// float64 with the instructions of 9.0, which multiply twice as fast as those of 8.0: the kernels of sm80 otherwise.
+// float64 with the instructions of 9.0, which multiply twice as fast as those of 8.0: the kernels of sm80
+// otherwise.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
