@@ -1,7 +1,7 @@
 // sdd: the gradient of the block-sparse weight, for the kept blocks alone (sm_80, mma.sync).
 //   dW[N,K] = Y[M,N]^T * X[M,K], written or added to values
-// Operands: Y and X each row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32 products with
-// float32's error); values [nnz, bn, bk] of the same dtype or float32; float32 sums.
+// Operands: Y and X each row-major or column-major, bf16, fp16, float32 (TF32, or three TF32 products with
+// float32's error) or float64; values [nnz, bn, bk] of the same dtype or float32; float32 sums, or float64.
 // A CTA computes tiles of kTileRows features of y x kTileColumns features of x, one after another: block rows
 // and columns that have blocks in common, both gathered (see common/plan.h).
 // Warps: 8 or 16, which all load and multiply. They skip the parts of a tile that are not kept.
