@@ -70,6 +70,7 @@ KINDS = {
     "column-major": Kind(6, x_layout="feature", tokens=MANY),
     "tf32": Kind(6, dtype="tf32"),
     "fp32": Kind(5, dtype="fp32"),
+    "fp64": Kind(5, dtype="fp64"),
     "2:4": Kind(9, FORWARD, storage="compressed", nm=True, blocks=WIDE),
     "int8": Kind(4, FORWARD, storage="int8"),
     "float8": Kind(2, FORWARD, storage="float8_e4m3fn"),

@@ -269,6 +269,7 @@ struct Kernel {
     // that share coefficients, but for product, number format and tile; nullptr where there is no estimate:
     // then kernels go by their place in the registry.
     const char* family = nullptr;
+    const char* variant = "";  // of the family's kernels of a tile, which are told apart by it
     Instructions instructions = Instructions::mma_sync;
     Accumulation accumulation = Accumulation::kept;
     int32_t cluster = 1;          // dds: multiprocessors that compute a tile together

@@ -1,6 +1,6 @@
 // Element types by the names that rows of tiles.def use, and how they are multiplied: the tensor-core
 // instruction of each on fragments of 32 bytes of k. A fragment of A is 16 x k in 4 registers, one of B is
-// 8 x k in 2.
+// 8 x k in 2. float64 has two registers for an element.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,7 @@ struct DirectMath : Elements_ {
     using Sum = typename Elements_::Accumulator;
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr float kSumUnit = 1;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -80,6 +81,7 @@ struct Float8Products {
 #else
 struct Float8Products {
     static constexpr float kSumUnit = 65536;  // what sums are multiplied by
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     struct Operand {
@@ -124,6 +126,7 @@ using f8_scaled = Float8<Accumulation::scaled>;
 
 struct tf32 : Uniform<float> {
     static constexpr Precision kPrecision = Precision::tf32;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -143,6 +146,7 @@ struct tf32 : Uniform<float> {
 // TF32 rounding of the rest; the product of the two rests is below float32's resolution.
 struct tf32x3 : Uniform<float, Accumulation::promoted> {
     static constexpr Precision kPrecision = Precision::highest;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     struct Operand {
@@ -167,5 +171,42 @@ struct tf32x3 : Uniform<float, Accumulation::promoted> {
         multiply_add<Instruction>(c, a.big, b.big);
     }
 };
+
+// `Instruction` multiplies 16 x k by k x 8, where k is 4 of each quarter of a step that it takes.
+template <class Instruction, int kQuarters_>
+struct Float64 : Elements<double, double, double, double> {
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr float kSumUnit = 1;
+    static constexpr int kQuarters = kQuarters_;
+
+    template <int kRegisters>
+    struct Operand {
+        double value[kRegisters / 2];
+    };
+
+    template <int kRegisters>
+    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
+        Operand<kRegisters> result;
+#pragma unroll
+        for (int i = 0; i < kRegisters / 2; ++i)
+            result.value[i] = __hiloint2double(raw.value[2 * i + 1], raw.value[2 * i]);
+        return result;
+    }
+    __device__ static void mma(double (&c)[4], const Operand<4 * kQuarters>& a,
+                               const Operand<2 * kQuarters>& b) {
+        Instruction::fma(c, a.value, b.value);
+    }
+};
+
+// Compute capability 8.0 has half of it.
+struct TwoOf8x8x4 {
+    __device__ static void fma(double (&c)[4], const double (&a)[2], const double (&b)[1]) {
+        using Half = cute::SM80_8x8x4_F64F64F64F64_TN;
+        Half::fma(c[0], c[1], a[0], b[0], c[0], c[1]);
+        Half::fma(c[2], c[3], a[1], b[0], c[2], c[3]);
+    }
+};
+
+using f64 = Float64<TwoOf8x8x4, 1>;
 
 }  // namespace ts::sm80

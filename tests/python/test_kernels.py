@@ -846,6 +846,24 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
         check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
 
 
+@of([row for row in ROWS if row.dtype == torch.float64])
+def test_sums_of_integers_are_exact(row: Row) -> None:
+    """float64 holds each product and each sum, in whatever order."""
+    for block_shape in accepted_shapes(row)[::3]:
+        pattern = make_pattern("power-law rows", (640 // block_shape[0], 768 // block_shape[1]), block_shape)
+        for x_layout, y_layout in accepted_layouts(row):
+            problem = Problem(pattern, within(row, 333), x_layout, y_layout)
+            operands = Operands(row, problem)
+            for buffer in operands.inputs:
+                buffer.lines.mul_(1000).round_()
+            operands.plain = operands.values
+            operands.prepare_output()
+            launch(row, problem, operands)
+            part = operands.part(problem, 0)
+            actual = {DDS_NT: part.y, DDS_NN: part.x, SDD_TN: part.values}[row.op]
+            assert torch.equal(actual, reference(row, problem, part)[0])
+
+
 @of(ROWS_THAT_EXPAND)
 def test_expanded_values(row: Row) -> None:
     """A kernel is given dense blocks, in its workspace, of storages that it does not read."""
