@@ -36,6 +36,7 @@ class DdsConsumer {
             if constexpr (Traits::kSplits)
                 partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
             if constexpr (kPromotes) products_.begin(sums);
+            if constexpr (Traits::kCarries) begin_carrying(work);
             const bool any = Traits::is_half(work, Traits::first_token(work, rank_))
                                  ? multiply_all<Traits::kBoxTokens>(sums, work)
                                  : multiply_all<Traits::kTileTokens>(sums, work);
@@ -44,6 +45,8 @@ class DdsConsumer {
             work = next_work(epilogue);
             release_multiplied(sums);
             if (!any) clear(sums);
+            if constexpr (Traits::kCarries)
+                if (carries_) carried_.add(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
             else
@@ -56,7 +59,8 @@ class DdsConsumer {
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
-    static constexpr bool kPromotes = Traits::Math::kAccumulation != Accumulation::kept;
+    static constexpr bool kPromotes =
+        !Traits::kCarries && Traits::Math::kAccumulation != Accumulation::kept;
 
     __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -104,6 +108,14 @@ class DdsConsumer {
             shared_.input_ring.wait_full(input_);
     }
 
+    // The warpgroups carry in turn, so that meanwhile the other one multiplies.
+    __device__ void begin_carrying(const Work& work) {
+        const int every = arguments_.carried_steps;
+        carries_ = work.steps > every;
+        steps_to_carry_ = !carries_ ? INT_MAX : warpgroup_ == 0 ? every : every / 2;
+        if (carries_) carried_.begin();
+    }
+
     __device__ static void clear(Sum (&sums)[Traits::kSums]) {
         asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
@@ -125,6 +137,13 @@ class DdsConsumer {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
         } else {
+            if constexpr (Traits::kCarries)
+                if (steps_to_carry_-- == 0) {
+                    release_multiplied(sums);
+                    const int stage = __shfl_sync(~0u, input_.stage, 0);
+                    if (stage >= 0) carried_.carry(sums);
+                    steps_to_carry_ = arguments_.carried_steps - 1;
+                }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
             Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
                                                                        arguments_, stage, tokens, add);
@@ -181,6 +200,10 @@ class DdsConsumer {
     int multiplied_input_ = 0;
     int multiplied_weight_ = 0;
     typename Traits::Weight::template Products<Traits::kTileTokens> products_;
+    bool carries_ = false;
+    int steps_to_carry_ = 0;
+    [[no_unique_address]] std::conditional_t<Traits::kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
+        carried_;
 };
 
 }  // namespace ts::sm90

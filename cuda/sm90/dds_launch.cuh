@@ -160,6 +160,9 @@ struct Dds {
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
+        arguments.carried_steps =
+            problem.precision == Precision::fast ? INT_MAX : Weight::kCarriedSteps;
+        if (const char* e = getenv("CARRY")) arguments.carried_steps = atoi(e);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

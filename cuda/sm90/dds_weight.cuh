@@ -16,6 +16,7 @@ namespace ts::sm90 {
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;  // products read both operands along k alone
+    static constexpr int kCarriedSteps = 2;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
@@ -41,6 +42,43 @@ class PromotedSums {
   protected:
     Sum step_[kPromotes ? kSums : 1];
 };
+
+// Sums of float8 in two parts. Beside a sum, tensor cores keep about 13 bits of each product that they add to
+// it; so it has to stay small. Now and then as much of it as bfloat16 holds moves here, two sums to a
+// register, and what tensor cores go on with is the rest, exactly. The second sum of a register is moved with
+// the bits of the first below its own: that saves instructions, and costs nothing, since the rest is what the
+// register lacks as a float.
+template <int kSums>
+class CarriedSums {
+  public:
+    __device__ void begin() {
+#pragma unroll
+        for (uint32_t& pair : pairs_) pair = 0;
+    }
+    __device__ void carry(float (&sums)[kSums]) {
+        add(sums);
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(sums[i], sums[i + 1]);
+            pairs_[i / 2] = reinterpret_cast<const uint32_t&>(pair);
+            sums[i] -= first_of(pairs_[i / 2]);
+            sums[i + 1] -= __uint_as_float(pairs_[i / 2]);
+        }
+    }
+    __device__ void add(float (&sums)[kSums]) const {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) {
+            sums[i] += first_of(pairs_[i / 2]);
+            sums[i + 1] += __uint_as_float(pairs_[i / 2]);
+        }
+    }
+
+  private:
+    __device__ static float first_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+    uint32_t pairs_[kSums / 2];
+};
+struct NoCarriedSums {};
 
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
 // of k; their lines of row_width or k_width values are swizzled over that width:

@@ -125,19 +125,6 @@ struct CompressedByteWeight : CompressedWeight<Math> {
         cute::warpgroup_wait<0>();
     }
 
-    template <int kTokens>
-    class Products : public PromotedSums<Math, kFeatures * kTokens / 128> {
-        using Sum = typename Math::Accumulator;
-        static constexpr int kSums = kFeatures * kTokens / 128;
-        using PromotedSums<Math, kSums>::step_;
-
-      public:
-        __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
-                              uint32_t tokens, bool) {
-            multiply<true, kTokens>(step_, arguments, stage, tokens, false);
-        }
-    };
-
   private:
     // Bytes of a line of values.
     __host__ __device__ static int line(const DdsArguments& arguments) {
