@@ -27,6 +27,8 @@ class DdsConsumer {
         DdsEpilogue<Traits> epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
                                      warpgroup_);
         Sum sums[Traits::kSums];
+        if constexpr (Traits::kScaled)
+            if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
@@ -59,6 +61,7 @@ class DdsConsumer {
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 3;  // the first of two barriers; see multiply_scaled
     static constexpr bool kPromotes =
         !Traits::kCarries && Traits::Math::kAccumulation != Accumulation::kept;
 
@@ -128,11 +131,8 @@ class DdsConsumer {
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
         if constexpr (Traits::kScaled) {
-            // Before its products: once they have ended, another warp may give the stage back.
-            const float block = shared_.scales.blocks[warpgroup_][weight_.stage];
-            release_multiplied(sums);
-            products_.start(sums, stage, arguments_, tokens, add);
-            products_.scale(shared_.scales.tokens[input_.stage], block);
+            multiply_scaled(sums, stage, tokens);
+            return;
         } else if constexpr (Traits::Weight::kInRegisters || kPromotes) {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
@@ -155,6 +155,22 @@ class DdsConsumer {
         multiplied_ = true;
         multiplied_input_ = input_.stage;
         multiplied_weight_ = weight_.stage;
+        weight_.advance();
+    }
+
+    // In turn: while the sums of one warpgroup's step are scaled and added, the other one's products are under
+    // way, which otherwise would share the tensor cores and end at the same time.
+    __device__ void multiply_scaled(Sum (&sums)[Traits::kSums], const char* stage, uint32_t tokens) {
+        // Before its products: once they have ended, another warp may give the stage back.
+        const float block = shared_.scales.blocks[warpgroup_][weight_.stage];
+        cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+        products_.start(stage, arguments_, tokens);
+        cute::warpgroup_wait<1>();
+        cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+        products_.scale(shared_.scales.tokens[input_.stage], block);
+        cute::warpgroup_wait<0>();
+        release(input_.stage, weight_.stage);
+        products_.add(sums);
         weight_.advance();
     }
 

@@ -46,9 +46,16 @@ struct ScaledByteWeight : ByteWeight<Math> {
         using PromotedSums<Math, kSums>::step_;
 
       public:
-        __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
-                              uint32_t tokens, bool) {
-            ByteWeight<Math>::template multiply<true, kTokens>(step_, arguments, stage, tokens, false);
+        // Starts the products of a step: all but the last, and the last apart.
+        __device__ void start(const char* stage, const DdsArguments& arguments, uint32_t tokens) {
+            using Atom = typename ByteWeight<Math>::template Atom<kTokens>;
+            const uint32_t weight = operand_address(stage);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wgmma<Atom>(step_, arguments.weight.at(weight, i), arguments.tokens_by_k.at(tokens, i), i > 0);
+                if (i >= 2) cute::warpgroup_commit_batch();
+            }
         }
         // While the products are under way: the scales of the step's tokens, of which a thread has two
         // neighbours of each eight, times that of its block.
