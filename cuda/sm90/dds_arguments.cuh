@@ -42,6 +42,7 @@ struct DdsArguments {
     bool has_residual;
     bool gated;                // the residual is a gate
     int plan_key;              // that the plan must have
+    uint64_t input_priority, value_priority, result_priority;
     int carried_steps;         // steps with products after which sums are carried; see CarriedSums
     const uint32_t* metadata;  // of compressed values
     const float* x_scales;     // of 8 bits, for each token

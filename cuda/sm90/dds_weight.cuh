@@ -17,6 +17,7 @@ struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;  // products read both operands along k alone
     static constexpr int kCarriedSteps = 2;
+    static constexpr int kResultBuffers = 3;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
@@ -140,7 +141,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     // One thread.
     __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
                                 char* target, int2 corner) {
-        load_box(&arguments.values, full, to, target, corner.x, corner.y);
+        load_box(&arguments.values, full, to, target, corner.x, corner.y, arguments.value_priority);
     }
 
     // Work of the lanes of the loading warp beside boxes: none.

@@ -29,6 +29,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     using Base::kFeatures;
     static constexpr bool kAlongK = true;
     static constexpr int kStep = 128;
+    static constexpr int kCarriedSteps = 4;  // which have half as many products as dense ones
     static constexpr int kBoxBytes = kFeatures * kStep / 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
 

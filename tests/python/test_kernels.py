@@ -643,7 +643,7 @@ def relative_error(row: Row, terms: int) -> float:
     if row.dtype == torch.int8:
         return 8 * unit
     if row.dtype == torch.float8_e4m3fn and row.capability == 90:
-        added = terms if row.precision == FAST else min(terms, 128)
+        added = terms if row.precision == FAST else min(terms, 256)
         return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32 or row.device == CPU:
         return 2 * (terms + 4) * sums_unit(row.dtype)
