@@ -48,7 +48,7 @@ class DdsConsumer {
             release_multiplied(sums);
             if (!any) clear(sums);
             if constexpr (Traits::kCarries)
-                if (carries_) carried_.add(sums);
+                if (carries_) carried_.add_to(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
             else
@@ -113,7 +113,7 @@ class DdsConsumer {
 
     // The warpgroups carry in turn, so that meanwhile the other one multiplies.
     __device__ void begin_carrying(const Work& work) {
-        const int every = arguments_.carried_steps;
+        const int every = arguments_.carried_products / Traits::Weight::kStepProducts;
         carries_ = work.steps > every;
         steps_to_carry_ = !carries_ ? INT_MAX : warpgroup_ == 0 ? every : every / 2;
         if (carries_) carried_.begin();
@@ -142,7 +142,7 @@ class DdsConsumer {
                     release_multiplied(sums);
                     const int stage = __shfl_sync(~0u, input_.stage, 0);
                     if (stage >= 0) carried_.carry(sums);
-                    steps_to_carry_ = arguments_.carried_steps - 1;
+                    steps_to_carry_ = arguments_.carried_products / Traits::Weight::kStepProducts - 1;
                 }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
             Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),

@@ -14,8 +14,6 @@ namespace ts::sm90 {
 // 8 bits with the first operand in registers.
 template <class Math>
 struct FromRegisters : Math {
-    static constexpr Accumulation kAccumulation = Accumulation::kept;
-    static constexpr Precision kPrecision = Math::kInput == DType::int8 ? Precision::highest : Precision::fast;
     template <cute::SM90::GMMA::Major, int kColumns>
     using RegisterAtom =
         std::conditional_t<Math::kInput == DType::int8, cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN,

@@ -67,6 +67,7 @@ struct DdsNarrow {
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
         row.precision = Math::kPrecision;
+        row.accumulation = Math::kAccumulation;
         row.tile_tokens = kClusterTokens;
         row.tile_features = kClusterFeatures;
         row.splits = true;
@@ -181,6 +182,8 @@ struct DdsNarrow {
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.carried_products = carried_products(problem);
+        if (const char* e = getenv("CARRY")) arguments.carried_products = 4 * atoi(e);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

@@ -16,7 +16,7 @@ namespace ts::sm90 {
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;  // products read both operands along k alone
-    static constexpr int kCarriedSteps = 2;
+    static constexpr int kStepProducts = 4;
     static constexpr int kResultBuffers = 3;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
@@ -44,11 +44,24 @@ class PromotedSums {
     Sum step_[kPromotes ? kSums : 1];
 };
 
-// Sums of float8 in two parts. Beside a sum, tensor cores keep about 13 bits of each product that they add to
-// it; so it has to stay small. Now and then as much of it as bfloat16 holds moves here, two sums to a
-// register, and what tensor cores go on with is the rest, exactly. The second sum of a register is moved with
-// the bits of the first below its own: that saves instructions, and costs nothing, since the rest is what the
-// register lacks as a float.
+// Sums of float8 have two parts (Accumulation::carried). Beside a sum, tensor cores keep about 13 bits of each
+// product that they add to it, so the sum has to stay small: after some products as much of it as bfloat16
+// holds is carried over to where it is kept, two sums to a word, and tensor cores go on with the rest, which
+// is exact. The second sum of a word has the bits of the first below its own; that saves an instruction, and
+// costs nothing, because the rest is what the word lacks as a float.
+__device__ inline void add_carried(float& first, float& second, uint32_t pair) {
+    first += __uint_as_float(pair << 16);
+    second += __uint_as_float(pair);
+}
+__device__ inline void carry(float& first, float& second, uint32_t& pair) {
+    add_carried(first, second, pair);
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(first, second);
+    pair = reinterpret_cast<const uint32_t&>(rounded);
+    first -= __uint_as_float(pair << 16);
+    second -= __uint_as_float(pair);
+}
+
+// What is carried of a tile's sums, in registers.
 template <int kSums>
 class CarriedSums {
   public:
@@ -57,26 +70,15 @@ class CarriedSums {
         for (uint32_t& pair : pairs_) pair = 0;
     }
     __device__ void carry(float (&sums)[kSums]) {
-        add(sums);
 #pragma unroll
-        for (int i = 0; i < kSums; i += 2) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(sums[i], sums[i + 1]);
-            pairs_[i / 2] = reinterpret_cast<const uint32_t&>(pair);
-            sums[i] -= first_of(pairs_[i / 2]);
-            sums[i + 1] -= __uint_as_float(pairs_[i / 2]);
-        }
+        for (int i = 0; i < kSums; i += 2) sm90::carry(sums[i], sums[i + 1], pairs_[i / 2]);
     }
-    __device__ void add(float (&sums)[kSums]) const {
+    __device__ void add_to(float (&sums)[kSums]) const {
 #pragma unroll
-        for (int i = 0; i < kSums; i += 2) {
-            sums[i] += first_of(pairs_[i / 2]);
-            sums[i + 1] += __uint_as_float(pairs_[i / 2]);
-        }
+        for (int i = 0; i < kSums; i += 2) add_carried(sums[i], sums[i + 1], pairs_[i / 2]);
     }
 
   private:
-    __device__ static float first_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-
     uint32_t pairs_[kSums / 2];
 };
 struct NoCarriedSums {};

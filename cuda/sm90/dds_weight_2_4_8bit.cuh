@@ -29,7 +29,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     using Base::kFeatures;
     static constexpr bool kAlongK = true;
     static constexpr int kStep = 128;
-    static constexpr int kCarriedSteps = 4;  // which have half as many products as dense ones
+    static constexpr int kStepProducts = 2;
     static constexpr int kBoxBytes = kFeatures * kStep / 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
 
@@ -112,15 +112,14 @@ struct CompressedByteWeight : CompressedWeight<Math> {
                                     uint32_t tokens, bool add) {
         static_assert(kRowMajorTokens);
         using Atom = SparseByteAtom<typename Math::Input, kTokens>;
-        constexpr int kProducts = 2;
-        uint32_t metadata[kProducts];
+        uint32_t metadata[kStepProducts];
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i) metadata[i] = metadata_of(stage + kBoxBytes, i);
+        for (int i = 0; i < kStepProducts; ++i) metadata[i] = metadata_of(stage + kBoxBytes, i);
         const uint32_t weight = operand_address(stage);
         const Operand &a = arguments.weight, &b = arguments.tokens_by_k;
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i)
+        for (int i = 0; i < kStepProducts; ++i)
             wgmma<Atom>(sums, a.at(weight, i), b.at(tokens, 2 * i), add || i > 0, metadata[i]);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
