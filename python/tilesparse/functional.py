@@ -117,7 +117,7 @@ def quantized_linear(
     policy: str = "sparse",
     metadata: Tensor | None = None,
     gate: Tensor | None = None,
-    use_fast_accum: bool = True,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, multiplied in 8 bits on both sides.
 
@@ -146,8 +146,9 @@ def quantized_linear(
             in its own dtype by it.
         metadata: of 2:4 values, see `linear`.
         gate: [..., out_features], or None; in the place of a residual.
-        use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
-            where that is faster; False adds their sums in float32 every 128 products.
+        use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They keep
+            13 bits of a sum: of positive products it is 1.5 % too small for 1024 features, 22 % for 16384.
+            False carries sums over to float32 every 256 products: at most .3 %.
 
     Returns:
         [..., out_features] in the dtype of x.
