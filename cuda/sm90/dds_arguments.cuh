@@ -42,6 +42,7 @@ struct DdsArguments {
     bool has_residual;
     bool gated;                // the residual is a gate
     int plan_key;              // that the plan must have
+    int prototype;
     uint64_t input_priority, value_priority, result_priority;
     int carried_products;      // of wgmma, with 32 kept values of k each, after which sums are carried
     const uint32_t* metadata;  // of compressed values

@@ -117,6 +117,9 @@ class DdsConsumer {
         carries_ = work.steps > every;
         steps_to_carry_ = !carries_ ? INT_MAX : warpgroup_ == 0 ? every : every / 2;
         if (carries_) carried_.begin();
+        every_ = every;
+        if (arguments_.prototype == 3 && carries_) steps_to_carry_ = max(steps_to_carry_ / 2, 1);
+        done_ = steps_to_carry_;
     }
 
     __device__ static void clear(Sum (&sums)[Traits::kSums]) {
@@ -140,8 +143,12 @@ class DdsConsumer {
             if constexpr (Traits::kCarries)
                 if (steps_to_carry_-- == 0) {
                     release_multiplied(sums);
-                    const int stage = __shfl_sync(~0u, input_.stage, 0);
-                    if (stage >= 0) carried_.carry(sums);
+                    if (arguments_.prototype == 0) carried_.carry(sums);
+                    if (arguments_.prototype == 2) carried_.add_to(sums);
+                    if (arguments_.prototype == 3) {
+                        carried_.carry(sums, 1 + __fdividef(every_, 2 * done_));
+                        done_ += every_;
+                    }
                     steps_to_carry_ = arguments_.carried_products / Traits::Weight::kStepProducts - 1;
                 }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
@@ -218,6 +225,7 @@ class DdsConsumer {
     typename Traits::Weight::template Products<Traits::kTileTokens> products_;
     bool carries_ = false;
     int steps_to_carry_ = 0;
+    float every_ = 0, done_ = 0;
     [[no_unique_address]] std::conditional_t<Traits::kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
         carried_;
 };

@@ -166,6 +166,7 @@ struct Dds {
             return static_cast<uint64_t>(!e || *e == 'n' ? cute::TMA::CacheHintSm90::EVICT_NORMAL : *e == 'f' ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_LAST);
         };
         arguments.input_priority = hint("HX"), arguments.value_priority = hint("HW"), arguments.result_priority = hint("HY");
+        if (const char* e = getenv("PROTO")) arguments.prototype = atoi(e);
         if (const char* e = getenv("CARRY")) arguments.carried_products = 4 * atoi(e);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;

@@ -73,6 +73,16 @@ class CarriedSums {
 #pragma unroll
         for (int i = 0; i < kSums; i += 2) sm90::carry(sums[i], sums[i + 1], pairs_[i / 2]);
     }
+    __device__ void carry(float (&sums)[kSums], float factor) {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) {
+            add_carried(sums[i], sums[i + 1], pairs_[i / 2]);
+            const __nv_bfloat162 rounded = __floats2bfloat162_rn(sums[i] * factor, sums[i + 1] * factor);
+            uint32_t pair = pairs_[i / 2] = reinterpret_cast<const uint32_t&>(rounded);
+            sums[i] -= __uint_as_float(pair << 16);
+            sums[i + 1] -= __uint_as_float(pair);
+        }
+    }
     __device__ void add_to(float (&sums)[kSums]) const {
 #pragma unroll
         for (int i = 0; i < kSums; i += 2) add_carried(sums[i], sums[i + 1], pairs_[i / 2]);

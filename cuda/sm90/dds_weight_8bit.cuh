@@ -11,7 +11,7 @@ template <class Math>
 struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
     static constexpr int kResultBuffers = Math::kResultBuffers;
     static constexpr int most_stages(int tile_tokens) {
-        return Math::kResultBuffers == 4 ? 4 : DenseWeight<Op::dds_nt, Math>::most_stages(tile_tokens);
+        return Math::kResultBuffers != 3 ? 4 : DenseWeight<Op::dds_nt, Math>::most_stages(tile_tokens);
     }
     static constexpr bool kAlongK = true;
 

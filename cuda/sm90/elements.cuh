@@ -106,6 +106,7 @@ using int8_f16 = Int8<__half>;
 using int8_f32 = Int8<float>;
 using float8_bf16 = Float8<__nv_bfloat16>;
 struct int8_bf16_b4 : int8_bf16 { static constexpr int kResultBuffers = 4; };
+struct float8_bf16_b2 : float8_bf16 { static constexpr int kResultBuffers = 2; };
 struct float8_bf16_b4 : float8_bf16 { static constexpr int kResultBuffers = 4; };
 using float8_f16 = Float8<__half>;
 using float8_f32 = Float8<float>;
