@@ -111,15 +111,11 @@ class DdsConsumer {
             shared_.input_ring.wait_full(input_);
     }
 
-    // The warpgroups carry in turn, so that meanwhile the other one multiplies.
     __device__ void begin_carrying(const Work& work) {
-        const int every = arguments_.carried_products / Traits::Weight::kStepProducts;
-        carries_ = work.steps > every;
-        steps_to_carry_ = !carries_ ? INT_MAX : warpgroup_ == 0 ? every : every / 2;
+        const int interval = arguments_.carried_products;
+        carry_times_.begin(interval, warpgroup_, Traits::kWarpgroups);
+        carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
         if (carries_) carried_.begin();
-        every_ = every;
-        if (arguments_.prototype == 3 && carries_) steps_to_carry_ = max(steps_to_carry_ / 2, 1);
-        done_ = steps_to_carry_;
     }
 
     __device__ static void clear(Sum (&sums)[Traits::kSums]) {
@@ -140,17 +136,14 @@ class DdsConsumer {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
         } else {
-            if constexpr (Traits::kCarries)
-                if (steps_to_carry_-- == 0) {
+            if constexpr (Traits::kCarries) {
+                if (carry_times_.are_due() && carries_) {
                     release_multiplied(sums);
-                    if (arguments_.prototype == 0) carried_.carry(sums);
-                    if (arguments_.prototype == 2) carried_.add_to(sums);
-                    if (arguments_.prototype == 3) {
-                        carried_.carry(sums, 1 + __fdividef(every_, 2 * done_));
-                        done_ += every_;
-                    }
-                    steps_to_carry_ = arguments_.carried_products / Traits::Weight::kStepProducts - 1;
+                    // Always true. But for a condition the compiler would move all of that before the release.
+                    if (arguments_.carried_products > 0) carried_.carry(sums, carry_times_.factor());
                 }
+                carry_times_.add(Traits::Weight::kStepProducts);
+            }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
             Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
                                                                        arguments_, stage, tokens, add);
@@ -224,8 +217,7 @@ class DdsConsumer {
     int multiplied_weight_ = 0;
     typename Traits::Weight::template Products<Traits::kTileTokens> products_;
     bool carries_ = false;
-    int steps_to_carry_ = 0;
-    float every_ = 0, done_ = 0;
+    CarryTimes carry_times_;
     [[no_unique_address]] std::conditional_t<Traits::kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
         carried_;
 };

@@ -287,11 +287,7 @@ class DdsEpilogue {
             } else if (kFloat && arguments_.output_layout == Layout::row_major)
                 cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
             else
-                asm volatile(
-                    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(
-                        &arguments_.output),
-                    "r"(cute::cast_smem_ptr_to_uint(box)), "r"(x), "r"(y), "l"(arguments_.result_priority)
-                    : "memory");
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
         });
         cute::tma_store_arrive();
     }

@@ -161,13 +161,6 @@ struct Dds {
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
         arguments.carried_products = carried_products(problem);
-        const auto hint = [](const char* name) {
-            const char* e = getenv(name);
-            return static_cast<uint64_t>(!e || *e == 'n' ? cute::TMA::CacheHintSm90::EVICT_NORMAL : *e == 'f' ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_LAST);
-        };
-        arguments.input_priority = hint("HX"), arguments.value_priority = hint("HW"), arguments.result_priority = hint("HY");
-        if (const char* e = getenv("PROTO")) arguments.prototype = atoi(e);
-        if (const char* e = getenv("CARRY")) arguments.carried_products = 4 * atoi(e);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

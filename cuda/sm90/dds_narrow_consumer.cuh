@@ -103,7 +103,7 @@ class NarrowConsumer {
 #pragma unroll
         for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0;
         carried_ = false;
-        products_ = 2 * warpgroup_;  // so that they carry in turn
+        carry_times_.begin(arguments_.carried_products, warpgroup_, Traits::kWarpgroups);
         for (int first = 0; first < work.steps; first += 32) {
             const int2 masks = masks_;
             masks_ = masks_from(work, first + 32);
@@ -112,7 +112,7 @@ class NarrowConsumer {
                 multiply_step(sums, __shfl_sync(~0u, masks.x, i), __shfl_sync(~0u, masks.y, i));
         }
         if constexpr (Traits::kCarries)
-            if (carried_) each_carried(sums, add_carried);
+            if (carried_) each_carried(sums, [](float& a, float& b, uint32_t pair) { add_carried(a, b, pair); });
     }
 
     // Calls visit(first sum, second sum, what is carried of both), and keeps what is carried afterwards.
@@ -135,13 +135,13 @@ class NarrowConsumer {
         if constexpr (Traits::kCarries) {
             // A product has a bit for each warp.
             const int products = __popc((mask | mask >> 1 | mask >> 2 | mask >> 3) & 0x01010101);
-            if (products_ > arguments_.carried_products - products) {
+            if (carry_times_.are_due() && products > 0) {
                 cute::warpgroup_wait<0>();  // none is under way, or the compiler would serialise wgmma
-                each_carried(sums, carry);
+                const float factor = carry_times_.factor();
+                each_carried(sums, [&](float& a, float& b, uint32_t& pair) { carry(a, b, pair, factor); });
                 carried_ = true;
-                products_ = 0;
             }
-            products_ += products;
+            carry_times_.add(products);
         }
         shared_.ring.wait_full(position_);
         const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
@@ -201,7 +201,7 @@ class NarrowConsumer {
     int2 masks_ = {};  // what the plan says of the lane's step of the next tile
     typename Ring<Traits::kStages>::Position position_;
     bool carried_ = false;  // some of the sums
-    int products_ = 0;      // since then
+    CarryTimes carry_times_;
 };
 
 }  // namespace ts::sm90

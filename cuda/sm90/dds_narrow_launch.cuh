@@ -183,7 +183,6 @@ struct DdsNarrow {
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.carried_products = carried_products(problem);
-        if (const char* e = getenv("CARRY")) arguments.carried_products = 4 * atoi(e);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

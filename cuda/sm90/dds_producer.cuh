@@ -168,7 +168,7 @@ struct DdsProducer {
         if (k < 0) k = arguments.k_size;
         constexpr int kAtom = 64;  // tokens that lie side by side
         if (kRowMajorInput) {
-            load_box(&arguments.input, full, to, target, k, token, arguments.input_priority);
+            load_box(&arguments.input, full, to, target, k, token);
             if (Traits::kHalves && boxes > 1)
                 load_box(&arguments.input, full, to,
                          target + Traits::kBoxTokens * width * Traits::kInputElementBytes, k,

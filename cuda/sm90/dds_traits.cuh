@@ -74,13 +74,12 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kChunkTokens = 128 / sizeof(Result);        // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
-    static constexpr int kChunks = std::min(kAllChunks, Weight::kResultBuffers);  // buffers of a warpgroup
+    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;  // buffers of a warpgroup
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
 
     // The weight has what activations and results leave, up to the stages that its format asks for. Scaled
     // steps are short: what the CTAs of a cluster do not share has more of them.
     static constexpr int kInputRingBytes = (kTileTokens == 64          ? 80
-                                            : kChunks == 4 && kTileTokens == 256 ? 96
                                             : kScaled && kRowRanks > 1 ? 100
                                                                        : 128)
                                            << 10;

@@ -17,7 +17,6 @@ struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;  // products read both operands along k alone
     static constexpr int kStepProducts = 4;
-    static constexpr int kResultBuffers = 3;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
@@ -45,21 +44,47 @@ class PromotedSums {
 };
 
 // Sums of float8 have two parts (Accumulation::carried). Beside a sum, tensor cores keep about 13 bits of each
-// product that they add to it, so the sum has to stay small: after some products as much of it as bfloat16
-// holds is carried over to where it is kept, two sums to a word, and tensor cores go on with the rest, which
-// is exact. The second sum of a word has the bits of the first below its own; that saves an instruction, and
-// costs nothing, because the rest is what the word lacks as a float.
+// product that they add to it, so the sum has to stay small: after some products most of it is carried over to
+// where bfloat16 holds it, two sums to a word, and tensor cores go on with the rest, which is exact. The second
+// sum of a word has the bits of the first below its own; that saves instructions, and costs nothing, because
+// the rest is what the word lacks as a float.
 __device__ inline void add_carried(float& first, float& second, uint32_t pair) {
     first += __uint_as_float(pair << 16);
     second += __uint_as_float(pair);
 }
-__device__ inline void carry(float& first, float& second, uint32_t& pair) {
+// What is carried is the sum times `factor`, what it will be halfway to the next time if it grows as before:
+// the rest then goes from below zero to above it, and is half as large at most.
+__device__ inline void carry(float& first, float& second, uint32_t& pair, float factor) {
     add_carried(first, second, pair);
-    const __nv_bfloat162 rounded = __floats2bfloat162_rn(first, second);
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(first * factor, second * factor);
     pair = reinterpret_cast<const uint32_t&>(rounded);
     first -= __uint_as_float(pair << 16);
     second -= __uint_as_float(pair);
 }
+
+// When sums are carried: after half an interval or less, and then after each. Warpgroups begin apart, so that
+// others multiply meanwhile.
+class CarryTimes {
+  public:
+    // Before the products of a tile.
+    __device__ void begin(int interval, int warpgroup, int warpgroups) {
+        interval_ = interval;
+        done_ = 0;
+        next_ = interval / (2 * warpgroups) * (warpgroups - warpgroup);
+    }
+    // Before some products.
+    __device__ bool are_due() const { return done_ >= next_; }
+    __device__ float factor() {
+        next_ = done_ + interval_;
+        return 1 + __fdividef(0.5f * interval_, done_);
+    }
+    __device__ void add(int products) { done_ += products; }
+
+  private:
+    int interval_;  // in products
+    int done_;
+    int next_;
+};
 
 // What is carried of a tile's sums, in registers.
 template <int kSums>
@@ -69,19 +94,9 @@ class CarriedSums {
 #pragma unroll
         for (uint32_t& pair : pairs_) pair = 0;
     }
-    __device__ void carry(float (&sums)[kSums]) {
-#pragma unroll
-        for (int i = 0; i < kSums; i += 2) sm90::carry(sums[i], sums[i + 1], pairs_[i / 2]);
-    }
     __device__ void carry(float (&sums)[kSums], float factor) {
 #pragma unroll
-        for (int i = 0; i < kSums; i += 2) {
-            add_carried(sums[i], sums[i + 1], pairs_[i / 2]);
-            const __nv_bfloat162 rounded = __floats2bfloat162_rn(sums[i] * factor, sums[i + 1] * factor);
-            uint32_t pair = pairs_[i / 2] = reinterpret_cast<const uint32_t&>(rounded);
-            sums[i] -= __uint_as_float(pair << 16);
-            sums[i + 1] -= __uint_as_float(pair);
-        }
+        for (int i = 0; i < kSums; i += 2) sm90::carry(sums[i], sums[i + 1], pairs_[i / 2], factor);
     }
     __device__ void add_to(float (&sums)[kSums]) const {
 #pragma unroll
@@ -153,7 +168,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     // One thread.
     __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
                                 char* target, int2 corner) {
-        load_box(&arguments.values, full, to, target, corner.x, corner.y, arguments.value_priority);
+        load_box(&arguments.values, full, to, target, corner.x, corner.y);
     }
 
     // Work of the lanes of the loading warp beside boxes: none.

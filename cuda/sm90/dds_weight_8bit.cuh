@@ -9,10 +9,6 @@ namespace ts::sm90 {
 // A stage is that of DenseWeight, in lines of 16 to 128 bytes. Lines of 16 are not swizzled.
 template <class Math>
 struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
-    static constexpr int kResultBuffers = Math::kResultBuffers;
-    static constexpr int most_stages(int tile_tokens) {
-        return Math::kResultBuffers != 3 ? 4 : DenseWeight<Op::dds_nt, Math>::most_stages(tile_tokens);
-    }
     static constexpr bool kAlongK = true;
 
     template <int kTokens>

@@ -86,7 +86,6 @@ struct Float8Products {
 };
 template <class Elements, class Products, Precision kPrecision_>
 struct Bytes : Elements, Products {
-    static constexpr int kResultBuffers = 3;
     static constexpr Precision kPrecision = kPrecision_;
     static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     static constexpr int kParts = 1;
@@ -105,9 +104,6 @@ using int8_bf16 = Int8<__nv_bfloat16>;
 using int8_f16 = Int8<__half>;
 using int8_f32 = Int8<float>;
 using float8_bf16 = Float8<__nv_bfloat16>;
-struct int8_bf16_b4 : int8_bf16 { static constexpr int kResultBuffers = 4; };
-struct float8_bf16_b2 : float8_bf16 { static constexpr int kResultBuffers = 2; };
-struct float8_bf16_b4 : float8_bf16 { static constexpr int kResultBuffers = 4; };
 using float8_f16 = Float8<__half>;
 using float8_f32 = Float8<float>;
 using float8_scaled_bf16 = ScaledFloat8<__nv_bfloat16>;

@@ -66,12 +66,12 @@ __device__ inline void prefetch(const CUtensorMap* map) {
 }
 
 __device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x,
-                                int y, uint64_t priority = kNormalPriority) {
+                                int y) {
     auto* const signal = reinterpret_cast<uint64_t*>(const_cast<Barrier*>(&barrier));
     if (to.many())
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, signal, to.mask, priority, target, x, y);
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, signal, to.mask, kNormalPriority, target, x, y);
     else
-        cute::SM90_TMA_LOAD_2D::copy(map, signal, priority, target, x, y);
+        cute::SM90_TMA_LOAD_2D::copy(map, signal, kNormalPriority, target, x, y);
 }
 
 __device__ inline void load_box(const void* map, const Barrier& barrier, Multicast to, void* target, int x,

@@ -192,7 +192,7 @@ def test_long_sums_of_positive_float8(device: str) -> None:
     wanted = (x_values.double() * x_scales.double()[:, None]) @ (
         dense_weight(values.double(), pattern) * scales.double()[:, None]
     ).t()
-    assert ((y - wanted) / wanted).abs().max() < 3e-3
+    assert ((y - wanted) / wanted).abs().max() < 4e-3
 
 
 def test_each_scale_is_that_of_its_group_and_block() -> None:

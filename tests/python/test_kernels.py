@@ -637,13 +637,13 @@ def relative_error(row: Row, terms: int) -> float:
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
     Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
-    12 bits and more where they add 32 products of float8 and their sum, which is carried over after 256.
+    12 bits and more where they add 32 products of float8 and their sum, which is carried over after 512.
     """
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
     if row.dtype == torch.float8_e4m3fn and row.capability == 90:
-        return (min(terms, 256) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
+        return (min(terms, 512) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32 or row.device == CPU:
         return 2 * (terms + 4) * sums_unit(row.dtype)
     if row.precision == TF32:
@@ -742,7 +742,7 @@ def test_many_tiles(row: Row) -> None:
         check(row, Problem(pattern, within(row, 64 * 257), **options))
 
 
-POSITIVE = 3e-3  # of sums of float8, beside what rounding the result takes
+POSITIVE = 4e-3  # of sums of float8, beside what rounding the result takes
 
 
 @of([row for row in ROWS if row.of_8_bits])

@@ -127,8 +127,8 @@ enum {
 };
 /* How tensor cores multiply float32: with float32-level error (3xTF32), or in TF32; and x and values of
  * TS_FLOAT8_E4M3FN on compute capability 9.0, whose accumulators keep about 13 bits of a sum: carried over to
- * float32 every 256 products, so that sums of products of one sign are within .3 %, or there throughout
- * (fast), 1.5 % too small for 1024 features and 22 % for 16384. */
+ * float32 every 512 products, so that sums of products of one sign and alike sizes are within .4 %, or there
+ * throughout (fast), 1.5 % too small for 1024 features and 25 % for 16384. */
 enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1, TS_PRECISION_FAST = 1 };
 /* TS_SDD_TN: what is added to what is there instead of overwriting it. Bits. */
 enum { TS_ACCUMULATE_NOTHING = 0, TS_ACCUMULATE_VALUES = 1, TS_ACCUMULATE_BIAS = 2 };
