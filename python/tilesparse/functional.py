@@ -147,7 +147,7 @@ def quantized_linear(
         metadata: of 2:4 values, see `linear`.
         gate: [..., out_features], or None; in the place of a residual.
         use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
-            keep 13 bits of a sum: of positive products it is 1.5 % too small for 1024 features, 25 % for 16384.
+            keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
             False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
 
     Returns:
