@@ -29,8 +29,9 @@ enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
-// scales of the step (scaled).
-enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2 };
+// scales of the step (scaled); or most of a sum is moved elsewhere now and then (carried), unless precision
+// is fast.
+enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2, carried = 3 };
 
 // True if values of it have scales.
 constexpr bool is_quantized(DType dtype) {

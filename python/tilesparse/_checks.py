@@ -342,7 +342,7 @@ class Operands(NamedTuple):
         x_scales: of these.
         transposed: whether the values are those of Wᵀ.
         fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
-            products of float8 in fewer bits than float32 has.
+            all products of float8, in fewer bits than float32 has.
     """
 
     metadata: Tensor | None = None

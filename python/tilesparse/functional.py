@@ -117,7 +117,7 @@ def quantized_linear(
     policy: str = "sparse",
     metadata: Tensor | None = None,
     gate: Tensor | None = None,
-    use_fast_accum: bool = True,
+    use_fast_accum: bool = False,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, multiplied in 8 bits on both sides.
@@ -147,8 +147,9 @@ def quantized_linear(
             in its own dtype by it.
         metadata: of 2:4 values, see `linear`.
         gate: [..., out_features], or None; in the place of a residual.
-        use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
-            where that is faster; False adds their sums in float32 every 128 products.
+        use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
+            keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
+            False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
         offsets: as of `grouped_linear`, of a grouped product, or None. Then x is [tokens, in_features];
             scales are those of the features of all experts, not of blocks; the policy is not "dense", and the
             result row-major.

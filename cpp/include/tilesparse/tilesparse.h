@@ -128,9 +128,9 @@ enum {
     TS_SCALES_PER_GROUP = 5
 };
 /* How tensor cores multiply float32: with float32-level error (3xTF32), or in TF32; and x and values of
- * TS_FLOAT8_E4M3FN: with sums that are added in float32 every 128 of k, or in the accumulators of tensor
- * cores throughout, which keep about 14 bits on compute capability 9.0 (fast). TS_PRECISION_FAST lets the
- * faster of the kernels compute it, whichever of the two it is. */
+ * TS_FLOAT8_E4M3FN on compute capability 9.0, whose accumulators keep about 13 bits of a sum: carried over to
+ * float32 every 512 products, so that sums of products of one sign and alike sizes are within .4 %, or there
+ * throughout (fast), 1.5 % too small for 1024 features and 25 % for 16384. */
 enum { TS_PRECISION_HIGHEST = 0, TS_PRECISION_TF32 = 1, TS_PRECISION_FAST = 1 };
 /* TS_SDD_TN: what is added to what is there instead of overwriting it. Bits. */
 enum { TS_ACCUMULATE_NOTHING = 0, TS_ACCUMULATE_VALUES = 1, TS_ACCUMULATE_BIAS = 2 };

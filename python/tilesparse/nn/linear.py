@@ -632,7 +632,7 @@ class BlockSparseLinear(StoredWeight):
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
             if metadata is not None or scales is not None:
-                fast = None if self._activations is None else True
+                fast = None if self._activations is None else False
                 stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
