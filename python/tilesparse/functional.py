@@ -36,6 +36,7 @@ from ._checks import (
     check_flag,
     check_like_product,
     check_policy,
+    checked_threshold,
     is_tensor,
     operands_of,
     shown,
@@ -63,6 +64,8 @@ def linear(
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
     gate: Tensor | None = None,
+    threshold: float | None = None,
+    gate_threshold: float | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
@@ -95,12 +98,21 @@ def linear(
             gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
             lies as the result does.
+        threshold: magnitude up to which numbers of x count as zero, token by token; NaN and infinities never
+            do. Up to 8 tokens without a gradient read only the weights of inputs that are on for one of
+            them, see [neurons that are off](../activations.md). None multiplies all numbers.
+        gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
 
     Returns:
         [..., out_features].
     """
     check_policy(policy)
     index, stored = pattern.index_on(values.device), operands_of(metadata, scales)
+    if threshold is not None or gate_threshold is not None:
+        stored = stored._replace(
+            threshold=checked_threshold("threshold", threshold),
+            gate_threshold=checked_threshold("gate_threshold", gate_threshold),
+        )
     return linear_on(x, values, index, bias, activation, residual, column_major_output, policy, stored, gate)
 
 
