@@ -71,13 +71,15 @@ def linear_on(
             skipping = operands.threshold is not None or operands.gate_threshold is not None
             if policy == "dense" or skipping or multiplies_as_decode(x, index):  # in the dtype of x
                 check_quantizable(x)  # the rest is checked as for other products
-                limits = operands[-2:]
-                operands = Operands(metadata, stored_scales_on(scales, values, index))
-                operands = operands._replace(threshold=limits[0], gate_threshold=limits[1])
+                stored = stored_scales_on(scales, values, index)
+                operands = operands._replace(scales=stored, x_values=None, x_scales=None, fast=None)
             else:
                 policy, fast = "sparse", operands.fast
-                of_x = quantized_for(values, x, is_direct, is_inside(scales))
-                operands = Operands(metadata, scales, None, None, None, None, *of_x, False, fast)
+                of_x: tuple[Tensor | None, Tensor | None]
+                of_x = operands.x_values, operands.x_scales  # where x was quantized before it was spread
+                if of_x[0] is None:
+                    of_x = quantized_for(values, x, is_direct, is_inside(scales))
+                operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     skipping = operands.threshold is not None or operands.gate_threshold is not None
     if (
