@@ -4,9 +4,10 @@
     OMP_WAIT_POLICY=passive python benchmarks/activations_smollm2.py --output activations_smollm2.json
 
 The model and its text are those of prune_smollm2.py. The time is that of all MLPs for one token of the
-held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones that
-keep every block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us` is the time of the
-processor, all threads together, which counts where other programs run; `wall_us` the least of the wall clock.
+held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones
+that keep every block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us`
+is the time of the processor, all threads together, which counts where other programs run; `wall_us` the
+least of the wall clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def times_of(models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: i
     for turn in range(turns + 2):
         xs = [x[turn % len(x)][None].to(DTYPES[dtype]) for x in inputs]
         for stack, times in zip(stacks, taken, strict=True):
-            times.append(timed(lambda stack=stack, xs=xs: [mlp(x) for mlp, x in zip(stack, xs, strict=True)]))
+            times.append(timed(stack, xs))
     return [
         {
             "cpu_us": round(1e6 * sorted(cpu for cpu, _ in times[2:])[turns // 2], 1),
@@ -134,10 +135,11 @@ def in_dtype(mlp: nn.Module, dtype: str) -> nn.Module:
     return result
 
 
-def timed(call: Callable[[], object]) -> tuple[float, float]:
+def timed(mlps: list[nn.Module], xs: list[Tensor]) -> tuple[float, float]:
     """Return seconds of the processor and of the clock."""
     cpu, wall = time.process_time(), time.perf_counter()
-    call()
+    for mlp, x in zip(mlps, xs, strict=True):
+        mlp(x)
     return time.process_time() - cpu, time.perf_counter() - wall
 
 

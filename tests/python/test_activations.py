@@ -152,10 +152,13 @@ def test_repeats_and_orders_have_equal_bits(device: str, dtype: torch.dtype) -> 
     x = randn(7, IN, dtype=dtype, device=device, seed=1)
     gate = randn(7, OUT, dtype=dtype, device=device, seed=2)
     order = torch.randperm(7, generator=seeded(3)).to(device)
-    for how in ({"threshold": 0.5}, {"gate": gate, "gate_threshold": 0.5}):
+    each: list[dict[str, Any]] = [{"threshold": 0.5}, {"gate": gate, "gate_threshold": 0.5}]
+    for how in each:
         first = functional.linear(x, values, pattern, **how)
         assert torch.equal(first, functional.linear(x, values, pattern, **how))
-        moved = {name: one[order] if isinstance(one, Tensor) else one for name, one in how.items()}
+        moved: dict[str, Any] = {
+            name: one[order] if isinstance(one, Tensor) else one for name, one in how.items()
+        }
         assert torch.equal(first[order], functional.linear(x[order], values, pattern, **moved))
 
 
@@ -301,7 +304,7 @@ def test_graphs_follow_masks(kind: str) -> None:
     def run() -> Tensor:
         return functional.linear(x, values, pattern, **how)
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()

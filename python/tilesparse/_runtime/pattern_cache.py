@@ -43,7 +43,7 @@ class Prepacked:
 
 
 class Turned:
-    """Values with each block transposed; made anew in the same memory, which graphs read, once they change."""
+    """Values with each block transposed; written anew in the same memory, which graphs read, on a change."""
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ def sparsify_activations_(
     Numbers that enter ``down_proj`` of an MLP, or whatever it is called, count as zero up to the threshold of
     the layer, token by token. Up to 8 tokens then read only weights of neurons that are on. The thresholds
     share a fraction by what it costs: a layer's is raised where that adds least to the sum over layers of
-    squared relative errors of their results. Exact zeros, as ReLU makes them, cost nothing and are always off.
+    squared relative errors of their results. Exact zeros, as ReLU makes them, cost nothing: they are off.
 
     Dense layers become `BlockSparseLinear` that keep every block, with ``policy="auto"``. The thresholds are
     attributes of the layers (`BlockSparseLinear.threshold`), part of checkpoints, and can be changed.
@@ -223,7 +223,7 @@ class _Sample:
             self.rows.append(x[::step][:room].clone())
 
     def levels(self) -> list[tuple[float, float, float]]:
-        """Return (threshold, fraction that is off, squared relative error), for one fraction after another."""
+        """Return (threshold, fraction that is off, squared relative error), by rising fractions."""
         x = torch.cat(self.rows)
         before = getattr(self.layer, "threshold", None)
         if before is not None:
