@@ -49,18 +49,20 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     held_out = chunks[: arguments.evaluation // arguments.length]
     calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
     inputs = inputs_of_mlps(model, held_out[0])
-    models = {"dense": model, "all": sparsified(model, calibration, 0.0)}
+    models = {"dense": model}
+    for fraction in (None, *arguments.fractions):
+        if fraction is not None:
+            models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
+        name, one = list(models.items())[-1]
+        case: dict[str, Any] = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
+        off = [0.0] if fraction is None else off_of(one, inputs)
+        document["cases"].append({**case, "off": round(sum(off) / len(off), 4), "results": []})
+        print(document["cases"][-1], flush=True)
+        write_json(arguments.output, document)
+    models["all"] = copy.deepcopy(one)
     for layer in layers_of(models["all"]):
         layer.threshold = None
-    for fraction in arguments.fractions:
-        models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
-    for name, one in models.items():
-        layers = layers_of(one)
-        case = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
-        case["off"] = round(sum(off_of(one, inputs)) / len(layers), 4) if "off" in name else 0.0
-        document["cases"].append(case | {"results": []})
-        print(case, flush=True)
-        write_json(arguments.output, document)
+    document["cases"].append({**document["cases"][0], "contender": "all", "results": []})
     for dtype in DTYPES:
         for number, times in enumerate(times_of(list(models.values()), inputs, dtype, arguments.turns)):
             document["cases"][number]["results"].append(
