@@ -13,7 +13,7 @@ from helpers import DEVICES, randn, seeded
 from torch import Tensor, nn
 
 import tilesparse as ts
-from tilesparse import BlockPattern, BlockSparseLinear, functional
+from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.nn import BlockSparseMLP
 from tilesparse.storage import dequantize, quantize_int4, quantize_weights
@@ -319,3 +319,30 @@ def test_graphs_follow_masks(kind: str) -> None:
             masked(x, 0.5) @ weight.t() if kind == "inputs" else x.double() @ weight.t() * masked(gate, 0.5)
         )
         assert_close(y, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"skip": 3}, "skip must be 0 to 2, got 3"),
+        ({"threshold": 0.5}, "threshold must be 0 where skip is 0, got 0.5"),
+        ({"skip": 1, "threshold": -1.0}, "threshold must be a number from 0 on, got -1"),
+        ({"skip": 1, "threshold": NAN}, "threshold must be a number from 0 on"),
+        ({"skip": 1, "tokens": 9}, "tokens must be at most 8 with skip"),
+        ({"skip": 1, "dtype": 1}, "x.dtype must be float32, float16 or bfloat16 with skip"),
+        ({"skip": 1, "op": 1}, "op must be dds_nt with skip"),
+        ({"skip": 1, "x_layout": 1}, "x.layout must be 0 with skip"),
+        ({"skip": 1, "kernel": 1}, "kernel must be 0 with skip"),
+        ({"skip": 2}, "gate.data must not be null for outputs with skip"),
+        (
+            {"skip": 1, "values_dtype": 7, "granularity": 2},
+            "values.dtype must be that of x or int8 with skip",
+        ),
+    ],
+)
+def test_the_c_interface_refuses(changes: dict[str, Any], message: str) -> None:
+    given = {"op": 0, "dtype": 2, "tokens": 1, "ldx": 64, "ldy": 64} | changes
+    head = [given.pop(name) for name in ("op", "dtype", "tokens")]
+    product = _C.Product(_C.Pattern(32, 32, 64, 64, 4, 0, 0, 0), *head[:2], 0, head[2], **given)
+    with pytest.raises(InvalidArgumentError, match=message):
+        product.workspace_size()
