@@ -342,7 +342,7 @@ def test_graphs_follow_masks(kind: str) -> None:
 )
 def test_the_c_interface_refuses(changes: dict[str, Any], message: str) -> None:
     given = {"op": 0, "dtype": 2, "tokens": 1, "ldx": 64, "ldy": 64} | changes
-    head = [given.pop(name) for name in ("op", "dtype", "tokens")]
-    product = _C.Product(_C.Pattern(32, 32, 64, 64, 4, 0, 0, 0), *head[:2], 0, head[2], **given)
+    op, dtype, tokens = (given.pop(name) for name in ("op", "dtype", "tokens"))
+    product = _C.Product(_C.Pattern(32, 32, 64, 64, 4, 0, 0, 0), op, dtype, 0, tokens, **given)
     with pytest.raises(InvalidArgumentError, match=message):
         product.workspace_size()
