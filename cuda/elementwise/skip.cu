@@ -12,8 +12,8 @@
 // outputs: a CTA has up to 32 features of a block row, and lists those that are on. A warp has four of them
 // and a quarter of k, in steps of 256.
 //
-// All sums are added in a fixed order. Multiplying by the CUDA cores is enough: at 8 tokens of 16 bits on an
-// H100 it takes a third of the time of reading the weight.
+// All sums are added in a fixed order. The CUDA cores multiply: by their peak, 8 tokens of 16 bits take an
+// H100 a third of the time of reading the weight.
 #include "elementwise/skip.h"
 
 #include <algorithm>
@@ -382,7 +382,7 @@ int features_of(const Problem& problem) {
 
 // Enough CTAs for each multiprocessor to have several, each with something to do for all of its warps.
 int parts_of(const Problem& problem, const Device& device) {
-    constexpr int kCtas = 4;  // of a multiprocessor (measured on an H100)
+    constexpr int kCtas = 4;  // of a multiprocessor, a guess: no other number was timed
     const Pattern& pattern = problem.pattern;
     const int64_t tiles = pattern.out_features / features_of(problem);
     const int64_t units = pattern.nnz * pattern.block_cols / (pattern.out_features / pattern.block_rows) / kUnit;
