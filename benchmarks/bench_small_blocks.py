@@ -3,18 +3,20 @@
     python benchmarks/bench_small_blocks.py --device cpu --output small_blocks.json
     python benchmarks/bench_small_blocks.py --output small_blocks.json
 
-The matrix is that of a grid of three dimensions whose points are coupled with their 26 neighbours and themselves:
-27 blocks a row. On a GPU times are medians with a cold L2 cache, and the others are cuSPARSE's CSR and BSR. On the
-CPU they are the least wall-clock times of some calls; with --process-time the time of the process, for machines
-that others use, of as many threads as --threads.
+The matrix is that of a grid of three dimensions whose points are coupled with their 26 neighbours and
+themselves: 27 blocks a row. On a GPU times are medians with a cold L2 cache, and the others are cuSPARSE's CSR
+and BSR. On the CPU they are the least wall-clock times of some calls; with --process-time the time of the
+process, for machines that others use, of as many threads as --threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import scipy.sparse
@@ -48,10 +50,8 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     for block in arguments.blocks:
         pattern = neighbours(arguments.rows, block)
         for name, dtype in DTYPES.items():
-            values = torch.randn(
-                pattern.nnz, block, block, dtype=dtype, generator=torch.Generator().manual_seed(0)
-            )
-            matrix = BlockSparseMatrix(values.to(arguments.device), pattern.to(arguments.device))
+            seeded = torch.Generator().manual_seed(0)
+            matrix = BlockSparseMatrix.randn(pattern, dtype=dtype, generator=seeded).to(arguments.device)
             others = _of_scipy(matrix) if arguments.device == "cpu" else _of_cusparse(matrix)
             for columns in arguments.columns:
                 case: dict[str, Any] = {"block": block, "rows": pattern.shape[0], "blocks": pattern.nnz}
@@ -82,8 +82,8 @@ def _of_scipy(matrix: BlockSparseMatrix) -> dict[str, Product]:
     bsr = matrix.to_scipy()
     csr = scipy.sparse.csr_array(bsr)
     return {
-        "scipy BSR": lambda x: lambda x=x.numpy(): bsr @ x,
-        "scipy CSR": lambda x: lambda x=x.numpy(): csr @ x,
+        name: lambda x, matrix=matrix: partial(operator.matmul, matrix, x.numpy())
+        for name, matrix in (("scipy BSR", bsr), ("scipy CSR", csr))
     }
 
 

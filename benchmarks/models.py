@@ -324,7 +324,7 @@ class Float8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, compiled: bool) -> None:
         super().__init__()
-        self._compiled = compiled
+        self.compiled = compiled
         weight, scales = functional.quantize_activations(linear.weight.detach(), torch.float8_e4m3fn)
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales[None])
@@ -333,7 +333,7 @@ class Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, shape = x.flatten(0, -2), x.shape[:-1]
         rows, scales = (
-            rounded(x) if self._compiled else functional.quantize_activations(x, torch.float8_e4m3fn)
+            rounded(x) if self.compiled else functional.quantize_activations(x, torch.float8_e4m3fn)
         )
         y = torch._scaled_mm(
             rows,

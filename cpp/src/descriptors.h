@@ -3,11 +3,10 @@
 
 #include <cstddef>
 
+#include "activations.h"
+#include "bias_gradient.h"
 #include "common/problem.h"
 #include "device.h"
-#include "gate.h"
-#include "quantize.h"
-#include "sums.h"
 #include "tilesparse/tilesparse.h"
 
 namespace ts {

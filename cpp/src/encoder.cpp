@@ -9,7 +9,7 @@
 #include "abi.h"
 #include "checks.h"
 #include "cpu/cpu.h"
-#include "cpu/encoder.h"
+#include "cpu/encoder_layers.h"
 #include "descriptors.h"
 #include "device.h"
 #include "error.h"

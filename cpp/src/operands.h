@@ -5,10 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
+#include "bias_gradient.h"
 #include "common/problem.h"
-#include "gate.h"
-#include "quantize.h"
-#include "sums.h"
 #include "tilesparse/tilesparse.h"
 
 namespace ts {

@@ -6,13 +6,13 @@
 #include <string>
 
 #include "abi.h"
+#include "bias_gradient.h"
 #include "descriptors.h"
 #include "error.h"
 #include "operands.h"
 #include "pattern.h"
 #include "plan/host_plan.h"
-#include "sums.h"
-#include "values.h"
+#include "storage.h"
 
 namespace ts {
 namespace {

@@ -1,14 +1,13 @@
 // The public functions on activations and gates, element by element.
 
 #include "abi.h"
+#include "activations.h"
+#include "bias_gradient.h"
 #include "c_api/guard.h"
-#include "combine.h"
+#include "combination.h"
 #include "descriptors.h"
 #include "device.h"
-#include "gate.h"
 #include "operands.h"
-#include "quantize.h"
-#include "sums.h"
 
 using namespace ts;
 

@@ -1,4 +1,4 @@
-// The public functions on products: the choice of a kernel, memory, and the product itself.
+// The public functions on products (the choice of a kernel, memory, the product itself) and on encoders.
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 #include "descriptors.h"
 #include "device.h"
 #include "dispatch.h"
+#include "encoder.h"
 #include "measurements.h"
 #include "product.h"
 #include "registry.h"
@@ -113,4 +114,15 @@ ts_status_t ts_measurement_add(const ts_matmul_desc* source, const ts_device_inf
 
 ts_status_t ts_measurements_clear(void) {
     return guard([] { clear_measurements(); });
+}
+
+ts_status_t ts_encoder_workspace_size(const ts_encoder_desc* desc, size_t* bytes) {
+    return guard([&] {
+        check_pointer(bytes, "bytes");
+        *bytes = encoder_workspace_size(read_struct(desc, "desc"));
+    });
+}
+
+ts_status_t ts_encoder(const ts_encoder_desc* desc, void* workspace, size_t workspace_bytes, ts_stream_t) {
+    return guard([&] { run_encoder(read_struct(desc, "desc"), workspace, workspace_bytes); });
 }

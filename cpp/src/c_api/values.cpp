@@ -1,6 +1,5 @@
 // The public functions on values.
 
-#include "values.h"
 #include "abi.h"
 #include "c_api/guard.h"
 #include "checks.h"
@@ -9,6 +8,7 @@
 #include "dispatch.h"
 #include "operands.h"
 #include "product.h"
+#include "storage.h"
 
 using namespace ts;
 

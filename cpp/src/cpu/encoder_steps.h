@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "cpu/activation.h"
-#include "cpu/encoder.h"
+#include "cpu/encoder_layers.h"
 #include "cpu/memory.h"
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
-#include "cpu/quantize.h"
+#include "cpu/quantize_steps.h"
 #include "cpu/vectors.h"
 #include "elementwise/quantize.h"
 

@@ -19,7 +19,7 @@
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
 #include "cpu/pack.h"
-#include "cpu/quantize.h"
+#include "cpu/quantize_steps.h"
 #include "cpu/scale.h"
 #include "cpu/vectors.h"
 

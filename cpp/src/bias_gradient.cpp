@@ -1,4 +1,4 @@
-#include "sums.h"
+#include "bias_gradient.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "combine.h"
+#include "combination.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "cpu/encoder.h"
+#include "cpu/encoder_layers.h"
 
 #include <algorithm>
 #include <cstdint>

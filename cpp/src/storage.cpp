@@ -1,4 +1,4 @@
-#include "values.h"
+#include "storage.h"
 
 #include <cstring>
 
