@@ -4,8 +4,8 @@
     python benchmarks/bench_small_blocks.py --output small_blocks.json
 
 The matrix is that of a grid of three dimensions whose points are coupled with their 26 neighbours and
-themselves: 27 blocks a row. On a GPU times are medians with a cold L2 cache, and the others are cuSPARSE's CSR
-and BSR. On the CPU they are the least wall-clock times of some calls; with --process-time the time of the
+themselves: 27 blocks a row. On a GPU times are medians with a cold L2 cache, and the others are cuSPARSE's
+CSR and BSR. On the CPU they are the least wall-clock times of some calls; with --process-time the time of the
 process, for machines that others use, of as many threads as --threads.
 """
 
