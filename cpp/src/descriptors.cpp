@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "common/machine.h"
 #include "error.h"
+#include "skip.h"
 
 namespace ts {
 namespace {
@@ -207,7 +208,7 @@ void check_grouped(const ts_matmul_desc& desc, const Problem& problem) {
     const auto refuse = [](bool given, const auto&... words) {
         require(!given, words..., " for a grouped product");
     };
-    refuse(is_quantized(problem.input_dtype), "x.dtype must be 1 to ", kActivationDTypes);
+    refuse(problem.scales_inside(), "x.granularity must be ", TS_SCALES_PER_TOKEN);
     refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
     refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
     refuse(desc.prepacked.data != nullptr, "prepacked.data must be null");
@@ -316,6 +317,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     check_grouped(desc, problem);
+    check_skip(desc, problem);
     return problem;
 }
 

@@ -27,10 +27,13 @@ enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
+// What a small batch skips of the weights: what meets zeros of x, or gives features whose gate is zero.
+enum class Skip : int32_t { nothing = 0, inputs = 1, outputs = 2 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
-// scales of the step (scaled).
-enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2 };
+// scales of the step (scaled); or most of a sum is moved elsewhere now and then (carried), unless precision
+// is fast.
+enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2, carried = 3 };
 
 // True if values of it have scales.
 constexpr bool is_quantized(DType dtype) {
@@ -145,6 +148,12 @@ struct BiasGradient {
     bool accumulate;
 };
 
+// Where a kernel that finds another plan than its own writes its number: a word of the host's memory.
+struct PlanReport {
+    int32_t* at;
+    int32_t kernel;
+};
+
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
@@ -164,13 +173,16 @@ struct Problem {
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
-    const void* prepacked;  // values as Kernel::prepack left them, or null
+    PlanReport plan_report;  // for kernels with a plan
+    const void* prepacked;   // values as Kernel::prepack left them, or null
     // Added to the results, or if `gated` multiplied by them after activation and rounding: then they have no
     // activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;
     bool gated;
     Activation gate_activation;
     BiasGradient bias_gradient;  // of sdd
+    Skip skip;                   // with it no kernel of the registry, but elementwise/skip.h
+    float threshold;             // up to which numbers count as zero then
 
     // Operands of dds in either direction.
     bool forward() const { return op == Op::dds_nt; }
@@ -262,6 +274,7 @@ struct Kernel {
     // that share coefficients, but for product, number format and tile; nullptr where there is no estimate:
     // then kernels go by their place in the registry.
     const char* family = nullptr;
+    const char* variant = "";  // of the family's kernels of a tile, which are told apart by it
     Instructions instructions = Instructions::mma_sync;
     Accumulation accumulation = Accumulation::kept;
     int32_t cluster = 1;          // dds: multiprocessors that compute a tile together

@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from numbers import Number, Real
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
@@ -26,6 +28,31 @@ SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of
 SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
+
+
+class Array(Protocol):
+    """A tensor, or an array of NumPy, CuPy, JAX or another library that has DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def shared(name: str, given: Any) -> Any:
+    """Return a tensor in the memory of an array, and what is no array as it is.
+
+    Copies are made of what NumPy has read-only, reversed or in another byte order: PyTorch would write to the
+    first, and end the process at the second.
+    """
+    if isinstance(given, Tensor) or not hasattr(given, "__dlpack__"):
+        return given
+    try:
+        if isinstance(given, np.ndarray):
+            usable = given.flags.writeable and min(given.strides, default=0) >= 0 and given.dtype.isnative
+            return torch.from_numpy(given if usable else given.astype(given.dtype.newbyteorder("="), "C"))
+        if min(getattr(given, "strides", None) or (0,)) < 0:
+            raise BufferError("a stride is negative")
+        return torch.utils.dlpack.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} must be an array that PyTorch can share: {error}") from error
 
 
 def shown(value: object) -> str:
@@ -320,7 +347,9 @@ class Operands(NamedTuple):
         x_scales: of these.
         transposed: whether the values are those of Wᵀ.
         fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
-            products of float8 in fewer bits than float32 has.
+            all products of float8, in fewer bits than float32 has.
+        threshold: magnitude up to which numbers of x count as zero, or None.
+        gate_threshold: the same of the gate, after its activation.
     """
 
     metadata: Tensor | None = None
@@ -333,6 +362,8 @@ class Operands(NamedTuple):
     x_scales: Tensor | None = None
     transposed: bool = False
     fast: bool | None = None
+    threshold: float | None = None
+    gate_threshold: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -341,6 +372,14 @@ class Operands(NamedTuple):
 
 
 NO_EPILOGUE, DENSE = Epilogue(), Operands()
+
+
+def checked_threshold(name: str, value: object) -> float | None:
+    """Return a threshold of activations as a float; raise unless it is None or a number from 0 on."""
+    number = None if value is None else as_number(value)
+    if number is not None and not number >= 0:
+        raise InvalidArgumentError(f"{name} must be None or a number from 0 on, got {shown(value)}")
+    return number
 
 
 def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
@@ -408,8 +447,8 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
-    if operands.offsets is not None:
-        raise InvalidArgumentError("offsets must be None with x in 8 bits")
+    if operands.offsets is not None and is_inside(scales):
+        raise InvalidArgumentError("offsets must be None with scales of blocks, which are inside of the sums")
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, check_values, check_whole_blocks, is_ragged
+from ._checks import DTYPES, Array, check_values, check_whole_blocks, is_ragged, shared
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
@@ -26,22 +26,26 @@ class BlockSparseMatrix:
     make a batch of matrices with one pattern: products then have b results, of one dense operand for each
     matrix or of one for all.
 
+    Values and dense operands are tensors, or arrays of NumPy, CuPy, JAX and others with DLPack, whose memory
+    is shared. Results are tensors, of which ``numpy.from_dlpack`` and others make arrays without a copy.
+
     Args:
         values: [nnz, bn, bk] or [b, nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. They are
-            not copied.
+            not copied, unless NumPy has them read-only.
         pattern: places of the blocks; values[..., i, :, :] is the block at slot i.
 
     Raises:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
-    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
-        _check_dtype("values", values)
-        batched = isinstance(values, Tensor) and values.dim() == 4 and values.shape[0] > 0
-        if batched and not values.is_contiguous():
-            raise InvalidArgumentError(f"values must be contiguous, got strides {values.stride()}")
-        check_values("values", values[0] if batched else values, pattern.index_on(values.device))
-        self.values = values
+    def __init__(self, values: Array, pattern: BlockPattern) -> None:
+        tensor: Tensor = shared("values", values)
+        _check_dtype("values", tensor)
+        batched = tensor.dim() == 4 and tensor.shape[0] > 0
+        if batched and not tensor.is_contiguous():
+            raise InvalidArgumentError(f"values must be contiguous, got strides {tensor.stride()}")
+        check_values("values", tensor[0] if batched else tensor, pattern.index_on(tensor.device))
+        self.values = tensor
         self.pattern = pattern
 
     @classmethod
@@ -71,7 +75,7 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_blocks(
-        cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
+        cls, blocks: Array | Sequence[tuple[int, int]], values: Array, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
         """Place values[i] at (block row, block column) ``blocks[i]``, in any order.
 
@@ -80,12 +84,13 @@ class BlockSparseMatrix:
             values: [nnz, bn, bk], contiguous.
             shape: (out_features, in_features).
         """
-        return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
+        tensor: Tensor = shared("values", values)
+        return cls(tensor, BlockPattern.from_blocks(blocks, shape=shape, block_shape=tensor.shape[1:]))
 
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         pattern: BlockPattern | None = None,
         *,
         block_shape: Sequence[int] | None = None,
@@ -105,14 +110,15 @@ class BlockSparseMatrix:
         Raises:
             InvalidArgumentError: neither or both of pattern and block_shape are given, or sizes do not fit.
         """
+        tensor: Tensor = shared("dense", dense)
         if block_shape is not None and pattern is None:
             if density is None and nnz is None:
-                pattern = BlockPattern.from_mask(dense, block_shape=block_shape)
+                pattern = BlockPattern.from_mask(tensor, block_shape=block_shape)
             else:
-                pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+                pattern = BlockPattern.from_dense(tensor, block_shape=block_shape, density=density, nnz=nnz)
         elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
             raise InvalidArgumentError("pattern must be given alone, or block_shape instead of it")
-        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
+        return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
     def from_product(cls, a: Tensor, b: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
@@ -248,18 +254,23 @@ class BlockSparseMatrix:
         """
         return BlockSparseMatrix(self.values.mT.contiguous(), self.pattern.transpose())
 
-    def __matmul__(self, dense: Tensor) -> Tensor:
+    def __matmul__(self, dense: Array) -> Tensor:
         """Return W @ dense: [out_features] of a vector [in_features], or [..., out_features, n] of matrices.
 
         Of a batch of values the first dimension of the result is the batch, and that of ``dense`` if it has
         three. Differentiable; see `functional.dsd`, also for Wᵀ.
         """
         pattern = self.pattern
-        return self._each(lambda values, x: _product(values, pattern, x), dense)
+        return self._each(lambda values, x: _product(values, pattern, x), shared("dense", dense))
 
-    def __rmatmul__(self, dense: Tensor) -> Tensor:
+    def __rmatmul__(self, dense: Array) -> Tensor:
         """Return dense [..., out_features] @ W, with batches as in W @ dense; see `functional.dds`."""
-        return self._each(lambda values, y: functional.dds(y, values, self.pattern, transpose=False), dense)
+        pattern = self.pattern
+        return self._each(
+            lambda values, y: functional.dds(y, values, pattern, transpose=False), shared("dense", dense)
+        )
+
+    __array_ufunc__ = None  # so that NumPy leaves ``x @ W`` to this class
 
     def sum(self, dim: int | None = None) -> Tensor:
         """Return the sums of rows [out_features] (``dim`` -1), of columns [in_features] (-2) or of all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ._checks import (
     INT32_MAX,
+    Array,
     Index,
     as_integer,
     check_content,
@@ -21,6 +23,7 @@ from ._checks import (
     is_ragged,
     pattern_block_shape,
     pattern_shapes,
+    shared,
     shown,
 )
 from ._runtime import pattern_cache
@@ -31,14 +34,15 @@ from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 
 def checked_index(
-    crow_indices: Tensor | Sequence[int],
-    col_indices: Tensor | Sequence[int],
+    crow_indices: Array | Sequence[int],
+    col_indices: Array | Sequence[int],
     shape: Sequence[int],
     block_shape: int | Sequence[int],
-    slot: Tensor | Sequence[int] | None,
+    slot: Array | Sequence[int] | None,
     device: torch.device | str | int | None,
 ) -> Index:
     """Return validated copies of the arrays of a pattern."""
+    col_indices = shared("col_indices", col_indices)
     if device is None:
         device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
     shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
@@ -98,8 +102,9 @@ def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
     return index_of(numbers, index._replace(block_shape=small))
 
 
-def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
+    array = shared(name, array)
     if isinstance(array, Tensor):
         check_content(name, array)
     given = torch.as_tensor(array, device="cpu")
@@ -225,6 +230,23 @@ class PatternView:
         mask[self.block_indices()] = True
         return mask
 
+    def waste(self, mask: Array) -> float:
+        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
+
+        Raises:
+            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
+        """
+        wanted = check_matrix("mask", mask) != 0
+        if wanted.shape != self.shape:
+            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
+        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
+        kept = counts[self.to_block_mask().to(counts.device)]
+        if int(kept.sum()) != int(counts.sum()):
+            raise InvalidArgumentError(
+                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
+            )
+        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
+
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
         (rows, cols), (bn, bk) = self.shape, self.block_shape
@@ -271,7 +293,7 @@ class BlockPattern(PatternView):
     and copy it there if it lies elsewhere.
 
     Args:
-        crow_indices: [R + 1] integers, tensor or sequence.
+        crow_indices: [R + 1] integers: a tensor, an array of another library, or a sequence.
         col_indices: [nnz] integers.
         shape: (out_features, in_features).
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
@@ -285,12 +307,12 @@ class BlockPattern(PatternView):
 
     def __init__(
         self,
-        crow_indices: Tensor | Sequence[int],
-        col_indices: Tensor | Sequence[int],
+        crow_indices: Array | Sequence[int],
+        col_indices: Array | Sequence[int],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
-        slot: Tensor | Sequence[int] | None = None,
+        slot: Array | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
@@ -368,7 +390,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Tensor | Sequence[tuple[int, int]],
+        blocks: Array | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -383,30 +405,40 @@ class BlockPattern(PatternView):
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
+        listed: Tensor | Sequence[tuple[int, int]] = shared("blocks", blocks)
         shape, block_shape, grid = pattern_shapes(shape, block_shape)
-        chosen, slot = listed_blocks(blocks, grid)
-        device = blocks.device if isinstance(blocks, Tensor) else None
+        chosen, slot = listed_blocks(listed, grid)
+        device = listed.device if isinstance(listed, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
     def from_block_mask(
-        cls, mask: Tensor, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
     ) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
 
         ``shape`` is that of the weight, where blocks do not divide it.
         """
-        check_matrix("mask", mask)
+        mask = check_matrix("mask", mask)
         shape, block_shape = shape_of_grid("mask", mask, block_shape, shape)
         chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
-        check_matrix("mask", mask)
+    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
+
+        Args:
+            mask: the elements to cover; `waste` says how much of the blocks is none of them.
+            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
+                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
+                the mask.
+        """
+        mask = check_matrix("mask", mask) != 0
+        if block_shape is None:
+            block_shape = _best_block_shape(mask)
         shape, block_shape, _ = pattern_shapes(mask.shape, block_shape)
-        kept = blocks_of(mask != 0, block_shape).any(-1).any(-1)
+        kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
 
     @classmethod
@@ -441,7 +473,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_scores(
         cls,
-        scores: Tensor,
+        scores: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -456,7 +488,7 @@ class BlockPattern(PatternView):
         Raises:
             InvalidArgumentError: as in `random`, or a score is NaN.
         """
-        check_matrix("scores", scores)
+        scores = check_matrix("scores", scores)
         shape, block_shape = shape_of_grid("scores", scores, block_shape, shape)
         chosen = best_blocks(scores, parts, density, nnz)
         return cls._from_sorted(chosen, shape, block_shape, device=scores.device)
@@ -464,7 +496,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -478,7 +510,7 @@ class BlockPattern(PatternView):
         Raises:
             InvalidArgumentError: as in `random`, or a norm is NaN.
         """
-        check_matrix("dense", dense)
+        dense = check_matrix("dense", dense)
         shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
         scores = block_norms(dense, block_shape)
         return cls.from_scores(
@@ -613,6 +645,25 @@ def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: A
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
 
 
+# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
+BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
+
+
+def _best_block_shape(mask: Tensor) -> tuple[int, int]:
+    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
+    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
+    of_rows, of_cols = (
+        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
+    )
+    costs = {
+        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
+        * BLOCK_COSTS[min(rows, cols)]
+        for rows in of_rows
+        for cols in of_cols
+    }
+    return min(costs, key=lambda shape: costs[shape])
+
+
 def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -629,13 +680,17 @@ def shape_of_grid(
     return checked, sides
 
 
-def check_matrix(name: str, matrix: Tensor) -> None:
-    """Refuse a tensor that is not a dense matrix with content."""
+def check_matrix(name: str, given: Array) -> Tensor:
+    """Return a dense matrix with content; refuse anything else."""
+    matrix: Tensor = shared(name, given)
+    if not isinstance(matrix, Tensor):
+        raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
     if matrix.dim() != 2 or matrix.layout != torch.strided:
         raise InvalidArgumentError(
             f"{name} must be a dense 2-D tensor, got shape {tuple(matrix.shape)}, {matrix.layout}"
         )
     check_content(name, matrix)
+    return matrix
 
 
 def listed_blocks(blocks: Tensor | Sequence[tuple[int, int]], grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -351,6 +351,7 @@ void test_refusals() {
     throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [] { ts::check(TS_UNSUPPORTED); });
     throws<ts::CudaError>(TS_CUDA_ERROR, "", [] { ts::check(TS_CUDA_ERROR); });
     throws<ts::OutOfMemoryError>(TS_OUT_OF_MEMORY, "", [] { ts::check(TS_OUT_OF_MEMORY); });
+    throws<ts::StalePlanError>(TS_STALE_PLAN, "", [] { ts::check(TS_STALE_PLAN); });
     throws<ts::InternalError>(TS_INTERNAL_ERROR, "", [] { ts::check(TS_INTERNAL_ERROR); });
     throws<ts::NoDeviceError>(TS_NO_DEVICE, "", [] { ts::check(TS_NO_DEVICE); });
 }

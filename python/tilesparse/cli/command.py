@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import _C, _belongs, _checks
 from .._checks import BLOCK_SIDES
-from .._progress import logger
+from .._reports import logger
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning.product import KINDS, OPS, Product, default_device, dtype_name
 
