@@ -121,7 +121,7 @@ class BlockSparseMatrix:
         return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
-    def from_product(cls, a: Tensor, b: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+    def from_product(cls, a: Array, b: Array, pattern: BlockPattern) -> "BlockSparseMatrix":
         """Compute the blocks of a @ b that the pattern keeps, and no others (SDDMM); differentiable.
 
         Args:
@@ -129,6 +129,7 @@ class BlockSparseMatrix:
             b: [n, in_features], or [batch, n, in_features].
             pattern: blocks to compute.
         """
+        a, b = shared("a", a), shared("b", b)
         if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] > 0:
             each = zip(a.unbind(), b.unbind(), strict=True)
             return cls(torch.stack([functional.sdd(y.mT, x, pattern) for y, x in each]), pattern)
@@ -294,12 +295,13 @@ class BlockSparseMatrix:
         size = (*values.shape[:-3], min(self.pattern.grid), *self.block_shape)
         return values.new_zeros(size).index_copy(-3, rows[slots], values.index_select(-3, slots))
 
-    def scale_rows(self, factors: Tensor) -> "BlockSparseMatrix":
+    def scale_rows(self, factors: Array) -> "BlockSparseMatrix":
         """Return the matrix whose rows, or block rows, are multiplied from the left; differentiable.
 
         Args:
             factors: [out_features], a number for each row, or [R, bn, bn], a matrix for each block row.
         """
+        factors = shared("factors", factors)
         (rows, _), (bn, _) = self.pattern.grid, self.block_shape
         places, values = self.pattern.to(self.device).block_indices()[0], self._inside()
         if factors.shape == (self.shape[0],):
