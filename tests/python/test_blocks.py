@@ -7,6 +7,7 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cpu_bounds import Area
 from torch.autograd import gradcheck, gradgradcheck
 
 import tilesparse as ts
@@ -92,6 +93,35 @@ def test_kernels_for_any_block(name, block_shape):
         matrix, dense = make_matrix(shape, block_shape, dtype, device=("cpu", "cuda")[kernel.device])
         with use_kernel(name):
             check_products(matrix, dense, tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
+@pytest.mark.parametrize("at_end", [True, False])
+def test_nothing_outside_of_operands_is_touched(name, at_end):
+    """Operands lie beside pages that end the process when they are read or written."""
+    areas = []
+
+    def placed(tensor):
+        areas.append(Area(tensor.numel() * tensor.itemsize, at_end))
+        return areas[-1].tensor(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    for block_shape, dtype, tokens in product(SHAPES, DTYPES, (1, 3, 17)):
+        shape = 3 * block_shape[0] - 1, 4 * block_shape[1] - 1
+        matrix, dense = make_matrix(shape, block_shape, dtype)
+        values, pattern = placed(matrix.values), matrix.pattern
+        x, y = (placed(torch.randn(tokens, size).to(dtype)) for size in reversed(shape))
+        x_t, y_t, out = placed(x.T.contiguous()), placed(y.T.contiguous()), placed(torch.zeros_like(values))
+        scale = max(shape) ** 0.5
+        with use_kernel(name):
+            close(F.dds(x, values, pattern), x.double() @ dense.double().T, scale)
+            close(F.dds(y, values, pattern, transpose=False), y.double() @ dense.double(), scale)
+            close(F.dsd(values, pattern, x_t), dense.double() @ x.double().T, scale)
+            close(F.dsd(values, pattern, y_t, transpose=True), dense.double().T @ y.double().T, scale)
+            for left, right in ((y, x), (y_t.T, x_t.T)):
+                F.sdd(left, right, pattern, out=out)
+                expected = ts.BlockSparseMatrix.from_dense(y.double().T @ x.double(), pattern)
+                close(out, expected.values, tokens**0.5)
+        areas.clear()
 
 
 def make_ragged(batch=None):
