@@ -110,7 +110,9 @@ inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols, boo
     if (ragged && cols > 0) pattern.in_features -= draw(0, pattern.block_cols - 1);
     pattern.nnz = static_cast<int64_t>(idx.size());
     while (chance(15)) spoil(pattern, kPatternFields);
-    const auto blocks = [](wide size, wide side) { return (size + std::max<wide>(side, 1) - 1) / std::max<wide>(side, 1); };
+    const auto blocks = [](wide size, wide side) {
+        return (size + std::max<wide>(side, 1) - 1) / std::max<wide>(side, 1);
+    };
     const wide claimed_rows = blocks(pattern.out_features, pattern.block_rows);
     const wide claimed_cols = blocks(pattern.in_features, pattern.block_cols);
     pattern.row_ptr = array(ptr, claimed_rows + 1);
