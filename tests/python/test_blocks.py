@@ -28,6 +28,21 @@ KERNELS = [kernel.name for kernel in ts._C.kernels() if "_blocks" in kernel.name
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SHAPES = [(3, 3), (6, 3), (3, 6), (5, 5), (8, 8), (12, 12), (24, 24), (48, 16), (2, 128), (100, 7), (16, 16)]
+MORE = [
+    (2, 2),
+    (4, 4),
+    (6, 6),
+    (7, 7),
+    (9, 5),
+    (10, 10),
+    (16, 32),
+    (17, 3),
+    (32, 24),
+    (48, 48),
+    (64, 64),
+    (96, 40),
+    (128, 128),
+]
 
 
 def make_matrix(
@@ -93,8 +108,11 @@ def test_products_of_every_block_shape(data: st.DataObject) -> None:
     check_products(*make_matrix(shape, (bn, bk), dtype), tokens)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("block_shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "block_shape"),
+    [pair for name in KERNELS for pair in product([name], SHAPES + (MORE if "sm" in name else []))],
+    ids=str,
+)
 def test_kernels_for_any_block(name: str, block_shape: tuple[int, int]) -> None:
     (bn, bk), kernel = block_shape, next(k for k in ts._C.kernels() if k.name == name)
     if kernel.device == 1 and not torch.cuda.is_available():
