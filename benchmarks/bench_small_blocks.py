@@ -82,8 +82,8 @@ def _of_scipy(matrix: BlockSparseMatrix) -> dict[str, Product]:
     bsr = matrix.to_scipy()
     csr = scipy.sparse.csr_array(bsr)
     return {
-        name: lambda x, matrix=matrix: partial(operator.matmul, matrix, x.numpy())
-        for name, matrix in (("scipy BSR", bsr), ("scipy CSR", csr))
+        "scipy BSR": lambda x: partial(operator.matmul, bsr, x.numpy()),
+        "scipy CSR": lambda x: partial(operator.matmul, csr, x.numpy()),
     }
 
 
@@ -98,7 +98,7 @@ def _of_cusparse(matrix: BlockSparseMatrix) -> dict[str, Product]:
     def of_csr(x: Tensor) -> Callable[[], Any]:
         dense = cupy.asfortranarray(cupy.from_dlpack(x)) if x.dim() == 2 else cupy.from_dlpack(x)
         result = cupyx.cusparse.spmm if x.dim() == 2 else cupyx.cusparse.spmv
-        return lambda: torch.from_dlpack(result(csr, dense))
+        return lambda: torch.utils.dlpack.from_dlpack(result(csr, dense))
 
     def of_bsr(x: Tensor) -> Callable[[], Any]:
         weight = matrix.to_bsr()
