@@ -136,7 +136,7 @@ class BlockSparseMatrix:
             return cls(torch.stack([functional.sdd(y.mT, x, pattern) for y, x in each]), pattern)
         if left.dim() != 2 or right.dim() != 2:
             raise InvalidArgumentError(
-                f"a and b must be matrices, or batches of as many, got {list(left.shape)}, {list(right.shape)}"
+                f"a and b must be matrices or as many of them, got {list(left.shape)} and {list(right.shape)}"
             )
         return cls(functional.sdd(left.mT, right, pattern), pattern)
 
