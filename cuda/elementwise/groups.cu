@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
+#include "common/plan_view.cuh"
 
 namespace ts::groups {
 namespace {
@@ -57,7 +58,10 @@ __global__ void __launch_bounds__(kMaxGroups) list_groups(Groups groups, int spa
     }
     if (starts.plan == nullptr) return;
 
-    if (starts.plan->key != starts.key) __trap();
+    if (starts.plan->key != starts.key) {
+        if (own == 0) groups.tiles_before[groups.count] = 0;
+        return report_stale(starts.report);
+    }
     sizes[own] = size;
     __syncthreads();
     int place = 0;

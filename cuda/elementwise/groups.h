@@ -29,10 +29,11 @@ struct Groups {
 #endif
 };
 
-// A plan that says where the tiles of each group begin, and the key that it must have; or none.
+// A plan that says where the tiles of each group begin, and the key without which it has none; or no plan.
 struct PlanStarts {
     const PlanHeader* plan = nullptr;
     int32_t key = 0;
+    PlanReport report{};
 };
 
 size_t bytes_of(int count, int64_t most_spans = 0);

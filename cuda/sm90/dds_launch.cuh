@@ -160,10 +160,12 @@ struct Dds {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.plan_report = problem.plan_report;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
+        arguments.carried_products = carried_products(problem);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

@@ -20,11 +20,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from zoo import ZOO
 
 import tilesparse as ts
+from tilesparse import prune_
 from tilesparse.calibrate.moments import Moments
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.experts import ExpertsLinear, projections_of
 from tilesparse.nn.weight import INDEX_NAMES, dense_blocks
-from tilesparse.prune import allocate, measure_errors, prune_
+from tilesparse.prune import allocate, measure_errors
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss"]
 SIZES = {
@@ -596,7 +597,7 @@ def test_experts_are_reconstructed_and_distilled() -> None:
         return float((model(**batches[0]).logits - teacher(**batches[0]).logits).detach().norm())
 
     before = error()
-    ts.recover.reconstruct_(model, teacher, batches, epochs=8)
+    ts.reconstruct_(model, teacher, batches, epochs=8)
     middle = error()
     ts.distill_(model, teacher, batches * 5, lr=1e-4)
     assert error() < middle < before
@@ -631,55 +632,44 @@ RELOAD = """
 import sys, torch, tilesparse as ts, transformers
 sys.path.insert(0, {tests!r})
 from zoo import ZOO
-kind, how, path = sys.argv[1:]
-if how == "save":
-    model = ts.load(ZOO[kind].skeleton, path)
-else:
-    model = getattr(transformers, ZOO[kind].model).from_pretrained(path)
-assert any(isinstance(module, ts.BlockSparseExperts) for module in model.modules())
-torch.save((dict(model.state_dict()), model.eval()(**ZOO[kind].batch(0)).logits), path + "/out.pt")
+for path in sys.argv[1:]:
+    kind, how = path.rpartition("/")[2].split("-")[:2]
+    if how == "save":
+        model = ts.load(ZOO[kind].skeleton, path)
+    else:
+        model = getattr(transformers, ZOO[kind].model).from_pretrained(path)
+    assert any(isinstance(module, ts.BlockSparseExperts) for module in model.modules())
+    torch.save((dict(model.state_dict()), model.eval()(**ZOO[kind].batch(0)).logits), path + "/out.pt")
 """
 
 
-def comes_back(model: Any, kind: str, how: str, path: Path) -> None:
-    """Save a model, load it in a new process, and compare all bits."""
-    if how == "save":
-        ts.save(model, path, max_shard_size="100KB")
-    else:
-        model.save_pretrained(path, max_shard_size="100KB")
+def come_back(models: dict[str, Any], path: Path) -> None:
+    """Save models, load them in a new process, and compare all bits; names begin with "kind-how-"."""
+    for name, model in models.items():
+        if "-save-" in name:
+            ts.save(model, path / name, max_shard_size="100KB")
+        else:
+            model.save_pretrained(path / name, max_shard_size="100KB")
     script = RELOAD.format(tests=str(Path(__file__).parent))
-    subprocess.run([sys.executable, "-c", script, kind, how, str(path)], check=True)
-    state, logits = torch.load(path / "out.pt")
-    assert set(state) == set(model.state_dict())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert torch.equal(logits, model(**ZOO[kind].batch(0)).logits)
+    subprocess.run([sys.executable, "-c", script, *(str(path / name) for name in models)], check=True)
+    for own, model in models.items():
+        state, logits = torch.load(path / own / "out.pt")
+        assert set(state) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), (own, name)
+        assert torch.equal(logits, model(**ZOO[own.partition("-")[0]].batch(0)).logits), own
 
 
-SAVED = [
-    ("gpt_oss", "save"),
-    *((kind, "save_pretrained") for kind in ("gpt_oss", "granitemoe", "deepseek_v3")),
-]
+def test_checkpoints_come_back_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
+    names = (
+        "gpt_oss-save-",
+        *(f"{kind}-save_pretrained-" for kind in ("gpt_oss", "granitemoe", "deepseek_v3")),
+    )
+    models = {name: sparsified(name.partition("-")[0], also=".*self_attn") for name in names}
+    come_back(models, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "how"), SAVED)
-def test_checkpoints_come_back_bit_for_bit_in_a_new_process(kind: str, how: str, tmp_path: Path) -> None:
-    comes_back(sparsified(kind, also=".*self_attn"), kind, how, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("storage", "activations", "how"),
-    [
-        ("int8", None, "save"),
-        ("float8_e4m3fn", None, ""),
-        ("int4", None, "save_pretrained"),
-        ("int8", "int8", "save_pretrained"),
-        ("float8_e4m3fn", "float8_e4m3fn", "save"),
-    ],
-)
-def test_experts_are_quantized_saved_and_loaded_in_a_new_process(
-    storage: str, activations: str | None, how: str, tmp_path: Path
-) -> None:
+def quantized_experts(storage: str, activations: str | None = None) -> Any:
     kind = "qwen2_moe"
     model, batches = sparsified(kind, 1.0, 32, also="o_proj"), calibration(kind)
     expected = model(**batches[0]).logits
@@ -693,8 +683,18 @@ def test_experts_are_quantized_saved_and_loaded_in_a_new_process(
             assert layer.activations == found.activations == activations
     quantized = model(**batches[0]).logits
     assert 0 < float((quantized - expected).norm() / expected.norm()) < 0.2
-    if how:
-        comes_back(model, kind, how, tmp_path)
+    return model
+
+
+def test_experts_are_quantized_saved_and_loaded_in_a_new_process(tmp_path: Path) -> None:
+    quantized_experts("float8_e4m3fn")
+    models = {
+        "qwen2_moe-save-int8": quantized_experts("int8"),
+        "qwen2_moe-save_pretrained-int4": quantized_experts("int4"),
+        "qwen2_moe-save_pretrained-w8a8": quantized_experts("int8", "int8"),
+        "qwen2_moe-save-float8": quantized_experts("float8_e4m3fn", "float8_e4m3fn"),
+    }
+    come_back(models, tmp_path)
 
 
 @pytest.mark.parametrize(("storage", "activations"), [("int8", None), ("int4", None), ("int8", "int8")])

@@ -16,13 +16,12 @@ from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from ..model.match import STAYS_DENSE, refusal_of, rules_of
 from ..model.modules import matching, names_of_modules, owners_of_parameters
-from ..model.report import SkippedLayer, by_reason
+from ..model.report import Report, SkippedLayer, by_reason
 from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
 from .plan import ExpertsPlan, Plan, QuantizedExpertsPlan, Task
-from .report import QuantizeReport
 from .smooth import SmoothPlan, is_linear
 from .weights import WeightPlan
 
@@ -40,7 +39,7 @@ def quantize_(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | int | None = None,
     strict: bool = True,
-) -> QuantizeReport:
+) -> Report:
     """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
     `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
@@ -105,7 +104,7 @@ def quantize_(
     data = collected(batches)
     targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
     if not targets:
-        return QuantizeReport([], skipped, None)
+        return Report("quantize_", [], skipped)
     check_can_change(model)
     by_plan = _by_plan(model, targets)
     weights = by_plan[1]
@@ -128,7 +127,13 @@ def quantize_(
     layers_changed(model)
     found = [layer for plan in plans for layer in plan.layers]
     warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found if layer.name in weights})
-    return QuantizeReport(found, skipped, plans[0].stack)
+    rough = [
+        SkippedLayer(layer.name, "BlockSparseLinear", layer.reason)
+        for layer in found
+        if layer.reason is not None
+    ]
+    notes = [f"not smoothed: {text}" for text in by_reason(rough)]
+    return Report("quantize_", found, skipped, notes=notes, facts={"stack": plans[0].stack})
 
 
 def _by_plan(
