@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         write_json(arguments.output, document)
     for dtype in DTYPES:
         for number, times in enumerate(times_of(list(models.values()), inputs, dtype, arguments.turns)):
-            document["cases"][number]["results"].append({"dtype": dtype, "threads": torch.get_num_threads(), **times})
+            document["cases"][number]["results"].append(
+                {"dtype": dtype, "threads": torch.get_num_threads(), **times}
+            )
             print(dtype, document["cases"][number]["contender"], times, flush=True)
         write_json(arguments.output, document)
 
@@ -85,7 +87,9 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
 def inputs_of_mlps(model: nn.Module, chunk: Tensor) -> list[Tensor]:
     """Return what enters each MLP, for all tokens."""
     found: list[Tensor] = []
-    hooks = [mlp.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for mlp in mlps_of(model)]
+    hooks = [
+        mlp.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for mlp in mlps_of(model)
+    ]
     model(chunk, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -102,9 +106,7 @@ def off_of(model: nn.Module, inputs: list[Tensor]) -> list[float]:
     return found
 
 
-def times_of(
-    models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int
-) -> list[dict[str, float]]:
+def times_of(models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int) -> list[dict[str, float]]:
     """Return the times of each model's MLPs for one token; another one in each turn."""
     stacks = [[in_dtype(mlp, dtype) for mlp in mlps_of(model)] for model in models]
     taken: list[list[tuple[float, float]]] = [[] for _ in models]

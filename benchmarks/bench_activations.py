@@ -64,7 +64,9 @@ class MLP:
         self.down = BlockSparseLinear(inner, hidden, **own)
         self.layers = self.gate, self.up, self.down
         torch.manual_seed(0)
-        self.dense = [torch.randn(*layer.spec.shape, device="cuda").bfloat16() * 0.02 for layer in self.layers]
+        self.dense = [
+            torch.randn(*layer.spec.shape, device="cuda").bfloat16() * 0.02 for layer in self.layers
+        ]
         for layer in self.layers:
             layer.to_storage(storage)
 

@@ -34,7 +34,11 @@ def dense_of(values: Tensor, pattern: BlockPattern) -> Tensor:
 
 
 def weight_of(
-    device: str, dtype: torch.dtype, block_shape: tuple[int, int], storage: str = "plain", density: float = 0.6
+    device: str,
+    dtype: torch.dtype,
+    block_shape: tuple[int, int],
+    storage: str = "plain",
+    density: float = 0.6,
 ) -> tuple[BlockPattern, Tensor, Tensor | None, Tensor]:
     """A pattern, values, scales and W in float64."""
     pattern = BlockPattern.random(
@@ -92,9 +96,7 @@ def test_products(device: str, dtype: torch.dtype, storage: str, block_shape: tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, INF])
 @pytest.mark.parametrize("tokens", [2, 9])
-def test_which_numbers_count_as_zero(
-    device: str, dtype: torch.dtype, threshold: float, tokens: int
-) -> None:
+def test_which_numbers_count_as_zero(device: str, dtype: torch.dtype, threshold: float, tokens: int) -> None:
     """Ties do; NaN and infinities do not, whatever the threshold, and so do not on any path."""
     pattern, values, _, weight = weight_of(device, dtype, (64, 64), density=1.0)
     x = torch.zeros(tokens, IN, dtype=dtype, device=device)
@@ -310,5 +312,7 @@ def test_graphs_follow_masks(kind: str) -> None:
         x.copy_(randn(2, IN, dtype=dtype, device="cuda", seed=seed))
         gate.copy_(randn(2, OUT, dtype=dtype, device="cuda", seed=10 + seed))
         graph.replay()
-        expected = masked(x, 0.5) @ weight.t() if kind == "inputs" else x.double() @ weight.t() * masked(gate, 0.5)
+        expected = (
+            masked(x, 0.5) @ weight.t() if kind == "inputs" else x.double() @ weight.t() * masked(gate, 0.5)
+        )
         assert_close(y, expected, dtype)

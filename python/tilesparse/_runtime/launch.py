@@ -418,9 +418,7 @@ def _dds(
 _SKIP_INPUTS, _SKIP_OUTPUTS = 1, 2  # TS_SKIP_INPUTS and TS_SKIP_OUTPUTS
 
 
-def _skipping(
-    x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands
-) -> Tensor:
+def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands) -> Tensor:
     """Run a product of a small batch that reads the weights of neurons that are on alone.
 
     One of the thresholds is set. Where no kernel skips, zeros are multiplied.
@@ -481,7 +479,9 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
         return False
     if operands.scales is None:
         return values.dtype == x.dtype
-    return min(block_shape) >= 32 and (values.dtype == torch.int8 or (x.is_cuda and values.dtype == torch.uint8))
+    return min(block_shape) >= 32 and (
+        values.dtype == torch.int8 or (x.is_cuda and values.dtype == torch.uint8)
+    )
 
 
 def thresholded(x: Tensor, threshold: float) -> Tensor:

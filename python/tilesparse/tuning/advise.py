@@ -215,7 +215,7 @@ def _call_of_experts(
     if not isinstance(contender, BlockSparseConfig) or (
         contender != in_own_dtype(contender) and contender.activations is None
     ):
-        raise UnsupportedError("dense experts are measured in their own dtype, and sparse ones in 8 bits, too")
+        raise UnsupportedError("experts are measured in their own dtype, and sparse ones in 8 bits, too")
     stored: Any = {"storage": contender.storage, "activations": contender.activations}
     shape = contender.block_shape
     experts = BlockSparseExperts.from_experts(module, contender.density, block_shape=shape, **stored)
