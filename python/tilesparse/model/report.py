@@ -139,7 +139,7 @@ class Report:
 
 def _rows(layers: Iterable[Any]) -> Iterator[dict[str, str]]:
     """Yield the cells of records; experts of one projection are one row."""
-    for _, group in groupby(layers, lambda layer: getattr(layer, "projection", None) or layer.name):
+    for _, group in groupby(layers, lambda layer: getattr(layer, "projection", None) or id(layer)):
         first, *others = group
         yield first.row(*others)
 
