@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
                     sums,
                     [&](typename Traits::Sums& to) {
                         Traits::Weight::multiply(to, read_input, stage, read_weight,
-                                                 stage + Traits::kInputBytes, present);
+                                                 stage + Traits::kInputBytes, present,
+                                                 [&] { ring.empty(position.stage).arrive(); });
                     },
                     scales);
-                ring.empty(position.stage).arrive();
                 position.advance(arguments.stages);
             }
         }
