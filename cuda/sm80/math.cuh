@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cute/arch/mma_sm80.hpp>
+#include <cute/arch/mma_sm89.hpp>
 
 #include "common/elements.h"
 #include "common/ldmatrix.cuh"
@@ -57,12 +58,28 @@ using bf16 = DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F3
 // Both factors in 8 bits. Results have one of three types, of which this is the widest.
 using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x32_S32S8S8S32_TN>;
 
-// Compute capability 8.0 has no instruction for float8, so its values are multiplied as halves, exactly: of
-// four values of a row that a register holds, the two products of 16 of k take two each. Halves are 2^-8
-// times their values, which saves an instruction for each pair.
-template <Accumulation kAccumulation>
-struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation> {
-    static constexpr Precision kPrecision = Precision::highest;
+// float8 in its own instruction from compute capability 8.9 on, which nvcc makes of halves for 9.0 and 10.x.
+// 8.0 has none, so that its values are multiplied as halves, exactly: of four values of a row that a register
+// holds, the two products of 16 of k take two each. Halves are 2^-8 times their values, which saves an
+// instruction for each pair. The tensor cores of 8.9 and 12.0 keep some 14 bits of sums: of each step, 128 of
+// k, they are added to sums in float32.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+struct Float8Products {
+    static constexpr float kSumUnit = 1;
+
+    template <int kRegisters>
+    using Operand = Fragment<kRegisters>;
+
+    template <int kRegisters>
+    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
+        return raw;
+    }
+    __device__ static void mma(float (&c)[4], const Operand<4>& a, const Operand<2>& b) {
+        multiply_add<cute::SM89_16x8x32_F32E4M3E4M3F32_TN>(c, a.value, b.value);
+    }
+};
+#else
+struct Float8Products {
     static constexpr float kSumUnit = 65536;  // what sums are multiplied by
     static constexpr int kQuarters = 1;
 
@@ -97,8 +114,14 @@ struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulati
         return *reinterpret_cast<const uint32_t*>(&pair);
     }
 };
+#endif
 
-using f8 = Float8<Accumulation::kept>;
+template <Accumulation kAccumulation>
+struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation>, Float8Products {
+    static constexpr Precision kPrecision = Precision::highest;
+};
+
+using f8 = Float8<Accumulation::promoted>;
 using f8_scaled = Float8<Accumulation::scaled>;
 
 struct tf32 : Uniform<float> {

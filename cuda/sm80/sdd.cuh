@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kThreads);
     __syncthreads();
 
-    const OwnPlan plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
+    if (!plan.is_own) return;
     SddLoader<Traits, kRowMajorY, kRowMajorX, kGrouped> loader(arguments, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 
@@ -201,6 +202,7 @@ struct Sdd {
         arguments.groups = problem.pattern.groups;
         arguments.group_rows =
             static_cast<int>(problem.pattern.group_out_features() / problem.pattern.block_rows);
+        arguments.plan_report = problem.plan_report;
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }

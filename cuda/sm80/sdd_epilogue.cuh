@@ -67,11 +67,12 @@ __device__ inline void sdd_store(
     }
 }
 
-// Adds the partial sums of all parts, in their order.
+// Adds the partial sums of all parts, in their order. There are none where the plan was not the launch's.
 template <class Math>
 __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
     using Result = typename Math::Result;
     using Sum = typename Math::Accumulator;
+    if (arguments.plan->key != arguments.plan_key) return;
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
     const auto* partial = static_cast<const Pair<Sum>*>(arguments.partial);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pairs; i += stride) {

@@ -30,6 +30,7 @@ struct SddArguments {
     const int32_t* offsets;
     int groups;
     int group_rows;  // block rows
+    PlanReport plan_report;
 };
 
 // Values are stored as Math::Result, the type of the operands or float.
