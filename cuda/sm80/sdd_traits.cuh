@@ -14,7 +14,7 @@ struct SddArguments {
     const void* x;
     int64_t x_ld;
     void* values;
-    float* partial;  // [parts, nnz, bn, bk] if there are several parts
+    void* partial;  // sums [parts, nnz, bn, bk] if there are several parts
     const PlanHeader* plan;
     int64_t value_count;  // nnz * bn * bk
     int tokens;

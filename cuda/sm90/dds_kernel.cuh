@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     if (threadIdx.x == 0) {
         shared.input_ring.init(4 * Traits::kWarpgroups * Traits::kRowRanks);
-        for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks, 1 + Traits::Weight::kOtherFills);
+        for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
         shared.schedule.init(1 + Traits::kWarpgroups + 4 * (Traits::kWarpgroups + Traits::kSplitsInput));

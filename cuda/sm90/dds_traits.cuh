@@ -55,6 +55,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
 
     static constexpr bool kGrouped = kGrouped_;
     static constexpr bool kScaled = Math::kAccumulation == Accumulation::scaled;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
     // Tiles of which a group has no more than half the tokens load and multiply half as many.
     static constexpr bool kHalves = kGrouped && kTileTokens > 64;
     static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
@@ -73,7 +74,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kChunkTokens = 128 / sizeof(Result);        // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
-    static constexpr int kChunks = kAllChunks < 3 ? kAllChunks : 3;  // buffers of a warpgroup
+    static constexpr int kChunks = std::min(kAllChunks, Weight::kResultBuffers);  // buffers of a warpgroup
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
 
     // The weight has what activations and results leave, up to the stages that its format asks for. Scaled

@@ -75,10 +75,13 @@ DATA = API.parents[1] / "tests/data/compressed-tensors"
 
 @cache
 def public() -> dict[str, Any]:
-    """Functions, classes and the public methods of these that the reference lists, by name."""
+    """Functions, classes and the public methods of these that the reference lists, by name.
+
+    Those of tilesparse.jax have nothing of PyTorch.
+    """
     found = {}
     pages = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
-    for name, options in re.findall(r"^::: tilesparse\.([\w.]+)\n((?:    .*\n)*)", pages, re.M):
+    for name, options in re.findall(r"^::: tilesparse\.(?!jax\b)([\w.]+)\n((?:    .*\n)*)", pages, re.M):
         for full, value in _listed(name, re.search(r"members: \[(.*)\]", options)):
             found[full] = value
             if inspect.isclass(value) and not issubclass(value, Exception):

@@ -181,7 +181,7 @@ def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     [
         ([], "required"),
         (["train"], "invalid choice"),
-        (["info", "--block", "24"], "24 is not a block such as 32 or 32x64, of sizes 16, 32, 64, 128"),
+        (["info", "--block", "1"], "1 is not a block such as 32 or 32x64, with sides of 2 to 128"),
         (["info", "--block", "32x"], "32x is"),
         (["info", "--block", "square"], "square is not a block"),
         (["info", "--density", "1.5"], "1.5 is not a number between 0 and 1"),

@@ -51,7 +51,7 @@ from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
 
-CPU, CUDA, TF32, FAST, PER_BLOCK, PER_FEATURE = 0, 1, 1, 1, 1, 3
+CPU, CUDA, TF32, PER_BLOCK, PER_FEATURE = 0, 1, 1, 1, 3
 DEVICE = torch.device("cuda", 0)
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 LIMITED = "TILESPARSE_DEVICE_LIMITS" in os.environ  # test_other_gpus.py knows what is refused then
@@ -99,6 +99,11 @@ class Row(NamedTuple):
     def scales_inside(self) -> bool:
         """True if scales are inside of the sums: of 128 k of a token, and of blocks."""
         return self.of_8_bits and "scaled" in self.name
+
+    @property
+    def of_any_block(self) -> bool:
+        """True if blocks may have any sides; such kernels compute no grouped products."""
+        return "_blocks" in self.name
 
     @property
     def of_y(self) -> torch.dtype:
@@ -158,7 +163,9 @@ def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
 
 # Those named so compute grouped products alone.
 ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
-GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.of_8_bits]
+GROUPED_ROWS = [
+    row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside and not row.of_any_block
+]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
@@ -436,6 +443,9 @@ class Operands:
         pattern, slots = problem.part(group)
         tokens = slice(*problem.offsets[group : group + 2])
         features = slice(group * problem.features, (group + 1) * problem.features)
+        scales, x_scales = getattr(self, "scales", None), getattr(self, "x_scales", None)
+        if scales is not None and x_scales is not None and problem.counts:
+            scales, x_scales = scales[features], x_scales[tokens]
         return Part(
             pattern,
             self.x[tokens],
@@ -445,8 +455,8 @@ class Operands:
             None if self.before is None else self.before.view_as(self.values)[slots],
             None if self.bias is None else self.bias[features],
             None if self.residual is None else self.residual[tokens],
-            getattr(self, "scales", None),
-            getattr(self, "x_scales", None),
+            scales,
+            x_scales,
         )
 
 
@@ -636,20 +646,28 @@ def relative_error(row: Row, terms: int) -> float:
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
-    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
-    12 bits and more where they add 32 products of float8 and their sum, which promoted sums leave after 128.
+    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 8.9, 9.0
+    and 12.0 keep 12 bits and more where they add 32 products of float8 and their sum, which is carried over
+    after 512 on 9.0, and after 128 in kernels for 8.0; these multiply halves elsewhere.
     """
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
-    if row.dtype == torch.float8_e4m3fn and row.capability == 90:
-        added = terms if row.precision == FAST else min(terms, 128)
-        return (added / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
+    if row.dtype == torch.float8_e4m3fn and row.device == CUDA and row.capability == 90:
+        return (min(terms, 512) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
+    if row.dtype == torch.float8_e4m3fn and row.device == CUDA and multiplies_float8():
+        return (min(terms, 128) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32 or row.device == CPU:
         return 2 * (terms + 4) * sums_unit(row.dtype)
     if row.precision == TF32:
         return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
     return 2 * (3 * terms + 4) * unit + 14 * unit
+
+
+def multiplies_float8() -> bool:
+    """True if kernels for 8.0 have an instruction for float8 on this GPU."""
+    here = _C.device_info(CUDA).compute_capability
+    return here == 89 or here // 10 == 12
 
 
 def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
@@ -743,6 +761,38 @@ def test_many_tiles(row: Row) -> None:
         check(row, Problem(pattern, within(row, 64 * 257), **options))
 
 
+POSITIVE = 4e-3  # of sums of float8, beside what rounding the result takes
+
+
+@of([row for row in ROWS if row.of_8_bits])
+@pytest.mark.parametrize("terms", [1024, 4096, 16384])
+def test_positive_sums(row: Row, terms: int) -> None:
+    """Products of one sign, whose sum outgrows what tensor cores add to it in 8 bits."""
+    block_shape = accepted_shapes(row)[-1]
+    pattern = BlockPattern.full((256, terms), block_shape=block_shape)
+    problem = Problem(pattern, within(row, 300))
+    operands = Operands(row, problem)
+    for name in ("x", "values", "scales", "x_scales"):
+        lines = operands.buffers[name].lines
+        chance = torch.Generator(lines.device).manual_seed(len(name))
+        positive = torch.rand(lines.shape, device=lines.device, generator=chance)
+        lines.copy_((positive + 1) / 128 if "scales" in name else 100 * positive)
+    operands.plain = operands.values
+    if row.storage is not None:
+        metadata = operands.buffers["metadata"].lines[0].view(pattern.nnz, -1, block_shape[0])
+        operands.plain = expanded_by_definition(operands.values, metadata, None, row.dtype)
+    results = []
+    for _ in range(2):
+        operands.prepare_output()
+        launch(row, problem, operands)
+        results.append(operands.y.clone())
+    assert torch.equal(*results), "two runs differ"
+    part = operands.part(problem, 0)
+    expected, _ = reference(row, problem, part)
+    error = ((part.y.double() - expected) / expected).abs().max().item()
+    assert error < rounding_unit(row.result) + (POSITIVE if row.dtype != torch.int8 else 0) + 1e-6
+
+
 def test_long_sums(row: Row) -> None:
     """Few tiles and many k, which some kernels cut into parts."""
     options = cycle(OPTIONS[row.op])
@@ -823,6 +873,24 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
     for block_shape in {draw.choice(accepted_shapes(row)), accepted_shapes(row)[-1]}:
         pattern = random_pattern(shape, block_shape, density)
         check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
+
+
+@of([row for row in ROWS if row.dtype == torch.float64])
+def test_sums_of_integers_are_exact(row: Row) -> None:
+    """float64 holds each product and each sum, in whatever order."""
+    for block_shape in accepted_shapes(row)[::3]:
+        pattern = make_pattern("power-law rows", (640 // block_shape[0], 768 // block_shape[1]), block_shape)
+        for x_layout, y_layout in accepted_layouts(row):
+            problem = Problem(pattern, within(row, 333), x_layout, y_layout)
+            operands = Operands(row, problem)
+            for buffer in operands.inputs:
+                buffer.lines.mul_(1000).round_()
+            operands.plain = operands.values
+            operands.prepare_output()
+            launch(row, problem, operands)
+            part = operands.part(problem, 0)
+            actual = {DDS_NT: part.y, DDS_NN: part.x, SDD_TN: part.values}[row.op]
+            assert torch.equal(actual, reference(row, problem, part)[0])
 
 
 @of(ROWS_THAT_EXPAND)
@@ -1028,9 +1096,12 @@ def test_nothing_of_other_groups_enters_a_sum(row: Row) -> None:
     """A NaN in one group's tokens spoils results of this group alone, and none through 0 * NaN."""
     problem = of_groups(row, [37, 61, 90], accepted_shapes(row)[-1], (3, 4))
     operands = Operands(row, problem)
+    own = slice(*problem.offsets[1:3])
     for name in "xy":
-        if name != OUTPUTS[row.op]:
-            operands.buffers[name].lines[slice(*problem.offsets[1:3])] = torch.nan
+        if name != OUTPUTS[row.op] and row.dtype != torch.int8:
+            operands.buffers[name].lines[own] = torch.nan
+    if row.of_8_bits:
+        operands.x_scales[own] = torch.nan
     operands.prepare_output()
     launch(row, problem, operands)
     check_groups(row, problem, operands, (0, 2))

@@ -177,6 +177,7 @@ def _sparse_experts(module: nn.Module, projections: Projections, options: LayerO
         transposable=config.transposable,
         storage=config.storage,
         granularity=config.granularity,
+        activations=config.activations,
     )
 
 

@@ -21,7 +21,7 @@ from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, Task
+from .plan import ExpertsPlan, Plan, QuantizedExpertsPlan, Task
 from .smooth import SmoothPlan, is_linear
 from .weights import WeightPlan
 
@@ -106,13 +106,16 @@ def quantize_(
     if not targets:
         return Report("quantize_", [], skipped)
     check_can_change(model)
-    inputs, weights, of_experts = _by_plan(model, targets)
+    by_plan = _by_plan(model, targets)
+    weights = by_plan[1]
     with observing(model):
         task = Task(
             model, {}, data, forward or call_model, chosen_device(model, device), smooth, clip, weights
         )
-        kinds = (SmoothPlan, inputs), (WeightPlan, weights), (ExpertsPlan, of_experts)
-        plans: list[Plan] = [kind(task._replace(storages=own)) for kind, own in kinds if own]
+        kinds = SmoothPlan, WeightPlan, ExpertsPlan, QuantizedExpertsPlan
+        plans: list[Plan] = [
+            kind(task._replace(storages=own)) for kind, own in zip(kinds, by_plan, strict=True) if own
+        ]
         # Everything that can fail comes before the first change.
         with torch.inference_mode(False), torch.no_grad():
             stored = [pair for plan in plans for pair in plan.stored()]
@@ -136,13 +139,13 @@ def quantize_(
 def _by_plan(
     model: nn.Module, targets: Mapping[str, BlockSparseConfig]
 ) -> tuple[dict[str, QuantizedStorage], ...]:
-    """Return the storages of layers with 8-bit activations, with weights alone, and of experts, by name."""
-    inputs, weights, of_experts = plans = tuple[dict[str, QuantizedStorage], ...](({}, {}, {}))
+    """Return storages by name for each kind of plan, in the order of their lists in `quantize_`."""
+    plans: tuple[dict[str, QuantizedStorage], ...] = {}, {}, {}, {}
     for name, config in targets.items():
-        storage, layer = storage_of(config.storage), model.get_submodule(name)
+        storage, experts = storage_of(config.storage), isinstance(model.get_submodule(name), ExpertsLinear)
         assert isinstance(storage, QuantizedStorage)
-        kind = of_experts if isinstance(layer, ExpertsLinear) else weights
-        (kind if config.activations is None else inputs)[name] = storage
+        eight = config.activations is not None
+        plans[2 + eight if experts else 1 - eight][name] = storage
     return plans
 
 
@@ -221,10 +224,6 @@ def _reason_to_skip(
         return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if isinstance(module, ExpertsLinear) and config.activations is not None:
-        return (
-            "weights of experts, which have no products with 8-bit activations; activations=None stores them"
-        )
     check_whole(module, "quantize_")
     if not storage_of(module.storage).trainable:
         stored = storage_of(module.storage).describe(module.nm, module.activations)

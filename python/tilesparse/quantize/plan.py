@@ -175,12 +175,27 @@ class Plan:
 class ExpertsPlan(Plan):
     """Projections of experts, stored as `to_storage` does."""
 
+    _in_eight_bits = False  # whether x is multiplied so, too
+
     @torch.no_grad()
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         for name in task.storages:
             error = self._stored(name).storage_error ** 2
-            self._note(name, error, error, 0)
+            self._note(name, error, error, 0, activations=self._activations(name))
+
+    def _activations(self, name: str) -> str | None:
+        return self._task.storages[name].name if self._in_eight_bits else None
+
+    def _stored(self, name: str) -> BlockSparseLinear:
+        storage, activations = self._task.storages[name].name, self._activations(name)
+        return stored_copy(name, self._task.layer(name), storage, activations=activations)
+
+
+class QuantizedExpertsPlan(ExpertsPlan):
+    """The same with 8-bit activations."""
+
+    _in_eight_bits = True
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:
