@@ -100,7 +100,8 @@ void launch(const Problem& problem, const Device& device, const Choice& choice, 
     const Kernel& kernel = *choice.kernel;
     if (choice.dequantizes) dequantize_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + dense_bytes(problem, choice);
-    const Problem given = given_to_kernel(problem, choice, workspace);
+    Problem given = given_to_kernel(problem, choice, workspace);
+    if (kernel.plan.tile > 0) given.plan_report = plan_report(choice.number);
     const auto run = [&] { return kernel.launch(given, device, choice.decision, rest, stream); };
     if (kernel.device == DeviceType::cpu)
         run();
@@ -144,6 +145,7 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Problem problem = check_problem(desc);
     Operands operands(problem, desc);
     const NamedDevice& device = device_of(problem);
+    if (problem.device == DeviceType::cuda) check_plans();
     const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = workspace_size(problem, device.properties, choice);
@@ -157,11 +159,13 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
 }
 
 void prepack_values(const ts_matmul_desc& desc, void* prepacked, size_t bytes, void* stream) {
-    const Problem problem = check_problem(desc);
+    Problem problem = check_problem(desc);
     const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = prepacked_size(problem, choice);
     if (needed == 0) return;
+    check_plans();
+    problem.plan_report = plan_report(choice.number);
     check_plan(desc, problem, kernel);
     check_area(prepacked, bytes, needed, "prepacked", "_", kernel);
     check_prepacking(problem, desc.plan.bytes, prepacked, needed);

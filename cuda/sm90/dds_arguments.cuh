@@ -47,6 +47,7 @@ struct DdsArguments {
     const float* scales;       // likewise, for each feature of the output, or inside of the sums each block
     GroupArguments groups;     // of a grouped product, instead of `schedule`
     int group_rows;            // likewise, block rows of each weight
+    PlanReport plan_report;
 };
 
 // The CTAs of a cluster, each of which computes a tile of so many tokens and some block rows. Those of

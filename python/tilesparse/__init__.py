@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from .errors import TileSparseError
     from .io import convert, load, save
     from .matrix import BlockSparseMatrix
-    from .model import densify_, sparsify_, summary
     from .model.inference import prepare_for_inference_
+    from .model.replace import densify_, sparsify_
+    from .model.report import summary
     from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
     from .pattern import BlockPattern
-    from .prune import prune_
-    from .quantize import quantize_
-    from .recover import distill_, reconstruct_
+    from .prune.driver import prune_
+    from .quantize.driver import quantize_
+    from .recover.distillation import distill_
+    from .recover.reconstruction import reconstruct_
     from .tuning.advise import advise
 
 __version__ = _belongs.VERSION
@@ -37,16 +39,16 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "TileSparseError": "errors",
     "advise": "tuning.advise",
     "convert": "io",
-    "densify_": "model",
-    "distill_": "recover",
+    "densify_": "model.replace",
+    "distill_": "recover.distillation",
     "load": "io",
     "prepare_for_inference_": "model.inference",
-    "prune_": "prune",
-    "quantize_": "quantize",
-    "reconstruct_": "recover",
+    "prune_": "prune.driver",
+    "quantize_": "quantize.driver",
+    "reconstruct_": "recover.reconstruction",
     "save": "io",
-    "sparsify_": "model",
-    "summary": "model",
+    "sparsify_": "model.replace",
+    "summary": "model.report",
 }
 
 __all__ = [

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
 
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128)  # of blocks that most kernels multiply, and that layers have by default
+BLOCK_SIDES = range(2, 129)  # of those that patterns may have
 INT32_MAX = 2**31 - 1
 POLICIES = ("sparse", "auto", "dense")
 DTYPES = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -90,17 +91,38 @@ def check_flag(name: str, value: object) -> None:
 
 def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
     """Return (bn, bk); one number stands for square blocks."""
+    sides = _sides(block_shape)
+    if sides is None or not {*sides} <= {*BLOCK_SIZES}:
+        others = (
+            "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
+            if sides
+            else ""
+        )
+        raise InvalidArgumentError(
+            f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
+            f"got {block_shape}{others}"
+        )
+    return sides
+
+
+def pattern_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
+    """Return (bn, bk) of a pattern, whose blocks may have any sides from 2 to 128."""
+    sides = _sides(block_shape)
+    if sides is None:
+        raise InvalidArgumentError(
+            f"block_shape must be (bn, bk) of 2 to 128, or one of these numbers for both, got {block_shape}"
+        )
+    return sides
+
+
+def _sides(block_shape: object) -> tuple[int, int] | None:
+    """Return two sides that blocks may have; None if they may not."""
     sizes = block_shape if isinstance(block_shape, Sequence | Tensor) else (block_shape, block_shape)
     try:
         bn, bk = (as_integer(size) for size in sizes)
-        if bn in BLOCK_SIZES and bk in BLOCK_SIZES:
-            return bn, bk
     except (TypeError, ValueError):
-        pass
-    raise InvalidArgumentError(
-        f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
-        f"got {block_shape}"
-    )
+        return None
+    return (bn, bk) if bn in BLOCK_SIDES and bk in BLOCK_SIDES else None
 
 
 def check_module(model: object) -> None:
@@ -233,22 +255,53 @@ def check_exact_sums(name: str, in_features: int, dtype: torch.dtype | None) -> 
 def check_shapes(
     shape: Sequence[int], block_shape: int | Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return validated (shape, block_shape, grid)."""
+    """Return validated (shape, block_shape, grid) of blocks as most kernels need them: they divide it."""
     bn, bk = check_block_shape(block_shape)
+    shape, _, grid = pattern_shapes(shape, block_shape)
+    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+        if size % block:
+            raise InvalidArgumentError(f"{name} must be a multiple of the block size {block}, got {size}")
+    return shape, (bn, bk), grid
+
+
+def pattern_shapes(
+    shape: Sequence[int], block_shape: int | Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return validated (shape, block_shape, grid) of a pattern, whose last blocks may reach out of it."""
+    sides = pattern_block_shape(block_shape)
     if not is_sequence(shape) or len(shape) != 2:
         raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shape!r}")
     features = []
-    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+    for name, size in (("out_features", shape[0]), ("in_features", shape[1])):
         try:
             number = as_integer(size)
         except TypeError:
             number = 0
-        if number % block or not 0 < number <= INT32_MAX:
-            raise InvalidArgumentError(
-                f"{name} must be a positive multiple of the block size {block} below 2^31, got {size}"
-            )
+        if not 0 < number <= INT32_MAX:
+            raise InvalidArgumentError(f"{name} must be a positive integer below 2^31, got {size}")
         features.append(number)
-    return (features[0], features[1]), (bn, bk), (features[0] // bn, features[1] // bk)
+    checked = features[0], features[1]
+    return checked, sides, grid_of(checked, sides)
+
+
+def grid_of(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, int]:
+    """Return (R, C), the block rows and columns of a shape, of which the last ones may reach out of it."""
+    (rows, cols), (bn, bk) = shape, block_shape
+    return -(-rows // bn), -(-cols // bk)
+
+
+def is_ragged(shape: Sequence[int], block_shape: Sequence[int]) -> bool:
+    """Return True if the last block row or column reaches out of the shape."""
+    return shape[0] % block_shape[0] != 0 or shape[1] % block_shape[1] != 0
+
+
+def check_whole_blocks(what: str, shape: Sequence[int], block_shape: Sequence[int]) -> None:
+    """Refuse a shape that blocks do not divide, for what has no other."""
+    if is_ragged(shape, block_shape):
+        raise InvalidArgumentError(
+            f"{what} must have a shape that its blocks divide, got {tuple(shape)} in blocks of "
+            f"{tuple(block_shape)}"
+        )
 
 
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
@@ -319,7 +372,7 @@ def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
 
 def check_index(index: Index) -> None:
     """Check sizes, dtype and device of a pattern's tensors, not their contents."""
-    block_rows = check_shapes(index.shape, index.block_shape)[2][0]
+    block_rows = pattern_shapes(index.shape, index.block_shape)[2][0]
     crow, col = index.crow_indices, index.col_indices
     for name, array, length in (
         ("crow_indices", crow, block_rows + 1),
@@ -377,8 +430,8 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
-    if operands.offsets is not None:
-        raise InvalidArgumentError("offsets must be None with x in 8 bits")
+    if operands.offsets is not None and is_inside(scales):
+        raise InvalidArgumentError("offsets must be None with scales of blocks, which are inside of the sums")
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
@@ -495,6 +548,8 @@ def _check_stored(
 def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
     """Check the shapes of the values of kept blocks, and the metadata of 2:4."""
     nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
+    if metadata is not None or values.dtype in SCALED:
+        check_shapes(index.shape, index.block_shape)
     if metadata is not None and values.dtype == PACKED:
         raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
     if metadata is None and values.dtype == PACKED:

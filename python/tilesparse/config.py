@@ -20,6 +20,8 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    grid_of,
+    pattern_shapes,
     shown,
 )
 from .errors import InvalidArgumentError
@@ -171,8 +173,9 @@ class LayerSpec:
         return cls(**sizes, dtype=dtype, **fields)
 
     def __post_init__(self) -> None:
-        block_shape = check_block_shape(self.block_shape)
-        shape, _, (rows, columns) = check_shapes(self.shape, block_shape)
+        is_plain = self.storage == "plain" and self.nm is None and self.experts is None
+        shapes = pattern_shapes if is_plain else check_shapes
+        shape, block_shape, (rows, columns) = shapes(self.shape, self.block_shape)
         nnz = checked_count("nnz", self.nnz, 0, rows * columns)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
@@ -194,11 +197,7 @@ class LayerSpec:
         check_policy(self.policy)
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
-            for name, only in (("policy", "sparse"), ("activations", None)):
-                if getattr(self, name) != only:
-                    raise InvalidArgumentError(
-                        f"{name} must be {only!r} with experts, got {getattr(self, name)!r}"
-                    )
+            check_of_experts(self.policy, self.activations, self.granularity)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -206,7 +205,7 @@ class LayerSpec:
     @property
     def grid(self) -> tuple[int, int]:
         """(R, C): numbers of block rows and block columns."""
-        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+        return grid_of(self.shape, self.block_shape)
 
     @property
     def density(self) -> float:
@@ -283,6 +282,16 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         raise InvalidArgumentError(
             f"experts must divide the {rows} rows of W into whole blocks of {block_rows} rows, got "
             f"{shown(experts)}"
+        )
+
+
+def check_of_experts(policy: str, activations: str | None, granularity: str | None) -> None:
+    """Raise InvalidArgumentError for a policy, or for scales beside 8-bit activations, that experts lack."""
+    if policy != "sparse":
+        raise InvalidArgumentError(f"policy must be 'sparse' with experts, got {policy!r}")
+    if activations is not None and granularity == "block":
+        raise InvalidArgumentError(
+            f"granularity must be {PER_FEATURE!r} with experts and 8-bit activations, got 'block'"
         )
 
 

@@ -118,6 +118,7 @@ def quantized_linear(
     metadata: Tensor | None = None,
     gate: Tensor | None = None,
     use_fast_accum: bool = True,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, multiplied in 8 bits on both sides.
 
@@ -148,6 +149,9 @@ def quantized_linear(
         gate: [..., out_features], or None; in the place of a residual.
         use_fast_accum: on CUDA let tensor cores add all products of float8, in fewer bits than float32 has,
             where that is faster; False adds their sums in float32 every 128 products.
+        offsets: as of `grouped_linear`, of a grouped product, or None. Then x is [tokens, in_features];
+            scales are those of the features of all experts, not of blocks; the policy is not "dense", and the
+            result row-major.
 
     Returns:
         [..., out_features] in the dtype of x.
@@ -155,7 +159,10 @@ def quantized_linear(
     check_policy(policy)
     check_flag("use_fast_accum", use_fast_accum)
     check_flag("column_major_output", column_major_output)
-    index, operands = pattern.index_on(values.device), Operands(metadata, scales, fast=use_fast_accum)
+    if offsets is not None:
+        _check_grouped(offsets, policy, column_major_output)
+    index = pattern.index_on(values.device)
+    operands = Operands(metadata, scales, offsets, fast=use_fast_accum)
     return linear_on(
         x, values, index, bias, activation, residual, column_major_output, policy, operands, gate
     )
@@ -192,16 +199,23 @@ def grouped_linear(
         activation: as in `linear`.
         residual: [tokens, out_features] or None.
         metadata: of 2:4 values, see `linear`.
-        scales: of values in 8 or 4 bits, see `linear`.
+        scales: of values in 8 or 4 bits, see `linear`; `quantized_linear` multiplies x in 8 bits, too.
         gate: [tokens, out_features], or None; in the place of a residual.
 
     Returns:
         [tokens, out_features].
     """
-    if not is_tensor(offsets):
-        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
+    _check_grouped(offsets)
     index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
+
+
+def _check_grouped(offsets: object, policy: str = "sparse", column_major: bool = False) -> None:
+    if not is_tensor(offsets):
+        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
+    if policy == "dense" or column_major:
+        name, given = ("policy", policy) if policy == "dense" else ("column_major_output", True)
+        raise InvalidArgumentError(f"{name} must be left out of a grouped product, got {given!r}")
 
 
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:

@@ -211,8 +211,8 @@ def test_to_changes_dtype_and_shares_the_pattern(device: str) -> None:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_transpose(name: str) -> None:
     matrix = make_matrix(name)
-    assert torch.equal(reference(matrix.t()), reference(matrix).t())
-    assert matrix.t().t().equal(matrix)
+    assert torch.equal(reference(matrix.T), reference(matrix).t())
+    assert matrix.T.T.equal(matrix)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
@@ -223,9 +223,9 @@ def test_products(device: str, dtype: torch.dtype) -> None:
     right = randn(in_features, 10, dtype=dtype, device=device, seed=1)
     left = randn(10, out_features, dtype=dtype, device=device, seed=2)
     assert_product_close(matrix @ right, dense, right)
-    assert_product_close(matrix.t() @ left.t(), dense.t(), left.t())
+    assert_product_close(matrix.T @ left.t(), dense.t(), left.t())
     assert_product_close(left @ matrix, left, dense)
-    assert_product_close(right.t() @ matrix.t(), right.t(), dense.t())
+    assert_product_close(right.t() @ matrix.T, right.t(), dense.t())
 
 
 def test_conversions_and_products_are_differentiable() -> None:
@@ -237,7 +237,7 @@ def test_conversions_and_products_are_differentiable() -> None:
         (lambda v: BlockSparseMatrix(v, pattern).to_dense(), (values,)),
         (lambda d: BlockSparseMatrix.from_dense(d, pattern).values, (dense,)),
         (lambda v, b: BlockSparseMatrix(v, pattern) @ b, (values, right)),
-        (lambda v, b: BlockSparseMatrix(v, pattern).t() @ b, (values, right)),
+        (lambda v, b: BlockSparseMatrix(v, pattern).T @ b, (values, right)),
         (lambda v, b: b.t() @ BlockSparseMatrix(v, pattern), (values, right)),
     ):
         assert torch.autograd.gradcheck(function, inputs, fast_mode=True)

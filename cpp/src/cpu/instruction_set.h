@@ -49,6 +49,8 @@ constexpr Steps steps_of() {
         steps.finish = &Set::template finish_with<T>;
         steps.scale = &Set::template scale_with<C>;
     }
+    if constexpr (T == DType::float16 || T == DType::bfloat16)
+        steps.decode_values = &Set::template run_with<BlockDecode<C>>;
     if constexpr (!is_quantized(T) && T != DType::float64) {
         steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
         steps.quantize = &Set::template quantize_with<C>;
@@ -75,13 +77,17 @@ constexpr Steps widened_steps() {
 }
 
 template <class Set>
-constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder) {
-    return {
+constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder,
+                                const BlockSteps& double_blocks, const BlockSteps& float_blocks) {
+    InstructionSet set{
         available,
         missing,
         {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(), steps_of<Set, DType::float16>(),
          steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()},
         &encoder};
+    set.steps[static_cast<int>(DType::float64)].blocks = &double_blocks;
+    set.steps[static_cast<int>(DType::float32)].blocks = &float_blocks;
+    return set;
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
@@ -99,6 +105,10 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing, const 
         template <class P>                                                            \
         TARGET static void multiply_decode_with(const DecodeTile& s) {                \
             multiply_decode<P>(s);                                                    \
+        }                                                                             \
+        template <class K>                                                            \
+        TARGET static void run_with(const typename K::Arguments& a) {                 \
+            K::run(a);                                                                \
         }                                                                             \
         template <DType T>                                                            \
         TARGET static void finish_with(const Output& o) {                             \

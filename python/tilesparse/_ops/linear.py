@@ -64,11 +64,13 @@ def linear_on(
             assert scales is not None
             if policy == "dense" or multiplies_as_decode(x, index):  # in the dtype of x
                 check_quantizable(x)  # the rest is checked as for other products
-                operands = Operands(metadata, stored_scales_on(scales, values, index))
+                operands = Operands(metadata, stored_scales_on(scales, values, index), operands.offsets)
             else:
                 policy, fast = "sparse", operands.fast
-                of_x = quantized_for(values, x, is_direct, is_inside(scales))
-                operands = Operands(metadata, scales, None, None, None, None, *of_x, False, fast)
+                of_x: tuple[Tensor | None, Tensor | None] = operands.x_values, operands.x_scales  # where x was quantized before it was spread
+                if of_x[0] is None:
+                    of_x = quantized_for(values, x, is_direct, is_inside(scales))
+                operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     if policy != "sparse" and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
         check_dds("x", x, values, index, epilogue, operands)

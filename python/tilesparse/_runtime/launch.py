@@ -69,11 +69,12 @@ from .torch_private import current_device, current_stream, tf32_allowed
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
     """Return the dense W."""
     check_values("values", values, pattern.index())
-    dense = values.new_zeros(pattern.shape)
+    (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
+    dense = values.new_zeros(rows + -rows % bn, cols + -cols % bk)
     # Written through a view: building the blocks and then transposing them takes twice as long.
     with pattern.launching():
         blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
-    return dense
+    return dense[:rows, :cols].contiguous()
 
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:

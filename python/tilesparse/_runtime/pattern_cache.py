@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._checks import Index, check_index
+from .._checks import Index, check_index, grid_of
 from ..errors import InvalidPatternError, PatternChangedError
 from .device import KNOWN, TENSORS, Run, allocate, exclusive, on, refuse_capture, run_on, scratch
 from .layout import Form, allocation
@@ -99,9 +99,11 @@ def block_indices(index: Index) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """View [out, in] as [R, C, bn, bk]."""
+    """View [out, in] as [R, C, bn, bk]; a copy with zeros where blocks reach out of the matrix."""
     (bn, bk), (rows, cols) = block_shape, matrix.shape
-    return matrix.reshape(rows // bn, bn, cols // bk, bk).transpose(1, 2)
+    if rows % bn or cols % bk:
+        matrix = torch.nn.functional.pad(matrix, (0, -cols % bk, 0, -rows % bn))
+    return matrix.reshape(-(-rows // bn), bn, -(-cols // bk), bk).transpose(1, 2)
 
 
 class Streams:
@@ -430,7 +432,8 @@ class Prepared:
         self._prepacked: dict[tuple[int, int, int], Prepacked] = {}
         self._state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
-        sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
+        rows, cols = grid_of(shape, (bn, bk))
+        sizes = rows + 1, nnz, nnz, groups * cols + 1, nnz, nnz
         memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self._device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
         row_ptr, col_idx, row_slot, *columns = (tensor.data_ptr() for tensor in memory)

@@ -22,6 +22,7 @@ from .._checks import (
     as_integer,
     check_block_shape,
     check_one,
+    check_shapes,
     is_tensor,
     shown,
 )
@@ -49,7 +50,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern, check_parts_beside
+from ..pattern import BlockPattern, check_parts_beside, zero_outside_
 from ..storage.formats import Form, forms_of, storage_of
 from ..storage.quantize import two_of_four
 from .dense import best_blocks, dense_weight, is_conv1d, reason_not_dense
@@ -158,6 +159,7 @@ class BlockSparseLinear(StoredWeight):
         check_nm(nm, transposable)
         shape = out_features, in_features
         if pattern is None:
+            check_shapes(shape, block_shape)
             pattern = BlockPattern.random(
                 shape, block_shape=block_shape, density=density, generator=generator
             )
@@ -519,11 +521,12 @@ class BlockSparseLinear(StoredWeight):
             if is_everywhere(self.weight):
                 declare_shared(self)
         bn, bk = self.block_shape
-        fan_in = self.crow_indices.diff() * bk
+        block_rows, block_columns = self.pattern.block_indices()
+        widths = (self.in_features - block_columns * bk).clamp(max=bk)
+        fan_in = widths.new_zeros(self.pattern.grid[0]).index_add(0, block_rows, widths)
         if self.nm is not None:
             fan_in = fan_in // 2
         bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0)
-        block_rows, _ = self.pattern.block_indices()
         wanted = self.spec
         if not storage_of(wanted.storage).trainable:
             self._allocate(wanted.with_storage("plain"), self.weight.device)
@@ -531,11 +534,12 @@ class BlockSparseLinear(StoredWeight):
         if self.mask is not None:
             fill(self.mask, two_of_four(drawn.abs(), transposable=self.transposable))
         if not sharded:
+            zero_outside_(self.weight, self.pattern)
             self.to_storage(
                 wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
             )
         if self.bias is not None:
-            _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
+            _draw(self.bias, bound.repeat_interleave(bn)[: self.out_features], generator)
 
     def _random_pattern(self, generator: torch.Generator | None) -> BlockPattern:
         if self._shard is not None:
