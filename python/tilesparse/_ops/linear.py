@@ -67,7 +67,10 @@ def linear_on(
                 operands = Operands(metadata, stored_scales_on(scales, values, index), operands.offsets)
             else:
                 policy, fast = "sparse", operands.fast
-                of_x: tuple[Tensor | None, Tensor | None] = operands.x_values, operands.x_scales  # where x was quantized before it was spread
+                of_x: tuple[Tensor | None, Tensor | None] = (
+                    operands.x_values,
+                    operands.x_scales,
+                )  # where x was quantized before it was spread
                 if of_x[0] is None:
                     of_x = quantized_for(values, x, is_direct, is_inside(scales))
                 operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
