@@ -78,7 +78,6 @@ KINDS = {
     "2:4 int8": Kind(2, FORWARD, storage="int8", nm=True, blocks=WIDE),
     "int8 x int8": Kind(8, FORWARD, storage="int8", activations="int8", tokens=MANY),
     "float8 x float8": Kind(8, FORWARD, storage="float8_e4m3fn", activations="float8", tokens=MANY),
-    "promoted": Kind(5, FORWARD, storage="float8_e4m3fn", activations="promoted", tokens=MANY),
     "grouped": Kind(10, grouped=True, blocks=WIDE),
     "grouped int8": Kind(
         3, FORWARD, storage="int8", activations="int8", tokens=MANY, grouped=True, blocks=WIDE
@@ -168,7 +167,7 @@ def product_of(case: Mapping[str, Any], nnz: int | None = None) -> _C.Product:
     if activations is not None:
         eight = QUANTIZED[torch.int8 if activations == "int8" else torch.float8_e4m3fn]
         options = {"values_dtype": eight, "granularity": 3, "result_dtype": dtype}
-        dtype, precision = eight, int(activations == "float8")
+        dtype, precision = eight, 0
     elif case.get("storage", "plain") != "plain":
         options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)
     bn, bk = case["block_shape"]
@@ -265,8 +264,9 @@ class Calls:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
         blocks, scales = storage.quantize_weights(values, dtype, granularity="feature", pattern=self.pattern)
         quantized, of_tokens = functional.quantize_activations(x, dtype)
-        fast = name == "float8"
-        operands = Operands(scales=scales, offsets=offsets, fast=fast, x_values=quantized, x_scales=of_tokens)
+        operands = Operands(
+            scales=scales, offsets=offsets, fast=False, x_values=quantized, x_scales=of_tokens
+        )
         return lambda: dds(OPS.index("dds_nt"), x, blocks, self._kept, operands=operands)
 
     def _offsets(self, case: Drawn) -> Tensor:

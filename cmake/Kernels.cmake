@@ -150,7 +150,7 @@ if(TILESPARSE_CUDA)
   endforeach()
   add_common(plans plans.cu)
   add_common(values values.cu)
-  add_common(elementwise combine.cu gate.cu group_sums.cu groups.cu quantize.cu sums.cu)
+  add_common(elementwise combine.cu gate.cu group_sums.cu groups.cu quantize.cu skip.cu sums.cu)
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static

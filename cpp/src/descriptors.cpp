@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "common/machine.h"
 #include "error.h"
+#include "skip.h"
 
 namespace ts {
 namespace {
@@ -314,6 +315,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     check_grouped(desc, problem);
+    check_skip(desc, problem);
     return problem;
 }
 

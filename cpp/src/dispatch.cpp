@@ -56,8 +56,6 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
         if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision &&
             !kernel.any_block)
             return "it has another float32 precision";
-        if (problem.input_dtype == DType::float8_e4m3fn && kernel.precision > problem.precision)
-            return "its sums are not added in float32";
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";
     }

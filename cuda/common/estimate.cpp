@@ -101,9 +101,7 @@ std::string number_format(const Kernel& kernel) {
     if (kernel.covers(DType::float32)) return kernel.precision == Precision::tf32 ? "_tf32" : "_tf32x3";
     if (kernel.covers(DType::int8)) return "_int8";
     if (!kernel.covers(DType::float8_e4m3fn)) return "";
-    return kernel.accumulation == Accumulation::promoted ? "_float8_promoted"
-           : kernel.accumulation == Accumulation::scaled ? "_float8_scaled"
-                                                         : "_float8";
+    return kernel.accumulation == Accumulation::scaled ? "_float8_scaled" : "_float8";
 }
 
 std::string tile_name(int32_t rows, int32_t columns) {

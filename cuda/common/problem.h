@@ -27,10 +27,13 @@ enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
+// What a small batch skips of the weights: what meets zeros of x, or gives features whose gate is zero.
+enum class Skip : int32_t { nothing = 0, inputs = 1, outputs = 2 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
-// scales of the step (scaled).
-enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2 };
+// scales of the step (scaled); or most of a sum is moved elsewhere now and then (carried), unless precision
+// is fast.
+enum class Accumulation : int32_t { kept = 0, promoted = 1, scaled = 2, carried = 3 };
 
 // True if values of it have scales.
 constexpr bool is_quantized(DType dtype) {
@@ -178,6 +181,8 @@ struct Problem {
     bool gated;
     Activation gate_activation;
     BiasGradient bias_gradient;  // of sdd
+    Skip skip;                   // with it no kernel of the registry, but elementwise/skip.h
+    float threshold;             // up to which numbers count as zero then
 
     // Operands of dds in either direction.
     bool forward() const { return op == Op::dds_nt; }

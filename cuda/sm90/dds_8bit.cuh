@@ -3,8 +3,8 @@
 // Operands: as in dds.cuh, but X row-major alone: wgmma reads 8 bits along k only, as both lie. The scales
 // stay outside of the sums, in the epilogue. Y in bf16, fp16 or fp32.
 // CTA, cluster, warps: as in dds.cuh. K loop: steps of 128 k, which have the bytes of 64 k of 16 bits.
-// Sums: int32, exact, of int8. Of float8 those of tensor cores, or promoted: the sums of each step are
-// added to others in float32, for which only tiles of 128 tokens to a CTA have the registers.
+// Sums: int32, exact, of int8. Those of float8 are carried over now and then (CarriedSums), which the
+// warpgroups do at different steps: meanwhile the other one multiplies.
 // Chosen where its estimate is least.
 #pragma once
 

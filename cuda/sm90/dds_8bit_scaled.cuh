@@ -4,8 +4,7 @@
 // step's tokens into the stage of the activations; the warp that loads blocks reads theirs with the plan, 32
 // at a time, and writes them beside the stages of the weight.
 // Sums: those of a step, of tensor cores, are multiplied by both scales as they are added to others in
-// float32. Meanwhile the other warpgroup multiplies: adding takes half as long as products do. A thread reads
-// the scales of its 32 tokens while its own products are under way.
+// float32. The warpgroups take turns: while one of them scales and adds, the other one multiplies.
 // Chosen where its estimate is least.
 #pragma once
 

@@ -42,6 +42,7 @@ struct DdsArguments {
     bool has_residual;
     bool gated;                // the residual is a gate
     int plan_key;              // that the plan must have
+    int carried_products;      // of wgmma, with 32 kept values of k each, after which sums are carried
     const uint32_t* metadata;  // of compressed values
     const float* x_scales;     // of 8 bits, for each token
     const float* scales;       // likewise, for each feature of the output, or inside of the sums each block
@@ -49,6 +50,12 @@ struct DdsArguments {
     int group_rows;            // likewise, block rows of each weight
     PlanReport plan_report;
 };
+
+constexpr int kCarriedProducts = 16;  // 512 of k; see carry()
+
+inline int carried_products(const Problem& problem) {
+    return problem.precision == Precision::fast ? INT_MAX : kCarriedProducts;
+}
 
 // The CTAs of a cluster, each of which computes a tile of so many tokens and some block rows. Those of
 // different tokens share the weight, those of different rows the activations.

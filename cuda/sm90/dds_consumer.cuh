@@ -27,6 +27,8 @@ class DdsConsumer {
         DdsEpilogue<Traits> epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
                                      warpgroup_);
         Sum sums[Traits::kSums];
+        if constexpr (Traits::kScaled)
+            if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
@@ -36,6 +38,7 @@ class DdsConsumer {
             if constexpr (Traits::kSplits)
                 partial = partial_place<Traits>(arguments_, work, rank_, warpgroup_);
             if constexpr (kPromotes) products_.begin(sums);
+            if constexpr (Traits::kCarries) begin_carrying(work);
             const bool any = Traits::is_half(work, Traits::first_token(work, rank_))
                                  ? multiply_all<Traits::kBoxTokens>(sums, work)
                                  : multiply_all<Traits::kTileTokens>(sums, work);
@@ -44,6 +47,8 @@ class DdsConsumer {
             work = next_work(epilogue);
             release_multiplied(sums);
             if (!any) clear(sums);
+            if constexpr (Traits::kCarries)
+                if (carries_) carried_.add_to(sums);
             if (Traits::kSplits && arguments_.partial != nullptr)
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial, partial), sums);
             else
@@ -56,7 +61,9 @@ class DdsConsumer {
     using InputPosition = typename Ring<Traits::kInputStages>::Position;
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
-    static constexpr bool kPromotes = Traits::Math::kAccumulation != Accumulation::kept;
+    static constexpr int kTurns = 3;  // the first of two barriers; see multiply_scaled
+    static constexpr bool kPromotes =
+        !Traits::kCarries && Traits::Math::kAccumulation != Accumulation::kept;
 
     __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -104,6 +111,13 @@ class DdsConsumer {
             shared_.input_ring.wait_full(input_);
     }
 
+    __device__ void begin_carrying(const Work& work) {
+        const int interval = arguments_.carried_products;
+        carry_times_.begin(interval, warpgroup_, Traits::kWarpgroups);
+        carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
+        if (carries_) carried_.begin();
+    }
+
     __device__ static void clear(Sum (&sums)[Traits::kSums]) {
         asm volatile("");  // a branch, which is rarely taken, is faster than choosing each sum
 #pragma unroll
@@ -116,15 +130,20 @@ class DdsConsumer {
         const char* const stage = shared_.weight[warpgroup_][weight_.stage];
         const uint32_t tokens = operand_address(shared_.input[input_.stage]);
         if constexpr (Traits::kScaled) {
-            // Before its products: once they have ended, another warp may give the stage back.
-            const float block = shared_.scales.blocks[warpgroup_][weight_.stage];
-            release_multiplied(sums);
-            products_.start(sums, stage, arguments_, tokens, add);
-            products_.scale(shared_.scales.tokens[input_.stage], block);
+            multiply_scaled(sums, stage, tokens);
+            return;
         } else if constexpr (Traits::Weight::kInRegisters || kPromotes) {
             release_multiplied(sums);  // they read or write registers that are written now
             products_.start(sums, stage, arguments_, tokens, add);
         } else {
+            if constexpr (Traits::kCarries) {
+                if (carry_times_.are_due() && carries_) {
+                    release_multiplied(sums);
+                    // Always true. But for a condition the compiler would move all of that before the release.
+                    if (arguments_.carried_products > 0) carried_.carry(sums, carry_times_.factor());
+                }
+                carry_times_.add(Traits::Weight::kStepProducts);
+            }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
             Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
                                                                        arguments_, stage, tokens, add);
@@ -140,6 +159,22 @@ class DdsConsumer {
         multiplied_ = true;
         multiplied_input_ = input_.stage;
         multiplied_weight_ = weight_.stage;
+        weight_.advance();
+    }
+
+    // In turn: while the sums of one warpgroup's step are scaled and added, the other one's products are under
+    // way, which otherwise would share the tensor cores and end at the same time.
+    __device__ void multiply_scaled(Sum (&sums)[Traits::kSums], const char* stage, uint32_t tokens) {
+        // Before its products: once they have ended, another warp may give the stage back.
+        const float block = shared_.scales.blocks[warpgroup_][weight_.stage];
+        cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+        products_.start(stage, arguments_, tokens);
+        cute::warpgroup_wait<1>();
+        cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+        products_.scale(shared_.scales.tokens[input_.stage], block);
+        cute::warpgroup_wait<0>();
+        release(input_.stage, weight_.stage);
+        products_.add(sums);
         weight_.advance();
     }
 
@@ -185,6 +220,10 @@ class DdsConsumer {
     int multiplied_input_ = 0;
     int multiplied_weight_ = 0;
     typename Traits::Weight::template Products<Traits::kTileTokens> products_;
+    bool carries_ = false;
+    CarryTimes carry_times_;
+    [[no_unique_address]] std::conditional_t<Traits::kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
+        carried_;
 };
 
 }  // namespace ts::sm90

@@ -165,6 +165,7 @@ struct Dds {
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();
         arguments.value_rows = Weight::value_rows(pattern);
+        arguments.carried_products = carried_products(problem);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

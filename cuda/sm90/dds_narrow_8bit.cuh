@@ -2,7 +2,8 @@
 // dds_narrow.cuh with wgmma for these types.
 //   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]
 // Operands: as in dds_narrow.cuh, but X row-major alone, in lines of 64 bytes, and the scales of
-// dds_8bit.cuh. A product has 32 of k, those of one block. CTA, cluster, warps, steps and splits: as in
+// dds_8bit.cuh. A product has 32 of k, those of one block. What is carried of sums of float8 lies in shared
+// memory. CTA, cluster, warps, steps and splits: as in
 // dds_narrow.cuh, with half of the bytes.
 // Chosen where its estimate is least, for such blocks.
 #pragma once

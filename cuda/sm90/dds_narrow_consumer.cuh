@@ -107,6 +107,8 @@ class NarrowConsumer {
     __device__ void multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
 #pragma unroll
         for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0;
+        carried_ = false;
+        carry_times_.begin(arguments_.carried_products, warpgroup_, Traits::kWarpgroups);
         for (int first = 0; first < work.steps; first += 32) {
             const int2 masks = masks_;
             masks_ = masks_from(work, first + 32);
@@ -114,10 +116,38 @@ class NarrowConsumer {
             for (int i = 0; i < count; ++i)
                 multiply_step(sums, __shfl_sync(~0u, masks.x, i), __shfl_sync(~0u, masks.y, i));
         }
+        if constexpr (Traits::kCarries)
+            if (carried_) each_carried(sums, [](float& a, float& b, uint32_t pair) { add_carried(a, b, pair); });
+    }
+
+    // Calls visit(first sum, second sum, what is carried of both), and keeps what is carried afterwards.
+    template <class Visit>
+    __device__ void each_carried(Sum (&sums)[Traits::kSums], Visit visit) {
+        uint4* const vectors = shared_.carried[warpgroup_][0] + threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < Traits::kSums / 8; ++i) {
+            uint4 vector = carried_ ? vectors[128 * i] : uint4{};
+            visit(sums[8 * i], sums[8 * i + 1], vector.x);
+            visit(sums[8 * i + 2], sums[8 * i + 3], vector.y);
+            visit(sums[8 * i + 4], sums[8 * i + 5], vector.z);
+            visit(sums[8 * i + 6], sums[8 * i + 7], vector.w);
+            vectors[128 * i] = vector;
+        }
     }
 
     // `mask`: for each 16 of k which 16 features have a block. `firsts`: the first block of each warp.
     __device__ void multiply_step(Sum (&sums)[Traits::kSums], uint32_t mask, uint32_t firsts) {
+        if constexpr (Traits::kCarries) {
+            // A product has a bit for each warp.
+            const int products = __popc((mask | mask >> 1 | mask >> 2 | mask >> 3) & 0x01010101);
+            if (carry_times_.are_due() && products > 0) {
+                cute::warpgroup_wait<0>();  // none is under way, or the compiler would serialise wgmma
+                const float factor = carry_times_.factor();
+                each_carried(sums, [&](float& a, float& b, uint32_t& pair) { carry(a, b, pair, factor); });
+                carried_ = true;
+            }
+            carry_times_.add(products);
+        }
         shared_.ring.wait_full(position_);
         const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
         const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
@@ -175,6 +205,8 @@ class NarrowConsumer {
     typename Ring<Traits::Schedule::kQueue>::Position next_;
     int2 masks_ = {};  // what the plan says of the lane's step of the next tile
     typename Ring<Traits::kStages>::Position position_;
+    bool carried_ = false;  // some of the sums
+    CarryTimes carry_times_;
 };
 
 }  // namespace ts::sm90

@@ -67,6 +67,7 @@ struct DdsNarrow {
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
         row.precision = Math::kPrecision;
+        row.accumulation = Math::kAccumulation;
         row.tile_tokens = kClusterTokens;
         row.tile_features = kClusterFeatures;
         row.splits = true;
@@ -183,6 +184,7 @@ struct DdsNarrow {
         arguments.plan_report = problem.plan_report;
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.carried_products = carried_products(problem);
         arguments.x_scales = problem.x_scales;
         arguments.scales = problem.values.scales;
         arguments.spans = static_cast<int>(spans);

@@ -75,21 +75,28 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
+    static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
+    static constexpr int kCarriedBytes = kCarries ? kWarpgroups * 128 * kSums * 2 : 0;
     static constexpr int kMoreControlBytes = 32 * std::max(0, kStages - 8);  // of many stages
     static constexpr int kBlocks =
-        (kStagedBytes - kResultBytes - kInputRingBytes - kMoreControlBytes) / kBlockBytes;
+        (kStagedBytes - kResultBytes - kInputRingBytes - kCarriedBytes - kMoreControlBytes) / kBlockBytes;
     static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
-    static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
-    static constexpr bool kSplits = kSplits_;                             // for few tiles
-    // A CTA has the other parts' sums of one or two of its warpgroups in place of activations.
-    static_assert(!kSplits_ || kInputRingBytes >= kWarpgroups * kSums * 128 * 4);
+    static constexpr bool kSplits = kSplits_;  // for few tiles
+    // A CTA has the other parts' sums of one or two of its warpgroups in place of activations, and of what is
+    // carried, which lies behind them.
+    static_assert(!kSplits_ || kInputRingBytes + kCarriedBytes >= kWarpgroups * kSums * 128 * 4);
+    static_assert(kInputRingBytes % kInputBytes == 0);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks>;
     using Schedule = tma::Schedule<Bands<kSplits>, Costs>;
 
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].
         alignas(1024) char input[kStages][kInputBytes];
+        // What is carried of the sums of each thread, in vectors of 8. Registers have no room for it.
+        [[no_unique_address]] std::conditional_t<kCarries, uint4[kWarpgroups][kSums / 8][128], NoCarriedSums>
+            carried;
         // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
         alignas(1024) char weight[kBlocks][kBlockBytes];  // see dds_narrow_weight.cuh
@@ -108,7 +115,9 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
 template <class Math, class Weight, int kTokenRanks, bool kSplits>
 struct NarrowKinds {
     // For activations. Where tiles are split, these bytes also receive the sums of other parts.
-    static constexpr int kMoreBytes = 128 << 10, kFewerBytes = kSplits ? kMoreBytes : 96 << 10;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
+    static constexpr int kMoreBytes = (kCarries ? 80 : 128) << 10;
+    static constexpr int kFewerBytes = kSplits ? kMoreBytes : (kCarries ? 64 : 96) << 10;
     using Crowded = NarrowTraits<Math, Weight, kTokenRanks, 64, kFewerBytes, kSplits>;  // narrow steps
     using Common = NarrowTraits<Math, Weight, kTokenRanks, 128, kFewerBytes, kSplits>;
     using Thin = NarrowTraits<Math, Weight, kTokenRanks, 128, kMoreBytes, kSplits>;

@@ -55,6 +55,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
 
     static constexpr bool kGrouped = kGrouped_;
     static constexpr bool kScaled = Math::kAccumulation == Accumulation::scaled;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
     // Tiles of which a group has no more than half the tokens load and multiply half as many.
     static constexpr bool kHalves = kGrouped && kTileTokens > 64;
     static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time

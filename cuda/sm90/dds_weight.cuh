@@ -18,6 +18,7 @@ struct InSharedMemory {
     static constexpr bool kAlongK = false;        // products read both operands along k alone
     static constexpr bool kEndsProducts = false;  // multiply() waits for its products
     static constexpr int kResultBuffers = 3;      // of a warpgroup, at most
+    static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
     struct Products {};
@@ -43,6 +44,71 @@ class PromotedSums {
   protected:
     Sum step_[kPromotes ? kSums : 1];
 };
+
+// Sums of float8 have two parts (Accumulation::carried). Beside a sum, tensor cores keep about 13 bits of each
+// product that they add to it, so the sum has to stay small: after some products most of it is carried over to
+// where bfloat16 holds it, two sums to a word, and tensor cores go on with the rest, which is exact. The second
+// sum of a word has the bits of the first below its own; that saves instructions, and costs nothing, because
+// the rest is what the word lacks as a float.
+__device__ inline void add_carried(float& first, float& second, uint32_t pair) {
+    first += __uint_as_float(pair << 16);
+    second += __uint_as_float(pair);
+}
+// What is carried is the sum times `factor`, what it will be halfway to the next time if it grows as before:
+// the rest then goes from below zero to above it, and is half as large at most.
+__device__ inline void carry(float& first, float& second, uint32_t& pair, float factor) {
+    add_carried(first, second, pair);
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(first * factor, second * factor);
+    pair = reinterpret_cast<const uint32_t&>(rounded);
+    first -= __uint_as_float(pair << 16);
+    second -= __uint_as_float(pair);
+}
+
+// When sums are carried: after half an interval or less, and then after each. Warpgroups begin apart, so that
+// others multiply meanwhile.
+class CarryTimes {
+  public:
+    // Before the products of a tile.
+    __device__ void begin(int interval, int warpgroup, int warpgroups) {
+        interval_ = interval;
+        done_ = 0;
+        next_ = interval / (2 * warpgroups) * (warpgroups - warpgroup);
+    }
+    // Before some products.
+    __device__ bool are_due() const { return done_ >= next_; }
+    __device__ float factor() {
+        next_ = done_ + interval_;
+        return 1 + __fdividef(0.5f * interval_, done_);
+    }
+    __device__ void add(int products) { done_ += products; }
+
+  private:
+    int interval_;  // in products
+    int done_;
+    int next_;
+};
+
+// What is carried of a tile's sums, in registers.
+template <int kSums>
+class CarriedSums {
+  public:
+    __device__ void begin() {
+#pragma unroll
+        for (uint32_t& pair : pairs_) pair = 0;
+    }
+    __device__ void carry(float (&sums)[kSums], float factor) {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) sm90::carry(sums[i], sums[i + 1], pairs_[i / 2], factor);
+    }
+    __device__ void add_to(float (&sums)[kSums]) const {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) add_carried(sums[i], sums[i + 1], pairs_[i / 2]);
+    }
+
+  private:
+    uint32_t pairs_[kSums / 2];
+};
+struct NoCarriedSums {};
 
 // A stage holds boxes of blocks, or of what it takes of larger ones, which are row_width features by k_width
 // of k; their lines of row_width or k_width values are swizzled over that width:

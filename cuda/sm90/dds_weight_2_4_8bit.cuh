@@ -30,6 +30,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     static constexpr bool kAlongK = true;
     static constexpr bool kEndsProducts = true;
     static constexpr int kStep = 128;
+    static constexpr int kStepProducts = 2;
     static constexpr int kBoxBytes = kFeatures * kStep / 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
 
@@ -77,32 +78,18 @@ struct CompressedByteWeight : CompressedWeight<Math> {
                                     uint32_t tokens, bool add) {
         static_assert(kRowMajorTokens);
         using Atom = SparseByteAtom<typename Math::Input, kTokens>;
-        constexpr int kProducts = 2;
-        uint32_t metadata[kProducts];
+        uint32_t metadata[kStepProducts];
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i) metadata[i] = metadata_of(stage + kBoxBytes, i);
+        for (int i = 0; i < kStepProducts; ++i) metadata[i] = metadata_of(stage + kBoxBytes, i);
         const uint32_t weight = operand_address(stage);
         const Operand &a = arguments.weight, &b = arguments.tokens_by_k;
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i)
+        for (int i = 0; i < kStepProducts; ++i)
             wgmma<Atom>(sums, a.at(weight, i), b.at(tokens, 2 * i), add || i > 0, metadata[i]);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
     }
-
-    template <int kTokens>
-    class Products : public PromotedSums<Math, kFeatures * kTokens / 128> {
-        using Sum = typename Math::Accumulator;
-        static constexpr int kSums = kFeatures * kTokens / 128;
-        using PromotedSums<Math, kSums>::step_;
-
-      public:
-        __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
-                              uint32_t tokens, bool) {
-            multiply<true, kTokens>(step_, arguments, stage, tokens, false);
-        }
-    };
 
   private:
     // Bytes of a line of values.

@@ -29,20 +29,6 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
         multiply_step<Atom<kTokens>>(sums, arguments.weight, operand_address(stage), arguments.tokens_by_k,
                                      tokens, add);
     }
-
-    template <int kTokens>
-    class Products : public PromotedSums<Math, DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128> {
-      protected:
-        using Sum = typename Math::Accumulator;
-        static constexpr int kSums = DenseWeight<Op::dds_nt, Math>::kFeatures * kTokens / 128;
-        using PromotedSums<Math, kSums>::step_;
-
-      public:
-        __device__ void start(Sum (&)[kSums], const char* stage, const DdsArguments& arguments,
-                              uint32_t tokens, bool) {
-            multiply<true, kTokens>(step_, arguments, stage, tokens, false);
-        }
-    };
 };
 
 // The same with scales inside of the sums: a step is one block, with a scale of its own, by as many k of each
@@ -54,12 +40,23 @@ struct ScaledByteWeight : ByteWeight<Math> {
     static constexpr int most_stages(int) { return 6; }
 
     template <int kTokens>
-    class Products : public ByteWeight<Math>::template Products<kTokens> {
-        using Base = typename ByteWeight<Math>::template Products<kTokens>;
-        using Base::kSums, Base::step_;
+    class Products : public PromotedSums<Math, ByteWeight<Math>::kFeatures * kTokens / 128> {
         using Sum = typename Math::Accumulator;
+        static constexpr int kSums = ByteWeight<Math>::kFeatures * kTokens / 128;
+        using PromotedSums<Math, kSums>::step_;
 
       public:
+        // Starts the products of a step: all but the last, and the last apart.
+        __device__ void start(const char* stage, const DdsArguments& arguments, uint32_t tokens) {
+            using Atom = typename ByteWeight<Math>::template Atom<kTokens>;
+            const uint32_t weight = operand_address(stage);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wgmma<Atom>(step_, arguments.weight.at(weight, i), arguments.tokens_by_k.at(tokens, i), i > 0);
+                if (i >= 2) cute::warpgroup_commit_batch();
+            }
+        }
         // While the products are under way: the scales of the step's tokens, of which a thread has two
         // neighbours of each eight, times that of its block.
         __device__ void scale(const float (&tokens)[kTokens], float block) {

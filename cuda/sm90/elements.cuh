@@ -92,12 +92,10 @@ struct Bytes : Elements, Products {
 };
 template <class Result>
 using Int8 = Bytes<Elements<int8_t, int8_t, int32_t, Result>, Int8Products, Precision::highest>;
-// Tensor cores keep about 14 bits of sums of float8. `Promoted` adds those of 128 of k to sums in float32.
+// Tensor cores keep about 13 bits of what they add to a sum of float8: see CarriedSums.
 template <class Result>
-using Float8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result>, Float8Products, Precision::fast>;
-template <class Result>
-using PromotedFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::promoted>,
-                             Float8Products, Precision::highest>;
+using Float8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::carried>,
+                     Float8Products, Precision::highest>;
 // Sums of 128 of k are multiplied by the scales of their tokens and of their block first.
 template <class Result>
 using ScaledFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::scaled>,
@@ -108,9 +106,6 @@ using int8_f32 = Int8<float>;
 using float8_bf16 = Float8<__nv_bfloat16>;
 using float8_f16 = Float8<__half>;
 using float8_f32 = Float8<float>;
-using float8_promoted_bf16 = PromotedFloat8<__nv_bfloat16>;
-using float8_promoted_f16 = PromotedFloat8<__half>;
-using float8_promoted_f32 = PromotedFloat8<float>;
 using float8_scaled_bf16 = ScaledFloat8<__nv_bfloat16>;
 using float8_scaled_f16 = ScaledFloat8<__half>;
 using float8_scaled_f32 = ScaledFloat8<float>;

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .errors import TileSparseError
     from .io import convert, load, save
     from .matrix import BlockSparseMatrix
+    from .model.activations import sparsify_activations_
     from .model.inference import prepare_for_inference_
     from .model.replace import densify_, sparsify_
     from .model.report import summary
@@ -48,6 +49,7 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "reconstruct_": "recover.reconstruction",
     "save": "io",
     "sparsify_": "model.replace",
+    "sparsify_activations_": "model.activations",
     "summary": "model.report",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "reconstruct_",
     "save",
     "sparsify_",
+    "sparsify_activations_",
     "storage",
     "summary",
     "train",

@@ -342,7 +342,9 @@ class Operands(NamedTuple):
         x_scales: of these.
         transposed: whether the values are those of Wᵀ.
         fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
-            products of float8 in fewer bits than float32 has.
+            all products of float8, in fewer bits than float32 has.
+        threshold: magnitude up to which numbers of x count as zero, or None.
+        gate_threshold: the same of the gate, after its activation.
     """
 
     metadata: Tensor | None = None
@@ -355,6 +357,8 @@ class Operands(NamedTuple):
     x_scales: Tensor | None = None
     transposed: bool = False
     fast: bool | None = None
+    threshold: float | None = None
+    gate_threshold: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -363,6 +367,14 @@ class Operands(NamedTuple):
 
 
 NO_EPILOGUE, DENSE = Epilogue(), Operands()
+
+
+def checked_threshold(name: str, value: object) -> float | None:
+    """Return a threshold of activations as a float; raise unless it is None or a number from 0 on."""
+    number = None if value is None else as_number(value)
+    if number is not None and not number >= 0:
+        raise InvalidArgumentError(f"{name} must be None or a number from 0 on, got {shown(value)}")
+    return number
 
 
 def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:

@@ -20,6 +20,7 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    checked_threshold,
     grid_of,
     pattern_shapes,
     shown,
@@ -32,7 +33,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 METHOD = "tilesparse"  # in Transformers' configurations
 # Fields of a manifest's entry that its first version does not have, and the version that has them.
-NEWER = {"activations": 2, "experts": 3}
+NEWER = {"activations": 2, "experts": 3, "threshold": 4}
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class LayerSpec:
             "block", else None.
         experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
             `BlockSparseExperts`; None is an ordinary layer.
+        threshold: magnitude up to which numbers of x count as zero, see `sparsify_activations_`; None
+            multiplies all of them.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -165,6 +168,7 @@ class LayerSpec:
     policy: str = "sparse"
     activations: str | None = None
     experts: int | None = None
+    threshold: float | None = None
 
     @classmethod
     def of(cls, pattern: Any, dtype: torch.dtype, **fields: Any) -> LayerSpec:
@@ -198,7 +202,10 @@ class LayerSpec:
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
             check_of_experts(self.policy, self.activations, self.granularity)
+            if self.threshold is not None:
+                raise InvalidArgumentError(f"threshold must be None with experts, got {self.threshold}")
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
+        own |= {"threshold": checked_threshold("threshold", self.threshold)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
 

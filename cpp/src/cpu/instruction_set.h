@@ -18,6 +18,7 @@
 #include "cpu/four_bits.h"
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
+#include "cpu/multiply_skip.h"
 #include "cpu/pack.h"
 #include "cpu/quantize_steps.h"
 #include "cpu/scale.h"
@@ -55,6 +56,8 @@ constexpr Steps steps_of() {
         steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
         steps.quantize = &Set::template quantize_with<C>;
         steps.multiply_decode_int4 = &Set::template multiply_decode_with<DecodeInt4<Set::kBytes>>;
+        steps.skip_inputs = &Set::template skip_inputs_with<C>;
+        steps.skip_outputs = &Set::template skip_outputs_with<C>;
     }
     return steps;
 }
@@ -63,17 +66,20 @@ constexpr Steps steps_of() {
 template <class Set>
 constexpr Steps widened_steps() {
     constexpr int bytes = Set::kBytes, lanes = bytes / 4;
-    return {kVectors * lanes,
-            lanes,
-            2,
-            4,
-            false,
-            &Set::template pack_with<WidenedPairs<bytes>>,
-            &Set::template multiply_with<WidenedProducts<bytes>>,
-            nullptr,
-            nullptr,
-            &Set::template multiply_decode_with<DecodePairs<bytes>>,
-            lanes / 2};
+    Steps steps{kVectors * lanes,
+                lanes,
+                2,
+                4,
+                false,
+                &Set::template pack_with<WidenedPairs<bytes>>,
+                &Set::template multiply_with<WidenedProducts<bytes>>,
+                nullptr,
+                nullptr,
+                &Set::template multiply_decode_with<DecodePairs<bytes>>,
+                lanes / 2};
+    steps.skip_inputs = &Set::template skip_inputs_with<Codec<DType::int8, bytes>>;
+    steps.skip_outputs = &Set::template skip_outputs_with<Codec<DType::int8, bytes>>;
+    return steps;
 }
 
 template <class Set>
@@ -109,6 +115,14 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing, const 
         template <class K>                                                            \
         TARGET static void run_with(const typename K::Arguments& a) {                 \
             K::run(a);                                                                \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void skip_inputs_with(const SkipTile& s) {                      \
+            skip_inputs<C>(s);                                                        \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void skip_outputs_with(const SkipTile& s) {                     \
+            skip_outputs<C>(s);                                                       \
         }                                                                             \
         template <DType T>                                                            \
         TARGET static void finish_with(const Output& o) {                             \

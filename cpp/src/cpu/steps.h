@@ -18,6 +18,7 @@ constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a 
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
 constexpr int64_t kDecodeAheadBytes = 8 << 10;  // of values, between those multiplied and those fetched
 constexpr int kMostDecodeTokens = 12;
+constexpr int kMostSkipTokens = 8;
 // Position of the value at k of a block in packed x for int4, of whose bytes the low halves are multiplied,
 // then the high ones: the even k of every so many come first.
 constexpr int64_t int4_position(int64_t k, int64_t together) {
@@ -93,6 +94,30 @@ struct DecodeTile {
     // scales[slot * scale_entry + f * scale_row].
     const float* scales = nullptr;
     int64_t scale_entry = 0, scale_row = 0;
+};
+
+// Features of a block row for a small batch. What is off is not read: for skip_inputs, whose blocks are
+// transposed,
+//   sums[t][f] = sum over entries e and the first counts[k / kMinRows] numbers i, k being idx[e] * columns, of
+//   x[k * tokens + i * tokens + t] * values[slot[e] * rows * columns + on[k + i] * rows + f];
+// for skip_outputs, of the features f that are the first counts[0] numbers `on`,
+//   sums[t][f] = sum over entries e and d below columns of
+//   x[t * x_ld + idx[e] * columns + d] * values[slot[e] * rows * columns + f * columns + d].
+// Values of 8 bits are multiplied by scales[slot[e] * scale_step], with row_scales by the f-th from there on.
+struct SkipTile {
+    const void* values;
+    const int32_t* slot;
+    const int32_t* idx;
+    int64_t entries, rows, columns;
+    const float* x;
+    int64_t x_ld;
+    const uint8_t* on;
+    const int32_t* counts;
+    int64_t width, tokens;  // width: features, at most kTaskFeatures; at most kMostSkipTokens
+    const float* scales;    // null for values of the dtype of x
+    int64_t scale_step;
+    bool row_scales;
+    float* sums;  // [tokens, kTaskFeatures]
 };
 
 // Turns sums of products of 8 bits into results: sums less the offset of their feature, times the scale of
@@ -220,6 +245,9 @@ struct Steps {
     void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
     const BlockSteps* blocks = nullptr;                     // of float64 and float32
     void (*decode_values)(const DecodedValues&) = nullptr;  // of 16 bits
+    // For values of the dtype; not of float64 and float8.
+    void (*skip_inputs)(const SkipTile&) = nullptr;
+    void (*skip_outputs)(const SkipTile&) = nullptr;
 };
 
 extern const BlockSteps double_blocks_portable, float_blocks_portable;

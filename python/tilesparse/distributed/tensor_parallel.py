@@ -228,7 +228,7 @@ class TensorShard(PatternShard):
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
         else:
-            operands = Operands(metadata, scales, fast=None if layer.activations is None else True)
+            operands = Operands(metadata, scales, fast=None if layer.activations is None else False)
             y = linear_on(local, weight, index, bias, policy=layer.policy, operands=operands)
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
         whole = DTensor.from_local(y, self._mesh, [given], run_check=False)

@@ -438,7 +438,7 @@ class ExpertsLinear(BlockSparseLinear):
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
             weight = straight_through(weight, tensors["mask"])
-        fast = None if self.activations is None else True
+        fast = None if self.activations is None else False
         own: dict[str, Any] = {"offsets": offsets, "x_values": of_x[0], "x_scales": of_x[1], "fast": fast}
         operands = Operands(tensors["metadata"], tensors["scales"], **own)
         added = tensors["bias"], activation, residual

@@ -27,10 +27,11 @@ from .._checks import (
     shown,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
-from .._ops.epilogue import activation_code, masked, straight_through
+from .._ops.epilogue import activated, activation_code, masked, straight_through
 from .._ops.linear import combined, linear_on
 from .._ops.products import COMPRESS
 from .._reports import empty_of, warn_user
+from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
@@ -207,6 +208,7 @@ class BlockSparseLinear(StoredWeight):
             dtype=spec.dtype,
             **own,
         ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
+        layer._threshold = spec.threshold
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -564,6 +566,7 @@ class BlockSparseLinear(StoredWeight):
         gate: Tensor | None = None,
         activation: str = "none",
         column_major_output: bool = False,
+        gate_threshold: float | None = None,
     ) -> Tensor:
         """Return y [..., out_features] = x Wᵀ + bias; all else is as in `functional.linear`.
 
@@ -573,6 +576,7 @@ class BlockSparseLinear(StoredWeight):
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
             column_major_output: the layout of the result; that of tensor parallelism is row-major always.
+            gate_threshold: magnitude up to which the activated gate counts as zero, or None.
 
         """
         if self._merged is not None and activation == "none" and not column_major_output:
@@ -588,13 +592,15 @@ class BlockSparseLinear(StoredWeight):
                 if self._needs_own_product():
                     y = self._product(input, None, None, "none", column_major_output)
                     y, residual, gate = autocast(y, residual, gate)
+                    if gate is not None and gate_threshold is not None:
+                        gate, activation = thresholded(activated(gate, activation), gate_threshold), "none"
                     return combined(y, activation, residual, gate)
             if is_compiling():
-                return self._product(input, residual, gate, activation, column_major_output)
+                return self._product(input, residual, gate, activation, column_major_output, gate_threshold)
             # Another thread may load a weight of another size, and PyTorch give size and memory of either.
             while True:
                 loads = self._loads
-                y = self._product(input, residual, gate, activation, column_major_output)
+                y = self._product(input, residual, gate, activation, column_major_output, gate_threshold)
                 if loads == self._loads and not loads & 1:
                     return y
         except InvalidPatternError as error:
@@ -608,8 +614,17 @@ class BlockSparseLinear(StoredWeight):
             raise
 
     def _product(
-        self, x: Tensor, residual: Tensor | None, gate: Tensor | None, activation: str, column_major: bool
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        activation: str,
+        column_major: bool,
+        gate_threshold: float | None = None,
     ) -> Tensor:
+        threshold = self._threshold
+        if threshold is not None and self._needs_own_product():
+            x, threshold = thresholded(x, threshold), None
         if self._shard is not None:
             return self._shard.linear(self, x, residual)
         parameters: dict[str, Any] = self._parameters
@@ -631,9 +646,10 @@ class BlockSparseLinear(StoredWeight):
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
-            if metadata is not None or scales is not None:
-                fast = None if self._activations is None else True
-                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast)
+            limits = threshold, gate_threshold
+            if metadata is not None or scales is not None or limits != (None, None):
+                fast = None if self._activations is None else False
+                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast, *limits)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
@@ -677,6 +693,7 @@ class BlockSparseLinear(StoredWeight):
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""
         text += "" if storage_of(self.storage).trainable else f", storage={self.storage!r}"
+        text += "" if self.threshold is None else f", threshold={self.threshold:.4g}"
         return text + ("" if self.activations is None else f", activations={self.activations!r}")
 
 

@@ -357,7 +357,6 @@ class Product:
         eight = QUANTIZED[getattr(torch, self.activations)] if self.activations is not None else None
         stored = storage_of(self.storage).product_fields(self.nm, self.activations)
         on_cuda = device.device == KINDS.index("cuda")
-        fast = self.tf32 if eight is None else self.activations == "float8_e4m3fn"
         ldx, ldy = (self.tokens, self.tokens) if layout else (self.in_features, self.out_features)
         return _C.Product(
             _C.Pattern(*self._block_shape, *shape, self.nnz, 0, 0, 0),
@@ -365,7 +364,7 @@ class Product:
             DTYPES[self.dtype] if eight is None else eight,
             device.device,
             self.tokens,
-            precision=int(bool(fast) and on_cuda),
+            precision=int(bool(self.tf32 and eight is None and on_cuda)),
             result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
