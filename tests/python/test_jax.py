@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU is PyTorch's, too
@@ -262,6 +264,18 @@ def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) 
     back = tilesparse.BlockSparseMatrix(matrix.values, pattern)
     assert back.values.data_ptr() == values.data_ptr()
     torch.testing.assert_close(jnp.from_dlpack(x) @ back, expected)
+
+
+def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_jax
+
+    monkeypatch.setattr(bench_jax, "SIZES", {"cpu": (32, 128, 128)})
+    monkeypatch.setattr(bench_jax, "FILL", 1e-3)
+    path, precision = tmp_path / "jax.json", torch.get_float32_matmul_precision()
+    assert bench_jax.main(["--device", "cpu", "--rounds", "2", "--output", str(path)]) == 0
+    torch.set_float32_matmul_precision(precision)
+    for case in json.loads(path.read_text())["cases"]:
+        assert all(result["us"] > 0 for result in case["results"])
 
 
 @pytest.mark.parametrize(
