@@ -16,6 +16,7 @@ import tilesparse as ts
 from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse.errors import InvalidArgumentError
 from tilesparse.nn import BlockSparseMLP
+from tilesparse.nn.reference import ReferenceBlockSparseLinear
 from tilesparse.storage import dequantize, quantize_int4, quantize_weights
 
 INF, NAN = math.inf, math.nan
@@ -200,6 +201,7 @@ def test_layers(device: str) -> None:
         assert torch.allclose(y, many, atol=1e-5)
         assert torch.equal(copy.deepcopy(layer)(x), y)
         assert torch.allclose(torch.compile(layer, fullgraph=True)(x), y, atol=1e-5)
+        assert torch.allclose(ReferenceBlockSparseLinear(layer)(x), y, atol=1e-5)
         exported = torch.export.export(layer, (x,)).module()
         assert torch.allclose(exported(x), y, atol=1e-5)
         layer.weight.mul_(2)
