@@ -9,7 +9,7 @@
 #include "checks.h"
 #include "common/machine.h"
 #include "error.h"
-#include "skip.h"
+#include "neurons.h"
 
 namespace ts {
 namespace {
