@@ -129,11 +129,10 @@ def _measure(
             if expected is None:
                 expected = given.double()
             error = float((given - expected).abs().max() / expected.abs().max())
-            result |= {"us": round(_microseconds(call, arguments), 2), "error": error}
+            result |= {"t_us": round(_microseconds(call, arguments), 2), "error": error}
             result["wrong"] = error > (1e-12 if x.dtype == torch.float64 else 1e-4)
-            print(
-                f"  {case['block']} {case['dtype']} {columns:3} {name:24} {result['us']:12.1f} us", flush=True
-            )
+            what = f"{case['block']} {case['dtype']} {columns:3} {name:24}"
+            print(f"  {what} {result['t_us']:12.1f} us", flush=True)
 
 
 def _microseconds(call: Callable[[], Any], arguments: argparse.Namespace) -> float:
