@@ -336,6 +336,8 @@ def sdd(
 ) -> Tensor:
     """Return the blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ, if y is that of x Wᵀ.
 
+    ``sdd(a.T, b, pattern)`` are those of a @ b, a sampled product (SDDMM).
+
     Args:
         y: [..., out_features].
         x: [..., in_features] with the same leading dimensions, over which is summed.
