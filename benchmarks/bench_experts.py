@@ -37,7 +37,11 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseExperts
+from tilesparse import BlockPattern, BlockSparseExperts, functional, storage
+from tilesparse import _checks as products
+from tilesparse._runtime.device import DDS_NT
+from tilesparse._runtime.launch import dds
+from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.functional import grouped_linear
 
 OPS = ("forward", "dx", "dw")
@@ -50,8 +54,15 @@ LAYER = {  # Qwen3-30B-A3B
     "norm_topk_prob": True,
 }
 ROUTINGS = ("even", "zipf")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WRONG = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # relative Frobenius norm of the difference
+EIGHT = {"int8": torch.int8, "float8": torch.float8_e4m3fn}  # of both factors; all else is in bfloat16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, **dict.fromkeys(EIGHT, torch.bfloat16)}
+WRONG = {
+    "bf16": 1e-2,
+    "fp32": 2e-5,
+    "int8": 1e-2,
+    "float8": 1e-2,
+}  # relative Frobenius norm of the difference
+WRONG_LAYER = WRONG | dict.fromkeys(EIGHT, 8e-2)  # beside a layer whose activations are not rounded
 WARM_UP_CALLS = 3
 
 
@@ -127,9 +138,9 @@ class Operands:
         self.values = randn(self.pattern.nnz, *case.block_shape)
         self.x = randn(rows, shape.in_features)
         self.dy = randn(rows, shape.out_features)
-        self.weight = self._dense(case)
+        self.weight = self.dense(case)
 
-    def _dense(self, case: Case) -> Tensor:
+    def dense(self, case: Case) -> Tensor:
         """[E, out, in] of the same values, so that the dense products check the sparse ones."""
         (bn, bk), (rows, columns) = case.block_shape, self.pattern.grid
         weight = self.values.new_zeros(rows, columns, bn, bk)
@@ -185,9 +196,12 @@ class LayerCase:
             dense = Qwen3MoeSparseMoeBlock(config).to(DTYPES[self.dtype])
         for parameter in dense.parameters():
             nn.init.normal_(parameter, std=0.02)
-        sparse = copy.deepcopy(dense)
+        sparse, stored = copy.deepcopy(dense), {}
+        if self.dtype in EIGHT:
+            name = str(EIGHT[self.dtype]).removeprefix("torch.")
+            stored = {"storage": name, "activations": name}
         sparse.experts = BlockSparseExperts.from_experts(
-            dense.experts, self.density, block_shape=self.block_shape
+            dense.experts, self.density, block_shape=self.block_shape, **stored
         )
         return dense, sparse
 
@@ -205,7 +219,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = result_parser(__doc__, "experts.json", 540.0)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
-    add("--dtypes", type=subset(DTYPES), default=(), help="of bf16,fp32 (bf16 on a GPU, fp32 on a CPU)")
+    dtypes = ",".join(DTYPES)
+    add("--dtypes", type=subset(DTYPES), default=(), help=f"of {dtypes} (bf16 on a GPU, fp32 on a CPU)")
     add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     add(
         "--shapes",
@@ -262,19 +277,25 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace) -> None:
-    dtype = DTYPES[case.dtype]
     operands = Operands(case, arguments.device, arguments.seed)
     record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
+    if case.dtype in EIGHT:
+        result: dict[str, Any] = {"op": "forward"}
+        record["results"].append(result)
+        with recording(result, "forward"), torch.no_grad():
+            result |= _measure_in_8_bits(case, operands, timer, arguments.repetitions)
+            print(f"  {result}", flush=True)
+        return
     calls = {op: _sparse(op, operands) for op in arguments.ops}
     errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
     operands.randomize_weight()
     for op in arguments.ops:
-        result: dict[str, Any] = {"op": op}
+        result = {"op": op}
         record["results"].append(result)
         with recording(result, op):
             result |= _measure(op, calls[op], operands, timer, arguments.repetitions)
             error = errors[op]
-            result |= {"error": error, "wrong": error is None or error > WRONG[dtype]}
+            result |= {"error": error, "wrong": error is None or error > WRONG[case.dtype]}
             print(f"  {op:8} {result}", flush=True)
 
 
@@ -295,16 +316,88 @@ def _measure(
     }
 
 
+def _measure_in_8_bits(case: Case, operands: Operands, timer: Timer, repetitions: int) -> dict[str, Any]:
+    """Microseconds of the product of factors in 8 bits, and of what users would pick instead.
+
+    "grouped" is PyTorch's product of float8 with a scale for each row and fast accumulation. ``whole_us``
+    quantizes x as well.
+    """
+    dtype, x, pattern = EIGHT[case.dtype], operands.x, operands.pattern
+    values, scales = storage.quantize_weights(operands.values, dtype, granularity="feature", pattern=pattern)
+    x_values, x_scales = functional.quantize_activations(x, dtype)
+    stored = products.Operands(
+        scales=scales, offsets=operands.offsets, fast=True, x_values=x_values, x_scales=x_scales
+    )
+    kept = prepared(pattern.index_on(x.device))
+
+    def sparse() -> Tensor:
+        return dds(DDS_NT, x, values, kept, operands=stored)
+
+    rows, _ = (index.to(x.device) for index in pattern.block_indices())
+    operands.values = values.float() * scales.view(-1, values.shape[1])[rows][:, :, None]
+    operands.weight = operands.weight.new_empty(0)
+    exact = [
+        tokens @ weight.T
+        for tokens, weight in zip(
+            (x_values.float() * x_scales[:, None]).split(operands.counts), operands.dense(case), strict=True
+        )
+    ]
+    error = relative_error(poisoned(sparse), torch.cat(exact))
+    del exact
+    operands.values = operands.values.bfloat16()
+    operands.weight = torch.randn(
+        case.shape.experts,
+        case.shape.out_features,
+        case.shape.in_features,
+        dtype=x.dtype,
+        device=x.device,
+    )
+    x8, of_x = functional.quantize_activations(x, EIGHT["float8"])
+    w8, of_w = functional.quantize_activations(operands.weight, EIGHT["float8"])
+    ends = operands.offsets[1:]
+
+    def grouped() -> Tensor:
+        options: dict[str, Any] = {"offs": ends, "out_dtype": x.dtype, "use_fast_accum": True}
+        return torch._scaled_grouped_mm(x8, w8.mT, of_x, of_w, **options)
+
+    def whole() -> Tensor:
+        return functional.quantized_linear(x, values, pattern, scales, offsets=operands.offsets)
+
+    others = {
+        "whole": whole,
+        "quantize": lambda: functional.quantize_activations(x, dtype)[0],
+        "grouped_bf16": _grouped("forward", operands),
+        "sparse_bf16": _sparse("forward", operands),
+    }
+    times = steady_times(captured(sparse), captured(grouped), timer, repetitions)
+    grouped_us = sum(times.dense_us) / 2
+    found = {
+        f"{name}_us": round(timer.microseconds(captured(call), repetitions), 2)
+        for name, call in others.items()
+    }
+    return {
+        "t_us": round(times.sparse_us, 2),
+        "grouped_us": round(grouped_us, 2),
+        **found,
+        "speedup": round(grouped_us / times.sparse_us, 4),
+        "unsteady": times.unsteady,
+        "error": error,
+        "wrong": error is None or error > WRONG[case.dtype],
+    }
+
+
 def _measure_layer(
     case: LayerCase, record: dict[str, Any], timer: Timer, arguments: argparse.Namespace
 ) -> None:
-    dtype = DTYPES[case.dtype]
     torch.manual_seed(arguments.seed)
     dense, sparse = case.make(arguments.device)
     size = 1, case.tokens, LAYER["hidden_size"]
-    x, dy = (torch.randn(size, dtype=dtype, device=arguments.device) for _ in range(2))
+    x, dy = (torch.randn(size, dtype=DTYPES[case.dtype], device=arguments.device) for _ in range(2))
     error = _error_of_layer(dense, sparse, x)
-    for op, call in (("layer forward", _forward_of), ("layer step", _step_of)):
+    calls = {"layer forward": _forward_of, "layer step": _step_of}
+    if case.dtype in EIGHT:
+        del calls["layer step"]  # their weights have no gradient
+    for op, call in calls.items():
         result: dict[str, Any] = {"op": op}
         record["results"].append(result)
         with recording(result, op):
@@ -316,7 +409,7 @@ def _measure_layer(
                 "speedup": round(times.speedup, 4),
                 "unsteady": times.unsteady,
                 "error": error,
-                "wrong": error is None or error > WRONG[dtype],
+                "wrong": error is None or error > WRONG_LAYER[case.dtype],
             }
             print(f"  {op:8} {result}", flush=True)
 

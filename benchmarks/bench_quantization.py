@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import tilesparse as ts
+from tilesparse import prune_
 from tilesparse.calibrate.stream import moved
-from tilesparse.prune import prune_
 
 LENGTH = 512  # of a chunk of text, in tokens
 SENTENCES = 500  # whose embeddings are compared

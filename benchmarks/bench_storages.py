@@ -13,14 +13,12 @@ import dataclasses
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import problems
 import torch
 from harness import (
-    LAUNCH_SECONDS,
     Timer,
     Unavailable,
     parsed,
@@ -49,13 +47,11 @@ from tilesparse.storage import formats
 
 DTYPE = torch.bfloat16
 TOLERANCE = problems.PRECISIONS["bf16"].tolerance
-CUSPARSELT_SECONDS = 1e-3  # the host needs less than this for one call of it
 TOKENS = (1, 8, 16, 32, 64)
 FORWARD, GRADIENT = OPS.index("dds_nt"), OPS.index("dds_nn")
 BITS = ("int8", "float8_e4m3fn")
 STORED = ("2:4", *BITS, *(f"2:4 {name}" for name in BITS))
 FOUR_BITS = "int4"
-CUSPARSELT = "cuSPARSELt"
 TINYGEMM, TINYGEMM_GROUP = "dense int4 (tinygemm)", 128  # k to a scale
 TRANSPOSED, EXPANDED = "2:4, transposed values", "2:4, expanded values"
 
@@ -99,7 +95,6 @@ CASES = (
     *_wide("forward", 128, ("2:4", *BITS)),
     *_wide("forward", 64, ("2:4",)),
     *_wide("forward", 32, ("2:4",)),
-    *(Case("every block", shape, 128, 1.0, ("2:4", CUSPARSELT)) for shape in LAYERS.values()),
     *_few_tokens(),
     *_four_bits(),
     *_wide("gradient of x", 128, (TRANSPOSED, EXPANDED)),
@@ -236,14 +231,10 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         with recording(record, "case"):
             layer = layer_of(_of_any_tokens(case))
             record["density"] = layer.pattern.density
-            bench = Bench(device, _timer(device, case), arguments.repetitions, arguments.seed)
+            bench = Bench(device, Timer(device), arguments.repetitions, arguments.seed)
             measure = _measure_masks if case.section == "masks" else _measure_products
             measure(case, layer, bench, record["results"])
         write_json(arguments.output, document)
-
-
-def _timer(device: torch.device, case: Case) -> Timer:
-    return Timer(device, CUSPARSELT_SECONDS if CUSPARSELT in case.contenders else LAUNCH_SECONDS)
 
 
 def _of_any_tokens(case: Case) -> Case:
@@ -284,8 +275,6 @@ def _measure_products(case: Case, layer: Layer, bench: Bench, results: list[dict
 
 def _compare_forward(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
     def contender(name: str) -> Contender:
-        if name == CUSPARSELT:
-            return _cusparselt(layer, x)
         if name == TINYGEMM:
             return _tinygemm(layer, x)
         details = layer.kernel(FORWARD, len(x), name) | {"stored_bytes": layer.stored_bytes(name)}
@@ -298,16 +287,6 @@ def _forward(layer: Layer, x: Tensor, name: str | None = None) -> Callable[[], T
     """x Wᵀ of plain values, or of those of a storage."""
     values, metadata, scales = (layer.values, None, None) if name is None else layer.stored(name)
     return lambda: functional.linear(x, values, layer.pattern, metadata=metadata, scales=scales)
-
-
-def _cusparselt(layer: Layer, x: Tensor) -> Contender:
-    """2:4 as PyTorch computes it, with the settings that it chooses by itself."""
-    dense = layer.multiplied("2:4").to(DTYPE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is a prototype
-        weight = torch.sparse.to_sparse_semi_structured(dense)
-    details = {"backend": type(weight).__name__, "version": torch.backends.cusparselt.version()}
-    return Contender(lambda: F.linear(x, weight), lambda: x.float() @ dense.float().t(), details)
 
 
 def _tinygemm(layer: Layer, x: Tensor) -> Contender:
@@ -423,7 +402,7 @@ def _measure(comparison: Comparison, name: str, bench: Bench) -> dict[str, Any]:
 
 
 def _print_result(result: dict[str, Any]) -> None:
-    notes = [str(result[key]) for key in ("kernel", "backend") if key in result]
+    notes = [result["kernel"]] if "kernel" in result else []
     notes += [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
     if "stored_bytes" in result:
         notes.append(f"{result['stored_bytes'] / result['t_us'] / 1e6:.2f} TB/s of stored bytes")

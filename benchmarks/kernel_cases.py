@@ -37,7 +37,7 @@ LAYERS = (
     (4096, 14336),
     (28672, 8192),
 )
-EXPERTS = ((8, 14336, 4096), (64, 1408, 2048), (128, 1536, 2048), (32, 2880, 2880))
+EXPERTS = ((8, 14336, 4096), (8, 28672, 4096), (64, 1408, 2048), (128, 1536, 2048), (32, 2880, 2880))
 MOST = 8192 * 14336 * 4096  # tokens x out_features x in_features
 FEW = (1, 2, 4, 8, 16, 32, 48, 64)
 MANY = (96, 128, 192, 256, 384, 512, 768, 1024, 1500, 2048, 3000, 4096, 6144, 8192, 12288, 16384)
@@ -70,6 +70,7 @@ KINDS = {
     "column-major": Kind(6, x_layout="feature", tokens=MANY),
     "tf32": Kind(6, dtype="tf32"),
     "fp32": Kind(5, dtype="fp32"),
+    "fp64": Kind(5, dtype="fp64"),
     "2:4": Kind(9, FORWARD, storage="compressed", nm=True, blocks=WIDE),
     "int8": Kind(4, FORWARD, storage="int8"),
     "float8": Kind(2, FORWARD, storage="float8_e4m3fn"),
@@ -78,6 +79,12 @@ KINDS = {
     "int8 x int8": Kind(8, FORWARD, storage="int8", activations="int8", tokens=MANY),
     "float8 x float8": Kind(8, FORWARD, storage="float8_e4m3fn", activations="float8", tokens=MANY),
     "grouped": Kind(10, grouped=True, blocks=WIDE),
+    "grouped int8": Kind(
+        3, FORWARD, storage="int8", activations="int8", tokens=MANY, grouped=True, blocks=WIDE
+    ),
+    "grouped float8": Kind(
+        3, FORWARD, storage="float8_e4m3fn", activations="float8", tokens=MANY, grouped=True, blocks=WIDE
+    ),
 }
 
 
@@ -217,10 +224,11 @@ class Calls:
         x = activations(case.in_features)
         y = activations(case.out_features // case.groups)
         values = self._randn(self.pattern.nnz, *case.block_shape)
-        if case.groups > 1:
-            self.sparse = self._grouped(case, x, y, values)
-        elif kind.activations is not None:
-            self.sparse = self._eight_bits(kind.activations, x, values)
+        offsets = self._offsets(case) if case.groups > 1 else None
+        if kind.activations is not None:
+            self.sparse = self._eight_bits(kind.activations, x, values, offsets)
+        elif offsets is not None:
+            self.sparse = self._grouped(case, x, y, values, offsets)
         else:
             self.sparse = self._product(case.op, x, y, values, kind)
 
@@ -250,17 +258,26 @@ class Calls:
         operands = Operands(*stored[1:])
         return lambda: dds(number, source, stored[0], self._kept, operands=operands)
 
-    def _eight_bits(self, name: str, x: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    def _eight_bits(
+        self, name: str, x: Tensor, values: Tensor, offsets: Tensor | None
+    ) -> Callable[[], Tensor]:
         dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
         blocks, scales = storage.quantize_weights(values, dtype, granularity="feature", pattern=self.pattern)
         quantized, of_tokens = functional.quantize_activations(x, dtype)
-        operands = Operands(scales=scales, fast=False, x_values=quantized, x_scales=of_tokens)
+        operands = Operands(
+            scales=scales, offsets=offsets, fast=False, x_values=quantized, x_scales=of_tokens
+        )
         return lambda: dds(OPS.index("dds_nt"), x, blocks, self._kept, operands=operands)
 
-    def _grouped(self, case: Drawn, x: Tensor, y: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    def _offsets(self, case: Drawn) -> Tensor:
         experts = torch.randint(case.groups, (case.tokens,), generator=torch.Generator().manual_seed(0))
         ends = torch.bincount(experts, minlength=case.groups).cumsum(0)
-        operands = Operands(offsets=F.pad(ends, (1, 0)).to(self._device, torch.int32))
+        return F.pad(ends, (1, 0)).to(self._device, torch.int32)
+
+    def _grouped(
+        self, case: Drawn, x: Tensor, y: Tensor, values: Tensor, offsets: Tensor
+    ) -> Callable[[], Tensor]:
+        operands = Operands(offsets=offsets)
         if case.op == "sdd_tn":
             return lambda: sdd(y, x, self._kept, operands=operands)
         op, source = OPS.index(case.op), x if case.op == "dds_nt" else y

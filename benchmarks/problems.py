@@ -57,6 +57,7 @@ PRECISIONS = {
     "fp16": Precision(torch.float16, "highest", 2e-3),
     "tf32": Precision(torch.float32, "high", 2e-3),
     "fp32": Precision(torch.float32, "highest", 2e-5),
+    "fp64": Precision(torch.float64, "highest", 1e-13),
 }
 
 
@@ -124,13 +125,14 @@ class Problem:
 
     @functools.cached_property
     def exact(self) -> Tensor:
-        """The result in float32."""
+        """The result in float32, or float64 where operands are in that."""
+        x, y = (operand.to(self._wide) for operand in (self.x, self.y))
         with float32_precision("highest"):
             if self.case.op == "dds_nt":
-                return self.x.float() @ self._masked_weight().t()
+                return x @ self._masked_weight().t()
             if self.case.op == "dds_nn":
-                return self.y.float() @ self._masked_weight()
-            return self._blocks(self.y.float().t() @ self.x.float())[self._indices()]
+                return y @ self._masked_weight()
+            return self._blocks(y.t() @ x)[self._indices()]
 
     def flops(self) -> int:
         """Multiplications and additions with kept weights."""
@@ -143,9 +145,13 @@ class Problem:
         return elements * self.values.itemsize + indices
 
     def _masked_weight(self) -> Tensor:
-        weight = torch.zeros(self.pattern.shape, dtype=torch.float32, device="cuda")
-        self._blocks(weight)[self._indices()] = self.values.float()
+        weight = torch.zeros(self.pattern.shape, dtype=self._wide, device="cuda")
+        self._blocks(weight)[self._indices()] = self.values.to(self._wide)
         return weight
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.values.dtype == torch.float64 else torch.float32
 
     def _blocks(self, matrix: Tensor) -> Tensor:
         """[out_features, in_features] as a view [R, C, bn, bk]."""
@@ -220,6 +226,12 @@ def _columns(rows: int, cols: int, density: float, generator: torch.Generator) -
     return torch.rand(1, cols, generator=generator).expand(rows, cols)
 
 
+def _even(rows: int, cols: int, density: float, generator: torch.Generator) -> Tensor:
+    """As many blocks in every row, at random."""
+    order = torch.rand(rows, cols, generator=generator).argsort(1)
+    return -order.argsort(1).float()
+
+
 def _blockdiag(rows: int, cols: int, density: float, generator: torch.Generator) -> Tensor:
     """Dense squares along the diagonal, as of groups of features that do not mix."""
     row, col = _positions(rows, cols)
@@ -239,5 +251,6 @@ PATTERNS: dict[str, Callable[[int, int, float, torch.Generator], Tensor]] = {
     "power": _power,
     "power-columns": _power_columns,
     "columns": _columns,
+    "even": _even,
     "blockdiag": _blockdiag,
 }

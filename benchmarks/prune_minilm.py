@@ -28,8 +28,7 @@ from records import recorded, write_json
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockSparseConfig
-from tilesparse.prune import prune_
+from tilesparse import BlockSparseConfig, prune_
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 FILES = 600  # per package at most

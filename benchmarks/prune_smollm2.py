@@ -24,8 +24,7 @@ from harness import result_parser
 from records import recorded, write_json
 from torch import Tensor, nn
 
-from tilesparse import BlockSparseConfig
-from tilesparse.prune import prune_
+from tilesparse import BlockSparseConfig, prune_
 
 
 def main(argv: Sequence[str] | None = None) -> int:

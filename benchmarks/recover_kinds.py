@@ -34,10 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from tilesparse import BlockSparseConfig
-from tilesparse.model import densify_
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_
+from tilesparse import BlockSparseConfig, densify_, distill_, prune_
+from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 
 PARTS = {"all": r"model\.layers\.\d+\.", "mlp": r"model\.layers\.\d+\.mlp\."}

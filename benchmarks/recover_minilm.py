@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockSparseConfig
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_, reconstruct_
+from tilesparse import BlockSparseConfig, distill_, prune_, reconstruct_
+from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 
 HELD_OUT = 20  # one file in this many
@@ -249,7 +248,7 @@ def mean_error(report: Any) -> float:
 
 
 def fitted(report: Any) -> dict[str, Any]:
-    return {one.name: [one.before, one.after] for one in report.submodules}
+    return {one.name: [one.error_before, one.error] for one in report.layers}
 
 
 def main() -> int:

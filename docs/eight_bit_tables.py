@@ -11,6 +11,7 @@ from table_parts import cases, short, table, times
 
 PRODUCTS = {"H200": "h200_eight_bits.json#products", "H100": "h100_eight_bits.json#products"}
 SCALED = "h200_eight_bits.json#scaled"
+TWO_FOUR = "h100_two_four.json"
 DTYPES = ("int8", "float8")
 
 
@@ -114,6 +115,24 @@ def eight_bit_models() -> str:
     return table(["model", "code", "density", "dense float8", "sparse int8", "speedup"], lines)
 
 
+def two_four() -> str:
+    """2:4 with every block kept: µs of ours, of cuSPARSELt's products, and of a dense one."""
+    lines = []
+    for case in cases(TWO_FOUR):
+        ours, default, best = case["results"]
+        times = [statistics.mean(ours["dense_us"]), *(one["t_us"] for one in (default, best, ours))]
+        lines.append(
+            [
+                case["dtype"],
+                f"{case['tokens']}×{case['out_features']}×{case['in_features']}",
+                *(f"{time:.0f}" for time in times),
+                f"{best['t_us'] / ours['t_us']:.2f}×",
+            ]
+        )
+    header = ["", "layer", "dense", "cuSPARSELt", "its best algorithm", "2:4 in blocks of 128"]
+    return table([*header, "over the best"], lines)
+
+
 def four_bits() -> str:
     """Decode with weights in 8 and 4 bits, beside dense bfloat16 and PyTorch's dense int4."""
     measured = cases("h100_eight_bits.json#int4")
@@ -202,6 +221,7 @@ EIGHT_BIT_TABLES: dict[str, Callable[[], str]] = {
         scaled_products,
         eight_bits_8_0,
         eight_bit_models,
+        two_four,
         four_bits,
         quantized_minilm,
         quantized_smollm2,

@@ -37,6 +37,30 @@ def _dense(result: dict[str, Any]) -> float:
     return float(min(result["grouped_us"], result["loop_us"]))
 
 
+def grouped_eight_bits() -> str:
+    """Each product of factors in 8 bits beside PyTorch's of dense float8; and a whole one beside bfloat16."""
+    header = [
+        *("experts", "rows", "block", "density", "routing", "dense float8"),
+        *("float8", "int8", "dense bfloat16", "bfloat16", "float8 with quantizing x"),
+    ]
+    lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for case in cases("h200_experts.json#eight_bits"):
+        size = f"{case['experts']} × {case['out_features']}×{case['in_features']}"
+        what = size, str(case["rows"]), str(case["block_shape"][0]), short(case["density"]), case["routing"]
+        lines.setdefault(what, {})[case["dtype"]] = case["results"][0]
+    return table(header, ([*what, *_eight_bits(found)] for what, found in lines.items()))
+
+
+def _eight_bits(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    one = found["float8"]
+    yield f"{one['grouped_us']:.0f}"
+    for name in ("float8", "int8"):
+        yield f"{found[name]['t_us']:.0f}, {found[name]['speedup']:.2f}×"
+    yield f"{one['grouped_bf16_us']:.0f}"
+    for name in ("sparse_bf16_us", "whole_us"):
+        yield f"{one[name]:.0f}, {one['grouped_bf16_us'] / one[name]:.2f}×"
+
+
 def grouped_products_cpu() -> str:
     """The same on a CPU, beside a loop over dense experts."""
     header = ["experts", "block", "density", "dtype", "threads", "a loop, forward", *OPS.values()]
@@ -54,26 +78,23 @@ def grouped_products_cpu() -> str:
 
 def experts_layer() -> str:
     """A whole Qwen3-MoE layer beside Transformers' grouped implementation."""
-    header = ["", "tokens", "block", "density", "dense, forward", "forward", "dense, step", "step"]
+    header = ["", "tokens", "dtype", "block", "density", "dense, forward", "forward", "dense, step", "step"]
     lines = []
     for case in cases("h100_experts.json#layer"):
         found = {result["op"].removeprefix("layer "): result for result in case["results"]}
-        cells = [
-            cell
-            for op in ("forward", "step")
-            for cell in (
-                f"{found[op]['grouped_us']:.0f}",
-                f"{found[op]['t_us']:.0f}, {found[op]['speedup']:.2f}×",
-            )
-        ]
-        lines.append(
-            ["H100", str(case["tokens"]), str(case["block_shape"][0]), short(case["density"]), *cells]
-        )
+        cells = ["-"] * 4  # no step in 8 bits
+        for i, op in enumerate(("forward", "step")):
+            if op in found:
+                dense, ours = found[op]["grouped_us"], found[op]["t_us"]
+                cells[2 * i : 2 * i + 2] = f"{dense:.0f}", f"{ours:.0f}, {found[op]['speedup']:.2f}×"
+        block, density = str(case["block_shape"][0]), short(case["density"])
+        lines.append(["H100", str(case["tokens"]), case["dtype"], block, density, *cells])
     return table(header, lines)
 
 
 EXPERT_TABLES: dict[str, Callable[[], str]] = {
     "grouped_products": grouped_products,
+    "grouped_eight_bits": grouped_eight_bits,
     "grouped_products_cpu": grouped_products_cpu,
     "experts_layer": experts_layer,
 }

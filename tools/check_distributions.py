@@ -1,6 +1,6 @@
 """Checks wheels and source distributions before anybody gets them.
 
-    python tools/check_distributions.py [--gpus 80,90] dist/*
+    python tools/check_distributions.py [--gpus 80,89,90] dist/*
 
 Of a wheel: tags, contents, size, licences, bill of materials, exported symbols, the libraries it needs, and
 for which GPUs it has code. Of a source distribution: what it contains. Needs pyelftools, which comes with
@@ -124,7 +124,10 @@ def check_core(report: Report, library: bytes, gpus: set[int]) -> None:
     found = {gpu for kind, gpu in code if kind == "cubin"}
     report.check(found == gpus, f"code for GPUs {sorted(gpus) or 'none'}: {listed or 'none'}")
     if gpus:
-        report.check(code["ptx", 80] == code["cubin", 80], "PTX for each kernel of 80, which newer GPUs run")
+        for own in (80, 89):
+            report.check(
+                code["ptx", own] == code["cubin", own], f"PTX for each of {own}, which newer GPUs run"
+            )
 
 
 def check_module(report: Report, module: bytes) -> None:
@@ -211,7 +214,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--gpus", default="80,90", help="compute capabilities wheels have code for (80,90)")
+    parser.add_argument(
+        "--gpus", default="80,89,90", help="compute capabilities wheels have code for (%(default)s)"
+    )
     arguments = parser.parse_args()
     gpus = {int(gpu) for gpu in arguments.gpus.split(",") if gpu}
     report = Report()

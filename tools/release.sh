@@ -11,7 +11,7 @@
 # and the tests with both ends of the range of PyTorch. Run .ci/run before it. The wheels that are published come from
 # .github/workflows/release.yml, which does the same on machines for that.
 set -euo pipefail
-options="-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all" gpus=80,90,100,120
+options="-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all" gpus=80,89,90,100,120
 if [[ $1 == --cpu ]]; then
     options=-DTILESPARSE_CUDA=OFF gpus=
     shift

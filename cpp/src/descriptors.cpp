@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "common/machine.h"
 #include "error.h"
+#include "skip.h"
 
 namespace ts {
 namespace {
@@ -16,12 +17,15 @@ namespace {
 constexpr std::array<const char*, 3> kOps{"dds_nt", "dds_nn", "sdd_tn"};
 constexpr std::array<const char*, 7> kDTypes{"float64", "float32",       "float16", "bfloat16",
                                              "int8",    "float8_e4m3fn", "int4"};
-constexpr int32_t kElementDTypes = 6;            // whose elements are bytes or more
+constexpr int32_t kElementDTypes = 6;  // whose elements are bytes or more
+constexpr int32_t kLeastBlock = 2, kMostBlock = 128;
 constexpr int64_t kMostExactFeatures = 1 << 17;  // below which products of int8 add up to less than 2^31
 
+int64_t ceil_div(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
 void check_block(int32_t extent, const char* name) {
-    require(extent == 16 || extent == 32 || extent == 64 || extent == 128, name,
-            " must be 16, 32, 64 or 128, got ", extent);
+    require(extent >= kLeastBlock && extent <= kMostBlock, name, " must be ", kLeastBlock, " to ", kMostBlock,
+            ", got ", extent);
 }
 
 // The dtype of an operand, which by default is another one's.
@@ -128,6 +132,8 @@ Values check_values(const ts_matmul_desc& desc, const Problem& problem) {
         require(values.metadata == nullptr,
                 "values.metadata must be null unless values.storage is TS_STORAGE_2_4");
     }
+    if (compressed || is_quantized(dtype))
+        check_regular(problem.pattern, compressed ? "values in 2:4" : "values in 8 or 4 bits");
     if (problem.scales_inside())
         check_granularity(values, dtype, TS_SCALES_PER_BLOCK, TS_SCALES_PER_BLOCK, "values",
                           " where x.granularity is TS_SCALES_PER_GROUP");
@@ -184,10 +190,10 @@ int32_t check_group_count(const ts_pattern& pattern) {
     require(pattern.groups >= 0 && pattern.groups <= kMaxGroups, "pattern.groups must be 0 to ", kMaxGroups,
             ", got ", pattern.groups);
     const int32_t groups = std::max(pattern.groups, 1);
-    require(pattern.out_features / pattern.block_rows % groups == 0,
+    require(groups == 1 || pattern.out_features % (int64_t{pattern.block_rows} * groups) == 0,
             "pattern.out_features must be the same number of block rows for each of pattern.groups, ", groups,
             ", got ", pattern.out_features, " in blocks of ", pattern.block_rows);
-    require(pattern.in_features / pattern.block_cols <= kMaxExtent / groups,
+    require(ceil_div(pattern.in_features, pattern.block_cols) <= kMaxExtent / groups,
             "pattern.in_features must be at most ", kMaxExtent, " columns of blocks in all of ", groups,
             " groups, got ", pattern.in_features, " in blocks of ", pattern.block_cols);
     return groups;
@@ -196,12 +202,13 @@ int32_t check_group_count(const ts_pattern& pattern) {
 // Checks that are specific to grouped products.
 void check_grouped(const ts_matmul_desc& desc, const Problem& problem) {
     const int32_t groups = problem.pattern.groups;
+    if (problem.grouped()) check_regular(problem.pattern, "a grouped product");
     if (!problem.grouped())
         return require(groups == 1, "group_offsets must not be null for a pattern of ", groups, " groups");
     const auto refuse = [](bool given, const auto&... words) {
         require(!given, words..., " for a grouped product");
     };
-    refuse(is_quantized(problem.input_dtype), "x.dtype must be 1 to ", kActivationDTypes);
+    refuse(problem.scales_inside(), "x.granularity must be ", TS_SCALES_PER_TOKEN);
     refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
     refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
     refuse(desc.prepacked.data != nullptr, "prepacked.data must be null");
@@ -236,16 +243,21 @@ void check_compressed(int32_t side, const char* name) {
     require(side % 32 == 0, name, " must be 32, 64 or 128 for TS_STORAGE_2_4, got ", side);
 }
 
+void check_regular(const Pattern& pattern, const char* what) {
+    require(pattern.is_regular(),
+            "pattern must have blocks with sides of 16, 32, 64 or 128 that divide it for ", what, ", got ",
+            pattern.out_features, " x ", pattern.in_features, " in blocks of ", pattern.block_rows, " x ",
+            pattern.block_cols);
+}
+
 Pattern check_pattern(const ts_pattern* source) {
     const ts_pattern pattern = read_struct(source, "pattern");
     check_block(pattern.block_rows, "pattern.block_rows");
     check_block(pattern.block_cols, "pattern.block_cols");
-    check_features(pattern.out_features, pattern.block_rows, "pattern.out_features", "block_rows",
-                   DeviceType::cpu);
-    check_features(pattern.in_features, pattern.block_cols, "pattern.in_features", "block_cols",
-                   DeviceType::cpu);
-    const int64_t blocks =
-        (pattern.out_features / pattern.block_rows) * (pattern.in_features / pattern.block_cols);
+    check_extent(pattern.out_features, "pattern.out_features", DeviceType::cpu);
+    check_extent(pattern.in_features, "pattern.in_features", DeviceType::cpu);
+    const int64_t blocks = ceil_div(pattern.out_features, pattern.block_rows) *
+                           ceil_div(pattern.in_features, pattern.block_cols);
     const int64_t most = std::min(blocks, kMaxExtent);
     require(pattern.nnz >= 0 && pattern.nnz <= most, "pattern.nnz must be 0 to ", most, ", got ",
             pattern.nnz);
@@ -303,6 +315,7 @@ Problem check_problem(const ts_matmul_desc& desc) {
     problem.residual = problem.gated ? gate : residual;
     if (problem.gated) std::swap(problem.activation, problem.gate_activation);
     check_grouped(desc, problem);
+    check_skip(desc, problem);
     return problem;
 }
 

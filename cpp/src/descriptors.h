@@ -14,6 +14,9 @@ namespace ts {
 // Checks the shapes of a pattern. The arrays are not read.
 Pattern check_pattern(const ts_pattern* source);
 
+// Throws unless blocks have sides of 16, 32, 64 or 128 that divide the matrix. `what` needs them.
+void check_regular(const Pattern& pattern, const char* what);
+
 // Checks everything that can be known without following a pointer to operands; for these see operands.h.
 Problem check_problem(const ts_matmul_desc& desc);
 
@@ -52,8 +55,8 @@ Quantization check_group_quantization(int32_t device, int32_t dtype, int32_t qua
 NamedDevice check_device(const ts_device_info& info);
 
 // Blocks along each dimension.
-inline int64_t block_row_count(const Pattern& pattern) { return pattern.out_features / pattern.block_rows; }
-inline int64_t block_col_count(const Pattern& pattern) { return pattern.in_features / pattern.block_cols; }
+inline int64_t block_row_count(const Pattern& pattern) { return pattern.row_count(); }
+inline int64_t block_col_count(const Pattern& pattern) { return pattern.col_count(); }
 
 // Block rows of one group; and lines of the column arrays, which go by group.
 inline int64_t group_row_count(const Pattern& pattern) { return block_row_count(pattern) / pattern.groups; }

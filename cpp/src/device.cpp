@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <charconv>
 #include <cstdlib>
 #include <mutex>
+#include <new>
 #include <string_view>
 
 #include "common/machine.h"
@@ -164,7 +166,42 @@ void check_launch(int32_t code, const char* kernel, const LastError& last_error)
     fail(TS_CUDA_ERROR, kernel, ": ", cudaGetErrorString(error), advice(error));
 }
 
+namespace {
+
+// A word of host memory that every device writes to: the number of a kernel, or 0.
+int32_t* stale_kernel() {
+    static int32_t* const word = [] {
+        void* memory = nullptr;
+        const LastError last_error;
+        // A capture under way in this thread is none of its business.
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "plans", last_error);
+        const cudaError_t error =
+            cudaHostAlloc(&memory, sizeof(int32_t), cudaHostAllocPortable | cudaHostAllocMapped);
+        check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "plans", last_error);
+        check_launch(error, "plans", last_error);
+        return new (memory) int32_t{0};
+    }();
+    return word;
+}
+
+}  // namespace
+
+PlanReport plan_report(int32_t kernel) { return {stale_kernel(), kernel}; }
+
+void check_plans() {
+    const std::atomic_ref<int32_t> word(*stale_kernel());
+    if (word.load(std::memory_order_relaxed) == 0) return;
+    const int32_t kernel = word.exchange(0);
+    if (kernel == 0) return;  // another thread has it
+    fail(TS_STALE_PLAN, "plan.data must hold the plan of its product until the product has run: kernel ",
+         kernel_at(kernel).name, " found another one there in an earlier call, which wrote no results");
+}
+
 #else
+
+PlanReport plan_report(int32_t) { return {}; }
+void check_plans() {}
 
 const NamedDevice& cuda_device(int32_t) { fail_without_cuda(); }
 

@@ -34,6 +34,12 @@ class LastError {
     int32_t before_;
 };
 
+// Where a kernel, by its number, reports that its plan was another one; memory of the process.
+PlanReport plan_report(int32_t kernel);
+
+// Throws TS_STALE_PLAN, once, if a kernel that has run reported one. Waits for none.
+void check_plans();
+
 // Throws TS_CUDA_ERROR unless the code of a launch is 0.
 void check_launch(int32_t code, const char* kernel, const LastError& last_error);
 

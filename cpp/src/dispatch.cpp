@@ -49,9 +49,12 @@ const char* why_not(const Kernel& kernel, const Problem& problem, const Device& 
     if (!kernel.covers(problem.op)) return "it computes another product";
     if (!kernel.covers(problem.input_dtype)) return "it computes another dtype";
     if (const char* reason = kernel.refuses_form(problem)) return reason;
+    if (!kernel.any_block && !problem.pattern.is_regular())
+        return "its blocks have sides of 16, 32, 64 or 128 that divide the matrix";
     if (!kernel.writes(problem.result_dtype, problem.input_dtype)) return "its results have another dtype";
     if (device.type == DeviceType::cuda) {
-        if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision)
+        if (problem.input_dtype == DType::float32 && kernel.precision != problem.precision &&
+            !kernel.any_block)
             return "it has another float32 precision";
         if (device.compute_capability < kernel.min_compute_capability)
             return "the device's compute capability is lower";

@@ -41,7 +41,8 @@ void check_alignment(const void* data, int element_bytes, const char* name, Devi
 
 Span check_operand(const Matrix& matrix, int64_t features, DType dtype, const char* name,
                    const Problem& problem) {
-    return check_operand(matrix, problem.tokens, features, dtype, name, problem.device);
+    const bool in_lines = problem.device == DeviceType::cuda && problem.pattern.is_regular();
+    return check_operand(matrix, problem.tokens, features, dtype, name, problem.device, in_lines);
 }
 
 // A vector that kernels read element by element, so an element's alignment is enough.
@@ -117,18 +118,18 @@ std::array<Operand, 4> operands_of(const ActivationGradient& gradient) {
 }  // namespace
 
 Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
-                   DeviceType device) {
+                   DeviceType device, bool in_lines) {
     if (tokens == 0 || features == 0) return {};
     const int size = element_size(dtype);
     require(matrix.data != nullptr, name, ".data must not be null");
-    check_alignment(matrix.data, size, name, device);
+    check_alignment(matrix.data, size, name, in_lines ? device : DeviceType::cpu);
     const bool row_major = matrix.layout == Layout::row_major;
     const int64_t contiguous = row_major ? features : tokens, vectors = row_major ? tokens : features;
     require(matrix.ld >= contiguous, name, ".ld must be at least ", contiguous, ", got ", matrix.ld);
     require(matrix.ld <= kMaxLd, name, ".ld must be at most ", kMaxLd, ", got ", matrix.ld);
     const int64_t stride = matrix.ld * size, length = contiguous * size;
-    require(device == DeviceType::cpu || stride % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ",
-            matrix.ld, " elements of ", size, " bytes");
+    require(!in_lines || stride % 16 == 0, name, ".ld must be a multiple of 16 bytes, got ", matrix.ld,
+            " elements of ", size, " bytes");
     require(vectors <= std::numeric_limits<int64_t>::max() / stride, name,
             ".ld must let the matrix fit into the address space, got ", matrix.ld, " for ", vectors,
             row_major ? " rows" : " columns");
@@ -237,6 +238,7 @@ void check_dequantization(const Problem& problem, const void* dense, size_t byte
 
 void check_compression(const Compression& compression) {
     const auto& [pattern, device, dtype, transposed, values, mask, compressed, metadata] = compression;
+    check_regular(pattern, "values in 2:4");
     check_compressed(transposed ? pattern.block_rows : pattern.block_cols,
                      transposed ? "pattern.block_rows" : "pattern.block_cols");
     const int size = element_size(dtype);

@@ -25,9 +25,14 @@ struct Operand {
     Span span;
 };
 
-// The memory of a matrix, whose address, leading dimension and size are checked.
+// The memory of a matrix, whose address, leading dimension and size are checked; `in_lines`: both are
+// multiples of 16 bytes.
 Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype, const char* name,
-                   DeviceType device);
+                   DeviceType device, bool in_lines);
+inline Span check_operand(const Matrix& matrix, int64_t tokens, int64_t features, DType dtype,
+                          const char* name, DeviceType device) {
+    return check_operand(matrix, tokens, features, dtype, name, device, device == DeviceType::cuda);
+}
 
 // Contiguous memory, empty where `data` is null.
 Operand area(const char* name, const void* data, uint64_t bytes);

@@ -12,25 +12,27 @@
 #include "operands.h"
 #include "pattern.h"
 #include "plan/host_plan.h"
+#include "skip.h"
 #include "storage.h"
 
 namespace ts {
 namespace {
 
-// A kernel without a plan finds blocks by the pattern's arrays.
-void check_arrays(const Problem& problem, const Kernel& kernel) {
+// What has no plan finds blocks by the pattern's arrays.
+void check_pattern_arrays(const Problem& problem, DeviceType device, const std::string& reader) {
     const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
     for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {
         const auto& [name, span] = arrays[i];
-        require(span.begin != 0, name, " must not be null: kernel ", kernel.name, " reads it");
+        require(span.begin != 0, name, " must not be null: ", reader, " reads it");
         check_aligned(reinterpret_cast<const void*>(span.begin), sizeof(int32_t), name);
     }
-    if (kernel.device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
+    if (device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
 }
 
 // The plan, or what a kernel without one reads in its place.
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
-    if (kernel.plan.tile == 0) return check_arrays(problem, kernel);
+    if (kernel.plan.tile == 0)
+        return check_pattern_arrays(problem, kernel.device, std::string("kernel ") + kernel.name);
     require(desc.plan.data != nullptr, "plan.data must not be null: kernel ", kernel.name,
             " needs one from ts_plan_build or ts_plan_device_build");
     if (desc.plan.bytes < sizeof(PlanHeader))
@@ -100,7 +102,8 @@ void launch(const Problem& problem, const Device& device, const Choice& choice, 
     const Kernel& kernel = *choice.kernel;
     if (choice.dequantizes) dequantize_values(problem, workspace, stream);
     void* const rest = static_cast<std::byte*>(workspace) + dense_bytes(problem, choice);
-    const Problem given = given_to_kernel(problem, choice, workspace);
+    Problem given = given_to_kernel(problem, choice, workspace);
+    if (kernel.plan.tile > 0) given.plan_report = plan_report(choice.number);
     const auto run = [&] { return kernel.launch(given, device, choice.decision, rest, stream); };
     if (kernel.device == DeviceType::cpu)
         run();
@@ -144,6 +147,15 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     const Problem problem = check_problem(desc);
     Operands operands(problem, desc);
     const NamedDevice& device = device_of(problem);
+    if (problem.device == DeviceType::cuda) check_plans();
+    if (problem.skip != Skip::nothing) {
+        const size_t needed = skip_workspace_size(problem, device.properties);
+        check_pattern_arrays(problem, problem.device, "a product with skip");
+        check_workspace(workspace, bytes, needed, problem.device, "a product with skip");
+        operands.add_workspace(workspace, needed);
+        for (const Operand& array : arrays_of(problem.pattern, problem.op)) operands.check_read(array);
+        return multiply_skipping(problem, device.properties, workspace, stream);
+    }
     const Choice choice = choose(problem, device, wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = workspace_size(problem, device.properties, choice);
@@ -157,11 +169,13 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
 }
 
 void prepack_values(const ts_matmul_desc& desc, void* prepacked, size_t bytes, void* stream) {
-    const Problem problem = check_problem(desc);
+    Problem problem = check_problem(desc);
     const Choice choice = choose(problem, device_of(problem), wish_of(desc));
     const Kernel& kernel = *choice.kernel;
     const size_t needed = prepacked_size(problem, choice);
     if (needed == 0) return;
+    check_plans();
+    problem.plan_report = plan_report(choice.number);
     check_plan(desc, problem, kernel);
     check_area(prepacked, bytes, needed, "prepacked", "_", kernel);
     check_prepacking(problem, desc.plan.bytes, prepacked, needed);

@@ -17,6 +17,8 @@ using DTypeConstant = std::integral_constant<DType, kDType>;
 template <class Element>
 struct DTypeOf;
 template <>
+struct DTypeOf<double> : DTypeConstant<DType::float64> {};
+template <>
 struct DTypeOf<float> : DTypeConstant<DType::float32> {};
 template <>
 struct DTypeOf<__half> : DTypeConstant<DType::float16> {};

@@ -74,6 +74,20 @@ __device__ inline float activate(float value, Activation activation) {
     }
 }
 
+// In float64.
+__device__ inline double activate(double value, Activation activation) {
+    switch (activation) {
+        case Activation::relu:
+            return value > 0 || value != value ? value : 0;  // NaN stays
+        case Activation::gelu:
+            return 0.5 * value * erfc(-value * 0.70710678118654752440);
+        case Activation::silu:
+            return value / (1 + exp(-value));
+        default:
+            return value;
+    }
+}
+
 // One loop for each activation: a choice for each sum would take longer than the products.
 template <class Element, int kCount>
 __device__ inline void activate_all(float (&sums)[kCount], Activation activation) {

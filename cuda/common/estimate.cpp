@@ -97,6 +97,7 @@ const Features& coefficients_of(const Device& device, std::string family, const 
 
 // The number format of a family's name: nothing for 16 bits.
 std::string number_format(const Kernel& kernel) {
+    if (kernel.covers(DType::float64)) return "_f64";
     if (kernel.covers(DType::float32)) return kernel.precision == Precision::tf32 ? "_tf32" : "_tf32x3";
     if (kernel.covers(DType::int8)) return "_int8";
     if (!kernel.covers(DType::float8_e4m3fn)) return "";
@@ -130,6 +131,7 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
     std::string name = kernel.family;
     name += sdd ? "_tn" : problem.forward() ? "_nt" : "_nn";
     name += number_format(kernel);
+    name += kernel.variant;
     const PlanShape& plan = kernel.plan;
     if (sdd && plan.tile > 0)
         name += tile_name(plan.tile * plan.ranks, plan.step);

@@ -69,9 +69,10 @@ double tiles_of(const Kernel& kernel, const Problem& problem);
 // Into how many parts the sums of a dds kernel's tiles are cut, see Decision::parts.
 int64_t parts_of(const Kernel& kernel, const Problem& problem, const Device& device);
 
-// The name of a kernel's coefficients: its family, the product, the number format unless it has 16 bits, and
-// the tile; "_grouped" for grouped products of a kernel that computes others, too. Where a name has no
-// coefficients, those of one weight count, or else those of the name with one word less before the tile.
+// The name of a kernel's coefficients: its family, the product, the number format unless it has 16 bits, what
+// tells it from others of its tile, and the tile; "_grouped" for grouped products of a kernel that computes
+// others, too. Where a name has no coefficients, those of one weight count, or else those of the name with
+// one word less before the tile.
 std::string family_of(const Kernel& kernel, const Problem& problem);
 
 // Operations of a multiprocessor in a microsecond, of a kernel and of cuBLAS.

@@ -6,8 +6,14 @@
 
 namespace ts {
 
+// Called where the plan is not the one of the launch; the next call of the library fails (check_plans).
+__device__ inline void report_stale(const PlanReport& report) {
+    *static_cast<volatile int32_t*>(report.at) = report.kernel;
+}
+
 // The header's numbers and where its arrays are, which a kernel reads from memory if it uses them. A plan
-// that is not the one of the launch must not be walked: each kind of plan says when that is known.
+// that is not the one of the launch must not be walked: each kind of plan says when that is known. All
+// threads of a launch read the same header, so all of them leave the work undone.
 struct PlanView {
     int tile_count, group_rows, pieces, fill;
     const int *tiles, *rows, *masks, *k, *slots, *starts;
@@ -38,11 +44,14 @@ struct PlanView {
     }
 };
 
-// Ends the kernel with an error unless the plan is the one of the launch.
+// A kernel ends at once unless `is_own`.
 struct OwnPlan : PlanView {
-    __device__ OwnPlan(const PlanHeader* header, int key) {
+    bool is_own;  // the plan of this launch
+
+    __device__ OwnPlan(const PlanHeader* header, int key, const PlanReport& report) {
         read_numbers(header);
-        if (header->key != key) __trap();
+        is_own = header->key == key;
+        if (!is_own) report_stale(report);
         read_places(header);
     }
 };

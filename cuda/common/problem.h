@@ -27,6 +27,8 @@ enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
+// What a small batch skips of the weights: what meets zeros of x, or gives features whose gate is zero.
+enum class Skip : int32_t { nothing = 0, inputs = 1, outputs = 2 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
 // scales of the step (scaled); or most of a sum is moved elsewhere now and then (carried), unless precision
@@ -83,6 +85,20 @@ struct Pattern {
 
     int64_t group_out_features() const { return out_features / groups; }
 
+    // Blocks along each dimension, of which the last one may reach out of the matrix.
+    int64_t row_count() const { return (out_features + block_rows - 1) / block_rows; }
+    int64_t col_count() const { return (in_features + block_cols - 1) / block_cols; }
+
+    // True if blocks have sides of 16, 32, 64 or 128 that divide the matrix, as tiles of most kernels need
+    // it.
+    bool is_regular() const {
+        const auto is_tile = [](int32_t side) {
+            return side == 16 || side == 32 || side == 64 || side == 128;
+        };
+        return is_tile(block_rows) && is_tile(block_cols) && out_features % block_rows == 0 &&
+               in_features % block_cols == 0;
+    }
+
     // Elements of the weight that the kept blocks cover, whatever their storage keeps of them.
     int64_t value_count() const { return nnz * block_rows * block_cols; }
     double density() const {
@@ -132,6 +148,12 @@ struct BiasGradient {
     bool accumulate;
 };
 
+// Where a kernel that finds another plan than its own writes its number: a word of the host's memory.
+struct PlanReport {
+    int32_t* at;
+    int32_t kernel;
+};
+
 // A product whose descriptor has been checked; see ts_matmul_desc for the meaning of every field.
 struct Problem {
     Op op;
@@ -151,13 +173,16 @@ struct Problem {
     const int32_t* offsets;  // [groups + 1] where the tokens of each group begin; null: one weight for all
     const void* bias;
     const void* plan;
-    const void* prepacked;  // values as Kernel::prepack left them, or null
+    PlanReport plan_report;  // for kernels with a plan
+    const void* prepacked;   // values as Kernel::prepack left them, or null
     // Added to the results, or if `gated` multiplied by them after activation and rounding: then they have no
     // activation of their own. data is null for neither; otherwise its layout is that of y.
     Matrix residual;
     bool gated;
     Activation gate_activation;
     BiasGradient bias_gradient;  // of sdd
+    Skip skip;                   // with it no kernel of the registry, but elementwise/skip.h
+    float threshold;             // up to which numbers count as zero then
 
     // Operands of dds in either direction.
     bool forward() const { return op == Op::dds_nt; }
@@ -235,7 +260,8 @@ struct Kernel {
     size_t (*workspace_size)(const Problem&, const Device&, const Decision&);
     // 0, or the CUDA error of the launch.
     int32_t (*launch)(const Problem&, const Device&, const Decision&, void* workspace, void* stream);
-    bool splits = false;                  // the sums of few tiles into parts, see part_count
+    bool splits = false;     // the sums of few tiles into parts, see part_count
+    bool any_block = false;  // multiplies blocks with sides of any length, which need not divide the matrix
     uint32_t grouped = bits_of(0);        // bit 0: products with one weight, bit 1: grouped ones
     uint32_t scales_inside = bits_of(0);  // bit 0: scales of x outside of the sums or none, bit 1: inside
     // Storages and dtypes of values and results it computes with; dtypes are bits, 0 for the input's.
@@ -248,6 +274,7 @@ struct Kernel {
     // that share coefficients, but for product, number format and tile; nullptr where there is no estimate:
     // then kernels go by their place in the registry.
     const char* family = nullptr;
+    const char* variant = "";  // of the family's kernels of a tile, which are told apart by it
     Instructions instructions = Instructions::mma_sync;
     Accumulation accumulation = Accumulation::kept;
     int32_t cluster = 1;          // dds: multiprocessors that compute a tile together

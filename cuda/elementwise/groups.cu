@@ -1,6 +1,9 @@
 #include "elementwise/groups.h"
 
+#include <algorithm>
+
 #include "common/launch.cuh"
+#include "common/plan_view.cuh"
 
 namespace ts::groups {
 namespace {
@@ -20,7 +23,20 @@ __device__ int sum_up_to(int value) {
     return value;
 }
 
-// One thread for each group, one block.
+// The first group that ends behind a span, of groups whose spans end at ends[group].
+__device__ int group_of_span(const int* ends, int groups, int span) {
+    int low = 0;
+    for (int high = groups - 1; low < high;) {
+        const int middle = (low + high) / 2;
+        if (ends[middle] <= span)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// One thread for each group, and more to list spans; one block.
 __global__ void __launch_bounds__(kMaxGroups) list_groups(Groups groups, int span_tokens, PlanStarts starts) {
     __shared__ int sizes[kMaxGroups], by_size[kMaxGroups];
     const int own = threadIdx.x;
@@ -29,9 +45,23 @@ __global__ void __launch_bounds__(kMaxGroups) list_groups(Groups groups, int spa
     if (own == 0) groups.spans_before[0] = *groups.taken = 0;
     const int spans = sum_up_to((size + span_tokens - 1) / span_tokens);
     if (exists) groups.spans_before[own + 1] = spans;
+    if (groups.most_spans > 0) {
+        sizes[own] = spans;
+        __syncthreads();
+        const int all = min(sizes[groups.count - 1], groups.most_spans);
+        for (int span = own; span < all; span += blockDim.x) {
+            const int group = group_of_span(sizes, groups.count, span);
+            const int before = group == 0 ? 0 : sizes[group - 1];
+            groups.spans[span] = make_int4(group, before, groups.begin(group), groups.begin(group + 1));
+        }
+        return;
+    }
     if (starts.plan == nullptr) return;
 
-    if (starts.plan->key != starts.key) __trap();
+    if (starts.plan->key != starts.key) {
+        if (own == 0) groups.tiles_before[groups.count] = 0;
+        return report_stale(starts.report);
+    }
     sizes[own] = size;
     __syncthreads();
     int place = 0;
@@ -49,12 +79,20 @@ __global__ void __launch_bounds__(kMaxGroups) list_groups(Groups groups, int spa
 
 }  // namespace
 
-size_t bytes_of(int count) { return (3 * static_cast<size_t>(count) + 3) * sizeof(int32_t); }
+constexpr int kListingThreads = 256;
 
-int32_t list(Groups& groups, const Problem& problem, int span_tokens, PlanStarts starts, void* memory,
-             void* stream) {
+// Spans come first, aligned as the memory is.
+size_t bytes_of(int count, int64_t most_spans) {
+    return static_cast<size_t>(most_spans) * sizeof(int4) +
+           (3 * static_cast<size_t>(count) + 3) * sizeof(int32_t);
+}
+
+int32_t list(Groups& groups, const Problem& problem, int span_tokens, PlanStarts starts, int64_t most_spans,
+             void* memory, void* stream) {
     const int count = problem.pattern.groups;
-    auto* const words = static_cast<int32_t*>(memory);
+    groups.spans = static_cast<int4*>(memory);
+    groups.most_spans = static_cast<int>(most_spans);
+    auto* const words = reinterpret_cast<int32_t*>(groups.spans + most_spans);
     groups.offsets = problem.offsets;
     groups.count = count;
     groups.tokens = static_cast<int>(problem.tokens);
@@ -62,7 +100,8 @@ int32_t list(Groups& groups, const Problem& problem, int span_tokens, PlanStarts
     groups.tiles_before = words + count + 1;
     groups.by_size = groups.tiles_before + count + 1;
     groups.taken = groups.by_size + count;
-    return launch_kernel(list_groups, 1, (count + 31) / 32 * 32, stream, groups, span_tokens, starts);
+    const int threads = std::max((count + 31) / 32 * 32, most_spans > 0 ? kListingThreads : 0);
+    return launch_kernel(list_groups, 1, threads, stream, groups, span_tokens, starts);
 }
 
 }  // namespace ts::groups

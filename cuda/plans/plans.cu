@@ -12,8 +12,8 @@ namespace ts::plans {
 namespace {
 
 View view_of(const Pattern& pattern, Op op) {
-    const auto rows = static_cast<int>(pattern.out_features / pattern.block_rows);
-    const auto cols = static_cast<int>(pattern.in_features / pattern.block_cols);
+    const auto rows = static_cast<int>(pattern.row_count());
+    const auto cols = static_cast<int>(pattern.col_count());
     const int weights = pattern.groups;
     if (op == Op::dds_nn)
         return {pattern.cols,       cols * weights, rows / weights, pattern.block_cols,

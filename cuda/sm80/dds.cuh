@@ -1,15 +1,15 @@
 // dds: dense activations times the block-sparse weight (sm_80, mma.sync).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
 // Below, "features" are the columns of the result and k is what is summed over, in either direction.
-// Operands: activations and results row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32
-// products with float32's error); values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4; float32
-// sums. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (multiplied as fp16, float32
+// Operands: activations and results row-major or column-major, bf16, fp16, float32 (TF32, or three TF32
+// products with float32's error) or float64; values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4;
+// float32 sums, or float64. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (as fp16 before 8.9, float32
 // sums), times a scale for each token and one for each feature; results row-major or column-major, bf16, fp16
 // or float32. Or float8_e4m3fn with scales inside of the sums, of 128 k of a token and of a block of 128 x
 // 128, which is a step of a tile: its sums are multiplied by both as they are added to the tile's.
 // A CTA computes tiles of kTileTokens x 128 features, one after another, in bands of 1024 tokens whose
 // activations stay in L2. A tile's features belong to several block rows (see common/plan.h).
-// Warps: 8, which all load and multiply: warps that only load would leave the others 168 registers instead of
+// Warps: 8, or 16 with half of the sums, which all load and multiply: warps that only load would leave the others 168 registers instead of
 // 255, too few to hide the latency of 64 x 64 sums' fragments. 2:4 has half as much to multiply for what is
 // loaded, and 4 more warps only load: 48 x 64 sums, for which 168 registers suffice, take 0.8 to 0.9 of the
 // time of 64 x 64 sums whose warps load.
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     Schedule::begin(arguments, numbers);
     __syncthreads();
 
-    const OwnPlan plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
+    if (!plan.is_own) return;
     const Schedule schedule(arguments, numbers);
     using Loader = DdsLoader<Traits, kRowMajorInput, Schedule>;
     if constexpr (Traits::kOnlyLoad) {
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const typename Traits::WeightReader read_weight(warp_feature, lane);
     RingPosition position;
     bool ready = false;  // the stage of that position, as far as is known to threads that only compute
-    for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
-        const auto work = schedule.at(index);
+    for (TileWalk walk; walk.index() < schedule.size(); walk.next()) {
+        const auto work = schedule.at(walk.index());
         const int2 steps = plan.tile<int2>(work.row_tile);
         typename Traits::Sums sums = {};
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
@@ -97,8 +98,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
             }
         }
         const auto& own = Schedule::template of_results<typename Traits::Result>(arguments, work);
-        const DdsEpilogue<Traits> epilogue(own, plan.rows + work.row_tile * plan.group_rows,
-                                           staging + warp * Traits::kStagingFloats * sizeof(float));
+        using Epilogue = std::conditional_t<Traits::kStages, DdsEpilogue<Traits>, DirectEpilogue<Traits>>;
+        const Epilogue epilogue(own, plan.rows + work.row_tile * plan.group_rows,
+                                staging + warp * Traits::kStagingFloats * sizeof(float));
         epilogue.store(sums, work.first_token + warp_token, warp_feature);
     }
 }
@@ -110,6 +112,8 @@ struct Dds {
     using Weight = WeightFormat<kOp, Math, kTileFeatures>;
     using Traits = DdsTraits<Math, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
     static constexpr PlanShape kPlan = {kTileFeatures, Traits::kStep};
+    // Whether it computes grouped products, too: in 8 bits not by the largest tiles, which few groups fill.
+    static constexpr bool kGroups = !Traits::kScaled && (!Traits::kQuantized || kTileTokens <= 128);
 
     struct Occupancy {
         int resident;  // CTAs on a multiprocessor
@@ -179,6 +183,7 @@ struct Dds {
         arguments.groups = problem.pattern.groups;
         arguments.group_features = static_cast<int>(problem.features());
         arguments.most_token_tiles = static_cast<int>(token_tiles(problem));
+        arguments.plan_report = problem.plan_report;
         const int most = fit.resident * device.multiprocessors;
         const int bytes = Traits::shared_bytes(fit.stages) + number_bytes(problem);
         return start_of(problem)(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads,
@@ -188,10 +193,11 @@ struct Dds {
     static constexpr Kernel row(const char* name) {
         constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
         Kernel row = make_row<Dds>(name, kIsDense ? "sm80_dds" : "sm80_dds_2_4");
+        if (Traits::kWarps == 16) row.variant = "_16_warps";
         row.ops = bits_of(kOp);
         row.input_dtypes = bits_of(Math::kInput);
         if (Traits::kQuantized) row.result_dtypes = bits_of(DType::float32, DType::float16, DType::bfloat16);
-        if (!Traits::kQuantized) row.grouped = bits_of(0, 1);
+        if (kGroups) row.grouped = bits_of(0, 1);
         if (Traits::kScaled) row.scales_inside = bits_of(1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
@@ -213,21 +219,23 @@ struct Dds {
 
     static Start start_of(const Problem& problem) {
         if constexpr (Traits::kQuantized) {
-            if (problem.result_dtype == DType::float16) return start_for<__half>;
-            if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>;
-        } else if (problem.grouped()) {
-            return ts::sm80::launch<dds_kernel<Traits, true, GroupedSchedule>, DdsArguments>;
+            if (problem.result_dtype == DType::float16) return start_for<__half>(problem);
+            if (problem.result_dtype == DType::bfloat16) return start_for<__nv_bfloat16>(problem);
         } else if (problem.input().layout == Layout::column_major) {
             return ts::sm80::launch<dds_kernel<Traits, false, Schedule>, DdsArguments>;
         }
-        return start_for<typename Math::Result>;
+        return start_for<typename Math::Result>(problem);
     }
     // Launches for row-major input, with results of a type.
     template <class Result>
-    static constexpr Start start_for = ts::sm80::launch<
-        dds_kernel<DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>, true,
-                   Schedule>,
-        DdsArguments>;
+    static Start start_for(const Problem& problem) {
+        using OfResult =
+            DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
+        if constexpr (kGroups)
+            if (problem.grouped())
+                return ts::sm80::launch<dds_kernel<OfResult, true, GroupedSchedule>, DdsArguments>;
+        return ts::sm80::launch<dds_kernel<OfResult, true, Schedule>, DdsArguments>;
+    }
 
     // Bytes of the numbers of a grouped product in shared memory.
     static int number_bytes(const Problem& problem) {

@@ -36,6 +36,7 @@ struct DdsArguments {
     int groups;
     int group_features;    // of results
     int most_token_tiles;  // see most_token_tiles()
+    PlanReport plan_report;
 };
 
 }  // namespace ts::sm80

@@ -298,4 +298,81 @@ class DdsEpilogue {
     int lane_;
 };
 
+// The same in float64, whose two neighbours fill a store of 16 bytes without staging. Activations, residual
+// and gate come later, to results that are read again: they would take the registers of the sums, or as much
+// code for each.
+template <class Traits>
+class DirectEpilogue {
+    using Sums = typename Traits::Sums;
+
+  public:
+    __device__ DirectEpilogue(const DdsArguments& arguments, const int* rows, char*)
+        : arguments_(arguments), rows_(rows) {
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));
+    }
+
+    __device__ void store(const Sums& sums, int token, int first_feature) const {
+        const auto* bias = static_cast<const double*>(arguments_.bias);
+#pragma unroll
+        for (int n = 0; n < 2 * Traits::kFeatureTiles; ++n) {
+            const int64_t feature = output_feature(first_feature + 8 * n);
+            if (feature < 0) continue;
+            const double first = bias == nullptr ? 0 : bias[feature],
+                         second = bias == nullptr ? 0 : bias[feature + 1];
+#pragma unroll
+            for (int m = 0; m < 2 * Traits::kTokenTiles; ++m) {
+                const double* const sum = sums[m / 2][n / 2][n % 2] + m % 2 * 2;
+                write(token + 8 * m + lane_ / 4, feature, {sum[0] + first, sum[1] + second});
+            }
+        }
+        if (arguments_.activation == Activation::none && arguments_.residual == nullptr) return;
+#pragma unroll 1
+        for (int i = 0; i < 4 * Traits::kFeatureTiles * Traits::kTokenTiles; ++i) {
+            const int64_t feature = output_feature(first_feature + i / (2 * Traits::kTokenTiles) * 8);
+            const int64_t at = token + i % (2 * Traits::kTokenTiles) * 8 + lane_ / 4;
+            if (feature < 0 || at >= arguments_.tokens) continue;
+            finish(at, feature);
+            finish(at, feature + 1);
+        }
+    }
+
+  private:
+    __device__ bool is_row_major() const { return arguments_.output_layout == Layout::row_major; }
+    __device__ int64_t place(int64_t token, int64_t feature, int64_t ld) const {
+        return is_row_major() ? token * ld + feature : feature * ld + token;
+    }
+    __device__ double* output() const { return static_cast<double*>(arguments_.output); }
+
+    __device__ void write(int64_t token, int64_t feature, Pair<double> pair) const {
+        if (token >= arguments_.tokens) return;
+        double* const target = output() + place(token, feature, arguments_.output_ld);
+        if (is_row_major())
+            *reinterpret_cast<Pair<double>*>(target) = pair;
+        else
+            target[0] = pair.first, target[arguments_.output_ld] = pair.second;
+    }
+
+    __device__ void finish(int64_t token, int64_t feature) const {
+        double& result = output()[place(token, feature, arguments_.output_ld)];
+        double value = activate(result, arguments_.activation);
+        if (arguments_.residual != nullptr) {
+            const double other = static_cast<const double*>(
+                arguments_.residual)[place(token, feature, arguments_.residual_ld)];
+            value = arguments_.gated ? value * activate(other, arguments_.gate_activation) : value + other;
+        }
+        result = value;
+    }
+
+    // The output feature of the lane's first sum of 8 features, or -1 beyond the matrix.
+    __device__ int64_t output_feature(int first) const {
+        const int feature = first + lane_ % 4 * 2;
+        const int64_t row = __ldg(rows_ + (feature >> arguments_.row_shift));
+        return row < 0 ? -1 : (row << arguments_.row_shift) + (feature & ((1 << arguments_.row_shift) - 1));
+    }
+
+    const DdsArguments& arguments_;
+    const int* rows_;
+    int lane_;
+};
+
 }  // namespace ts::sm80

@@ -16,9 +16,9 @@ class DdsLoader {
     using Input = typename Traits::Input;
     using InputTile = typename Traits::template InputTile<kRowMajorInput>;
     static constexpr int kChunk = Traits::kChunk;
-    static constexpr int kLinesAtOnce = Traits::kLoaders / kChunksPerLine;
-    static constexpr int kOwnLines = Traits::kStep / kLinesAtOnce;
-    static constexpr int kTileLines = InputTile::kLines / kLinesAtOnce;
+    using Share = Shares<InputTile, Traits::kLoaders>;
+    static constexpr int kLinesAtOnce = Share::kLinesAtOnce;
+    static constexpr int kOwnLines = Share::kOwnLines;
 
     // One of two blocks of 16 that share a quarter of a step and its products may be missing. Its weights
     // are zeros, and the input must be, which otherwise could be NaN.
@@ -28,7 +28,7 @@ class DdsLoader {
     static constexpr bool kKeepsLines = Traits::kOnlyLoad && kRowMajorInput;
     struct KeptLines {
         int first_token = -1;
-        const char* lines[kTileLines];
+        const char* lines[kOwnLines];
     };
     struct Nothing {};
 
@@ -40,7 +40,7 @@ class DdsLoader {
           ring_(ring),
           stages_(stages),
           cursor_(schedule, plan),
-          line_(threadIdx.x / kChunksPerLine),
+          line_(Share::line()),
           chunk_(threadIdx.x % kChunksPerLine),
           piece_shift_(min(arguments.k_shift, Traits::kStepShift)),
           weight_(arguments, plan) {
@@ -100,7 +100,7 @@ class DdsLoader {
         const bool exists = !kFillsInput || chunk_k_ >= 0;
         const int left = max(last - token, 0);
 #pragma unroll
-        for (int i = 0; i < InputTile::kLines / kLinesAtOnce; ++i) {
+        for (int i = 0; i < kOwnLines; ++i) {
             const uint32_t chunks = min(i * kLinesAtOnce, left) * kChunkBytes;
             copy_async_if(kFillsInput || chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes,
                           source + uint64_t{chunks} * arguments_.input_ld, exists ? kChunkBytes : 0);
@@ -111,14 +111,14 @@ class DdsLoader {
         const uint32_t offset = (chunk_k_ + chunk_in_piece()) * static_cast<int>(sizeof(Input));
         const uint32_t target = tile + InputTile::offset(line_, chunk_);
 #pragma unroll
-        for (int i = 0; i < kTileLines; ++i)
+        for (int i = 0; i < kOwnLines; ++i)
             copy_async_if(chunk_k_ >= 0, target + i * kLinesAtOnce * kLineBytes, kept_.lines[i] + offset);
     }
     __device__ void find_lines() {
         if (cursor_.first_token() == kept_.first_token) return;
         kept_.first_token = cursor_.first_token();
 #pragma unroll
-        for (int i = 0; i < kTileLines; ++i) {
+        for (int i = 0; i < kOwnLines; ++i) {
             const int token = min(kept_.first_token + line_ + i * kLinesAtOnce, arguments_.tokens - 1);
             kept_.lines[i] = address(arguments_.input, token, arguments_.input_ld);
         }
@@ -130,7 +130,8 @@ class DdsLoader {
             const char* source =
                 address(arguments_.input, line_k_[i] + line_in_piece(i), arguments_.input_ld);
 #pragma unroll
-            for (int panel = 0; panel < InputTile::kPanels; ++panel) {
+            for (int j = 0; j < Share::kOwnPanels; ++j) {
+                const int panel = Share::panel() + j * Share::kPanelsAtOnce;
                 const int within = panel * InputTile::kPanelExtent + chunk_ * kChunk;
                 if (InputTile::kPanelExtent > Traits::kTileTokens && within >= Traits::kTileTokens) continue;
                 const int token = cursor_.first_token() + within;
@@ -157,8 +158,9 @@ class DdsLoader {
     int line_, chunk_;
     int piece_shift_;  // log2 of the k that one piece contributes to a step
     // The next step, -1 where there is none:
-    int chunk_k_;            // k of the piece this thread's chunk lies in, where k runs along lines
-    int line_k_[kOwnLines];  // k of the pieces this thread's lines lie in, where they run along k
+    int chunk_k_;  // k of the piece this thread's chunk lies in, where k runs along lines
+    int line_k_[kRowMajorInput ? 1 : kOwnLines];  // k of the pieces this thread's lines lie in, where they
+                                                  // run along k
     typename Traits::Weight::template Loader<Traits::kLoaders> weight_;
     std::conditional_t<kKeepsLines, KeptLines, Nothing> kept_;
 };

@@ -131,12 +131,27 @@ class GroupedDdsSchedule {
     DdsTiles tiles_;
 };
 
+// The tiles of this CTA: there and back, since those with many steps come before those with few.
+class TileWalk {
+  public:
+    __device__ int index() const {
+        return first_ + static_cast<int>(back_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
+    __device__ void next() {
+        first_ += gridDim.x;
+        back_ = !back_;
+    }
+
+  private:
+    int first_ = 0;
+    bool back_ = false;
+};
+
 // Walks the steps of all tiles of this CTA.
 template <class Schedule>
 class DdsCursor {
   public:
-    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan)
-        : schedule_(schedule), plan_(plan), index_(blockIdx.x) {
+    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan) : schedule_(schedule), plan_(plan) {
         find_step();
     }
     __device__ bool done() const { return step_ >= last_; }
@@ -144,16 +159,16 @@ class DdsCursor {
     __device__ int first_token() const { return first_token_; }
     __device__ void next() {
         if (++step_ < last_) return;
-        index_ += gridDim.x;
+        walk_.next();
         find_step();
     }
 
   private:
-    // The first step from the tile `index_` on; tiles without blocks have none.
+    // The first step from that tile on; tiles without blocks have none.
     __device__ void find_step() {
         step_ = last_ = 0;
-        for (; index_ < schedule_.size(); index_ += gridDim.x) {
-            const auto work = schedule_.at(index_);
+        for (; walk_.index() < schedule_.size(); walk_.next()) {
+            const auto work = schedule_.at(walk_.index());
             const int2 steps = plan_.tile<int2>(work.row_tile);
             step_ = steps.x;
             last_ = steps.x + steps.y;
@@ -164,7 +179,8 @@ class DdsCursor {
 
     const Schedule& schedule_;
     const PlanView& plan_;
-    int index_, step_, last_, first_token_;
+    TileWalk walk_;
+    int step_, last_, first_token_;
 };
 
 }  // namespace ts::sm80

@@ -56,9 +56,10 @@ struct DdsTraits {
     static constexpr int kFirstComputer = kOnlyLoad ? kLoaders : 0;
     static constexpr int kThreads = kFirstComputer + kComputers;
     // CTAs on a multiprocessor: its registers hold 8 warps of 64 x 64 sums, or 16 of half as many.
-    // Scaled sums are twice as many.
-    static constexpr bool kSmallWarps =
-        sizeof(Input) <= 2 && kWarpTokens * kWarpFeatures * (1 + kScaled) <= 64 * 32;
+    // Sums of steps apart are as many again.
+    static constexpr int kSumWords = kWarpTokens * kWarpFeatures * static_cast<int>(sizeof(Accumulator) / 4) *
+                                     (Math::kAccumulation == Accumulation::kept ? 1 : 2);
+    static constexpr bool kSmallWarps = kSumWords <= 64 * 32 && (sizeof(Input) <= 2 || kWarps == 16);
     static constexpr int kResident = (kSmallWarps ? 16 : 8) / kWarps;
     static constexpr int kTokenTiles = kWarpTokens / 16;
     static constexpr int kFeatureTiles = kWarpFeatures / 16;
@@ -85,7 +86,8 @@ struct DdsTraits {
     // each warp [8 tokens][kStagingLine], of which kWarpFeatures are used. The padding keeps what lanes write
     // at once off each other's banks: 8 features of 4 tokens, or 8 of every other token.
     static constexpr int kStagingLine = kWarpFeatures + (Weight::kSumsByToken ? 8 : 4);
-    static constexpr int kStagingFloats = 8 * kStagingLine;
+    static constexpr bool kStages = sizeof(Accumulator) == sizeof(float);
+    static constexpr int kStagingFloats = kStages ? 8 * kStagingLine : 0;
     static constexpr int kStagingBytes = kWarps * kStagingFloats * static_cast<int>(sizeof(float));
 
     static constexpr int kMinStages = 2;

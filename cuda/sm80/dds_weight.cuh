@@ -47,16 +47,17 @@ template <Op kOp, class Math, int kFeatures_>
 template <int kThreads>
 class DenseWeight<kOp, Math, kFeatures_>::Loader {
     static constexpr int kChunk = Tile::kChunk;
-    static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
-    static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
-    static constexpr int kPanels = Tile::kPanels;
+    using Share = Shares<Tile, kThreads>;
+    static constexpr int kLinesAtOnce = Share::kLinesAtOnce;
+    static constexpr int kOwnLines = Share::kOwnLines;
+    static constexpr int kPanels = Share::kOwnPanels;
     static constexpr int kStepShift = log2_of(Tile::kStep);
 
   public:
     __device__ Loader(const DdsArguments& arguments, const PlanView& plan)
         : arguments_(arguments),
           plan_(plan),
-          line_(threadIdx.x / kChunksPerLine),
+          line_(Share::line()),
           chunk_(threadIdx.x % kChunksPerLine),
           piece_shift_(min(arguments.k_shift, kStepShift)) {
         const int row_mask = (1 << arguments.row_shift) - 1;
@@ -65,7 +66,8 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
                 const int line = line_ + i * kLinesAtOnce;
-                const int feature = kTransposed ? panel * Tile::kPanelExtent + chunk_ * kChunk : line;
+                const int feature =
+                    kTransposed ? panel_at(panel) * Tile::kPanelExtent + chunk_ * kChunk : line;
                 const int k = kTransposed ? line : chunk_ * kChunk;
                 slot_index_[i][panel] =
                     (k >> piece_shift_) * plan.group_rows + (feature >> arguments.row_shift);
@@ -105,7 +107,7 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
                 const int slot = kMayShareQuarters ? max(slots_[i][panel], 0) : slots_[i][panel];
                 const uint32_t chunk = slot * block_chunks + feature_offset_[i][panel] + k_offset;
                 copy_async_if(exists || fills,
-                              target + panel * Tile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
+                              target + panel_at(panel) * Tile::kPanelBytes + i * kLinesAtOnce * kLineBytes,
                               static_cast<const char*>(arguments_.values) + uint64_t{chunk} * kChunkBytes,
                               kMayShareQuarters && !exists ? 0 : kChunkBytes);
             }
@@ -114,6 +116,8 @@ class DenseWeight<kOp, Math, kFeatures_>::Loader {
 
   private:
     static constexpr int kKs = kTransposed ? kOwnLines : 1;  // of k in a thread's share, each of one piece
+
+    __device__ static int panel_at(int i) { return Share::panel() + i * Share::kPanelsAtOnce; }
 
     // k in the step: of a line where lines run along k, otherwise of the thread's chunk.
     __device__ int own_k(int i) const { return kTransposed ? line_ + i * kLinesAtOnce : chunk_ * kChunk; }

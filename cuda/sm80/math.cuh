@@ -1,10 +1,11 @@
 // Element types by the names that rows of tiles.def use, and how they are multiplied: the tensor-core
 // instruction of each on fragments of 32 bytes of k. A fragment of A is 16 x k in 4 registers, one of B is
-// 8 x k in 2.
+// 8 x k in 2. float64 has two registers for an element.
 #pragma once
 
 #include <cstdint>
 #include <cute/arch/mma_sm80.hpp>
+#include <cute/arch/mma_sm89.hpp>
 
 #include "common/elements.h"
 #include "common/ldmatrix.cuh"
@@ -37,6 +38,7 @@ struct DirectMath : Elements_ {
     using Sum = typename Elements_::Accumulator;
     static constexpr Precision kPrecision = Precision::highest;
     static constexpr float kSumUnit = 1;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -56,13 +58,30 @@ using bf16 = DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F3
 // Both factors in 8 bits. Results have one of three types, of which this is the widest.
 using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x32_S32S8S8S32_TN>;
 
-// Compute capability 8.0 has no instruction for float8, so its values are multiplied as halves, exactly: of
-// four values of a row that a register holds, the two products of 16 of k take two each. Halves are 2^-8
-// times their values, which saves an instruction for each pair.
-template <Accumulation kAccumulation>
-struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation> {
-    static constexpr Precision kPrecision = Precision::highest;
+// float8 in its own instruction from compute capability 8.9 on, which nvcc makes of halves for 9.0 and 10.x.
+// 8.0 has none, so that its values are multiplied as halves, exactly: of four values of a row that a register
+// holds, the two products of 16 of k take two each. Halves are 2^-8 times their values, which saves an
+// instruction for each pair. The tensor cores of 8.9 and 12.0 keep some 14 bits of sums: of each step, 128 of
+// k, they are added to sums in float32.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+struct Float8Products {
+    static constexpr float kSumUnit = 1;
+
+    template <int kRegisters>
+    using Operand = Fragment<kRegisters>;
+
+    template <int kRegisters>
+    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
+        return raw;
+    }
+    __device__ static void mma(float (&c)[4], const Operand<4>& a, const Operand<2>& b) {
+        multiply_add<cute::SM89_16x8x32_F32E4M3E4M3F32_TN>(c, a.value, b.value);
+    }
+};
+#else
+struct Float8Products {
     static constexpr float kSumUnit = 65536;  // what sums are multiplied by
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     struct Operand {
@@ -95,12 +114,19 @@ struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulati
         return *reinterpret_cast<const uint32_t*>(&pair);
     }
 };
+#endif
 
-using f8 = Float8<Accumulation::kept>;
+template <Accumulation kAccumulation>
+struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation>, Float8Products {
+    static constexpr Precision kPrecision = Precision::highest;
+};
+
+using f8 = Float8<Accumulation::promoted>;
 using f8_scaled = Float8<Accumulation::scaled>;
 
 struct tf32 : Uniform<float> {
     static constexpr Precision kPrecision = Precision::tf32;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;
@@ -120,6 +146,7 @@ struct tf32 : Uniform<float> {
 // TF32 rounding of the rest; the product of the two rests is below float32's resolution.
 struct tf32x3 : Uniform<float, Accumulation::promoted> {
     static constexpr Precision kPrecision = Precision::highest;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     struct Operand {
@@ -144,5 +171,42 @@ struct tf32x3 : Uniform<float, Accumulation::promoted> {
         multiply_add<Instruction>(c, a.big, b.big);
     }
 };
+
+// `Instruction` multiplies 16 x k by k x 8, where k is 4 of each quarter of a step that it takes.
+template <class Instruction, int kQuarters_>
+struct Float64 : Elements<double, double, double, double> {
+    static constexpr Precision kPrecision = Precision::highest;
+    static constexpr float kSumUnit = 1;
+    static constexpr int kQuarters = kQuarters_;
+
+    template <int kRegisters>
+    struct Operand {
+        double value[kRegisters / 2];
+    };
+
+    template <int kRegisters>
+    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
+        Operand<kRegisters> result;
+#pragma unroll
+        for (int i = 0; i < kRegisters / 2; ++i)
+            result.value[i] = __hiloint2double(raw.value[2 * i + 1], raw.value[2 * i]);
+        return result;
+    }
+    __device__ static void mma(double (&c)[4], const Operand<4 * kQuarters>& a,
+                               const Operand<2 * kQuarters>& b) {
+        Instruction::fma(c, a.value, b.value);
+    }
+};
+
+// Compute capability 8.0 has half of it.
+struct TwoOf8x8x4 {
+    __device__ static void fma(double (&c)[4], const double (&a)[2], const double (&b)[1]) {
+        using Half = cute::SM80_8x8x4_F64F64F64F64_TN;
+        Half::fma(c[0], c[1], a[0], b[0], c[0], c[1]);
+        Half::fma(c[2], c[3], a[1], b[0], c[2], c[3]);
+    }
+};
+
+using f64 = Float64<TwoOf8x8x4, 1>;
 
 }  // namespace ts::sm80

@@ -1,10 +1,10 @@
 // sdd: the gradient of the block-sparse weight, for the kept blocks alone (sm_80, mma.sync).
 //   dW[N,K] = Y[M,N]^T * X[M,K], written or added to values
-// Operands: Y and X each row-major or column-major, bf16, fp16 or float32 (TF32, or three TF32 products with
-// float32's error); values [nnz, bn, bk] of the same dtype or float32; float32 sums.
+// Operands: Y and X each row-major or column-major, bf16, fp16, float32 (TF32, or three TF32 products with
+// float32's error) or float64; values [nnz, bn, bk] of the same dtype or float32; float32 sums, or float64.
 // A CTA computes tiles of kTileRows features of y x kTileColumns features of x, one after another: block rows
 // and columns that have blocks in common, both gathered (see common/plan.h).
-// Warps: 8, which all load and multiply. They skip the parts of a tile that are not kept.
+// Warps: 8 or 16, which all load and multiply. They skip the parts of a tile that are not kept.
 // M loop: steps of 128 bytes of tokens through a ring of 2 to 6 stages (cp.async, mbarriers), on into the
 // next tile.
 // Split over tokens, where tiles are too few for the GPU: partial sums go to the workspace, and a second
@@ -15,6 +15,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/problem.h"
 #include "sm80/launch.cuh"
@@ -32,19 +33,17 @@ __device__ inline void multiply_present(Accumulators<Sum, kMTiles, kNTiles>& sum
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
                                         uint32_t present) {
     constexpr uint32_t kRow = (1u << kNTiles) - 1;
-    for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        typename Math::template Operand<2> b[kNTiles][2];
+    for (int quarter = 0; quarter < kQuarters; quarter += Math::kQuarters) {
+        typename Math::template Operand<2 * Math::kQuarters> b[kNTiles][2];
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-            const Fragment<4> both = read_b.load(tile_b, n, quarter);
-            b[n][0] = Math::prepare(Fragment<2>{both.value[0], both.value[1]});
-            b[n][1] = Math::prepare(Fragment<2>{both.value[2], both.value[3]});
-        }
+        for (int n = 0; n < kNTiles; ++n)
+            load_b<Math>(read_b, tile_b, n, quarter,
+                         [&](int half, const auto& of_half) { b[n][half] = of_half; });
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
             const uint32_t row = present >> m * kNTiles & kRow;
             if (row == 0) continue;
-            const auto a = Math::prepare(read_a.load(tile_a, m, quarter));
+            const auto a = load_a<Math>(read_a, tile_a, m, quarter);
 #pragma unroll
             for (int n = 0; n < kNTiles; ++n) {
                 if (!(row >> n & 1)) continue;
@@ -70,7 +69,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) ring.init(Traits::kThreads, Traits::kThreads);
     __syncthreads();
 
-    const OwnPlan plan(arguments.plan, arguments.plan_key);
+    const OwnPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
+    if (!plan.is_own) return;
     SddLoader<Traits, kRowMajorY, kRowMajorX, kGrouped> loader(arguments, plan, ring, stages);
     for (int ahead = 0; ahead < arguments.lookahead; ++ahead) loader.load();
 
@@ -112,7 +112,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
-    using WideTraits = SddTraits<WithResult<Math, float>, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
+    using Wide =
+        std::conditional_t<std::is_same_v<typename Math::Accumulator, double>, Math, WithResult<Math, float>>;
+    using WideTraits = SddTraits<Wide, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
     static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
@@ -159,7 +161,7 @@ struct Sdd {
 
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
         const int count = choose_parts(problem, device);
-        return count > 1 ? count * problem.pattern.value_count() * sizeof(float) : 0;
+        return count > 1 ? count * problem.pattern.value_count() * sizeof(typename Traits::Accumulator) : 0;
     }
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision&, void* workspace,
@@ -173,7 +175,7 @@ struct Sdd {
         arguments.x = problem.x.data;
         arguments.x_ld = problem.x.ld;
         arguments.values = problem.values.data;
-        arguments.partial = static_cast<float*>(workspace);
+        arguments.partial = workspace;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.value_count = problem.pattern.value_count();
         arguments.tokens = static_cast<int>(problem.tokens);
@@ -189,15 +191,17 @@ struct Sdd {
         arguments.groups = problem.pattern.groups;
         arguments.group_rows =
             static_cast<int>(problem.pattern.group_out_features() / problem.pattern.block_rows);
+        arguments.plan_report = problem.plan_report;
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<Sdd>(name, "sm80_sdd");
+        if (Traits::kWarps == 16) row.variant = "_16_warps";
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
-        row.result_dtypes = bits_of(Math::kResult, DType::float32);
+        row.result_dtypes = bits_of(Math::kResult, Wide::kResult);
         row.grouped = bits_of(0, 1);
         row.precision = Math::kPrecision;
         row.plan = kPlan;
@@ -227,7 +231,7 @@ struct Sdd {
             return error;
         if (arguments.parts == 1) return cudaSuccess;
         constexpr int kReduceThreads = 256;
-        return ts::sm80::launch<sdd_reduce<typename OfResult::Result>, SddArguments>(
+        return ts::sm80::launch<sdd_reduce<typename OfResult::Math>, SddArguments>(
             arguments, 8 * device.multiprocessors, kReduceThreads, 0, 0, stream);
     }
 

@@ -7,11 +7,20 @@
 namespace ts::sm80 {
 
 // Adds what is stored to two neighbouring sums.
-template <class Result>
-__device__ inline void add_pair(const Result* stored, float2& sum) {
+template <class Result, class Sum>
+__device__ inline void add_pair(const Result* stored, Pair<Sum>& sum) {
     const auto before = *reinterpret_cast<const Pair<Result>*>(stored);
-    sum.x += to_float(before.first);
-    sum.y += to_float(before.second);
+    sum.first += static_cast<Sum>(before.first);
+    sum.second += static_cast<Sum>(before.second);
+}
+
+template <class Result, class Sum>
+__device__ inline void store_sums(Result* target, const Pair<Sum>& sum) {
+    auto& pair = *reinterpret_cast<Pair<Result>*>(target);
+    if constexpr (std::is_same_v<Result, Sum>)
+        pair = sum;
+    else
+        pair = {from_float<Result>(sum.first), from_float<Result>(sum.second)};
 }
 
 // Stores a warp's sums to the blocks' slots, or as partial sums.
@@ -21,6 +30,7 @@ __device__ inline void sdd_store(
     const Accumulators<typename Traits::Accumulator, Traits::kMTiles, Traits::kNTiles>& sums, int first_row,
     int first_column, int lane) {
     using Result = typename Traits::Result;
+    using Sum = typename Traits::Accumulator;
     const int row_mask = (1 << arguments.row_shift) - 1, col_mask = (1 << arguments.col_shift) - 1;
 #pragma unroll
     for (int tile = 0; tile < Traits::kMTiles * Traits::kNTiles; ++tile) {
@@ -31,19 +41,19 @@ __device__ inline void sdd_store(
         if (slot < 0) continue;
         const int64_t block = int64_t{slot} << arguments.row_shift + arguments.col_shift;
         int64_t at[4];
-        float2 pairs[4];
+        Pair<Sum> pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int line = (row & row_mask) + i / 2 * 8 + lane / 4;
             const int within = (column & col_mask) + i % 2 * 8 + lane % 4 * 2;
             const auto* pair = sums[m][n][i % 2] + i / 2 * 2;
             at[i] = block + (line << arguments.col_shift) + within;
-            pairs[i] = make_float2(pair[0], pair[1]);
+            pairs[i] = {pair[0], pair[1]};
         }
         if (arguments.parts > 1) {
-            float* const partial = arguments.partial + work.part * arguments.value_count;
+            Sum* const partial = static_cast<Sum*>(arguments.partial) + work.part * arguments.value_count;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) *reinterpret_cast<float2*>(partial + at[i]) = pairs[i];
+            for (int i = 0; i < 4; ++i) store_sums(partial + at[i], pairs[i]);
             continue;
         }
         auto* const values = static_cast<Result*>(arguments.values);
@@ -53,23 +63,28 @@ __device__ inline void sdd_store(
             for (int i = 0; i < 4; ++i) add_pair(values + at[i], pairs[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_pair(values + at[i], pairs[i], false);
+        for (int i = 0; i < 4; ++i) store_sums(values + at[i], pairs[i]);
     }
 }
 
-// Adds the partial sums of all parts, in their order.
-template <class Result>
+// Adds the partial sums of all parts, in their order. There are none where the plan was not the launch's.
+template <class Math>
 __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
+    using Result = typename Math::Result;
+    using Sum = typename Math::Accumulator;
+    if (arguments.plan->key != arguments.plan_key) return;
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
-    const auto* partial = reinterpret_cast<const float2*>(arguments.partial);
+    const auto* partial = static_cast<const Pair<Sum>*>(arguments.partial);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pairs; i += stride) {
-        float2 sum = partial[i];
+        Pair<Sum> sum = partial[i];
         for (int part = 1; part < arguments.parts; ++part) {
-            const float2 next = partial[part * pairs + i];
-            sum.x += next.x;
-            sum.y += next.y;
+            const Pair<Sum> next = partial[part * pairs + i];
+            sum.first += next.first;
+            sum.second += next.second;
         }
-        store_pair(static_cast<Result*>(arguments.values) + 2 * i, sum, arguments.accumulate);
+        auto* const values = static_cast<Result*>(arguments.values) + 2 * i;
+        if (arguments.accumulate) add_pair(values, sum);
+        store_sums(values, sum);
     }
 }
 

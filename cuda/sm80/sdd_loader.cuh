@@ -36,17 +36,18 @@ __device__ inline SddWork sdd_work(const SddArguments& arguments, const PlanView
 template <class Tile, class Input, bool kRowMajor, int kThreads>
 class SddOperand {
     static constexpr int kChunk = Tile::kChunk;
-    static constexpr int kLinesAtOnce = kThreads / kChunksPerLine;
-    static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
+    using Share = Shares<Tile, kThreads>;
+    static constexpr int kLinesAtOnce = Share::kLinesAtOnce;
+    static constexpr int kOwnLines = Share::kOwnLines;
     // Row-major: lines are tokens, and each panel's chunk lies in some block.
     // Column-major: lines are features, and each lies in some block.
-    static constexpr int kOwnFeatures = kRowMajor ? Tile::kPanels : kOwnLines;
+    static constexpr int kOwnFeatures = kRowMajor ? Share::kOwnPanels : kOwnLines;
 
   public:
     __device__ SddOperand(const void* data, int64_t ld)
         : data_(static_cast<const Input*>(data)),
           ld_(ld),
-          line_(threadIdx.x / kChunksPerLine),
+          line_(Share::line()),
           chunk_(threadIdx.x % kChunksPerLine) {}
 
     // `first` gives the first feature of each block of a tile, -1 where there is none.
@@ -55,7 +56,7 @@ class SddOperand {
 #pragma unroll
         for (int i = 0; i < kOwnFeatures; ++i) {
             const int within =
-                kRowMajor ? i * Tile::kPanelExtent + chunk_ * kChunk : i * kLinesAtOnce + line_;
+                kRowMajor ? panel_at(i) * Tile::kPanelExtent + chunk_ * kChunk : i * kLinesAtOnce + line_;
             const int start = first(within >> block_shift);
             features_[i] = start < 0 ? -1 : start + (within & ((1 << block_shift) - 1));
         }
@@ -70,9 +71,9 @@ class SddOperand {
                 const bool inside = token + line < last;
                 const Input* source = data_ + (inside ? token + line : 0) * ld_;
 #pragma unroll
-                for (int panel = 0; panel < Tile::kPanels; ++panel)
+                for (int panel = 0; panel < Share::kOwnPanels; ++panel)
                     copy_async_if(features_[panel] >= 0,
-                                  tile + panel * Tile::kPanelBytes + Tile::offset(line, chunk_),
+                                  tile + panel_at(panel) * Tile::kPanelBytes + Tile::offset(line, chunk_),
                                   source + features_[panel], inside ? kChunkBytes : 0);
             }
         } else {
@@ -87,6 +88,8 @@ class SddOperand {
     }
 
   private:
+    __device__ static int panel_at(int i) { return Share::panel() + i * Share::kPanelsAtOnce; }
+
     const Input* data_;
     int64_t ld_;
     int line_, chunk_;

@@ -14,7 +14,7 @@ struct SddArguments {
     const void* x;
     int64_t x_ld;
     void* values;
-    float* partial;  // [parts, nnz, bn, bk] if there are several parts
+    void* partial;  // sums [parts, nnz, bn, bk] if there are several parts
     const PlanHeader* plan;
     int64_t value_count;  // nnz * bn * bk
     int tokens;
@@ -30,6 +30,7 @@ struct SddArguments {
     const int32_t* offsets;
     int groups;
     int group_rows;  // block rows
+    PlanReport plan_report;
 };
 
 // Values are stored as Math::Result, the type of the operands or float.

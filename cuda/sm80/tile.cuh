@@ -1,6 +1,7 @@
 // One operand's tile in shared memory, its swizzle, and the fragments warps read from it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "sm80/async.cuh"
@@ -35,8 +36,25 @@ struct Tile {
         return line * kLineBytes + (chunk ^ swizzle(line)) * kChunkBytes;
     }
     __device__ static int swizzle(int line) {
-        // Fragments of 4-byte elements along the extent are read by 4 lines x 2 chunks at once.
-        return !kContiguousK && sizeof(Element) == 4 ? (line & 3) << 1 : line & 7;
+        // Fragments of 8-byte elements, and of 4-byte ones along the extent, are read by 4 lines x 2 chunks
+        // at once.
+        return sizeof(Element) == 8 || (!kContiguousK && sizeof(Element) == 4) ? (line & 3) << 1 : line & 7;
+    }
+};
+
+// How many threads, eight to a line, share the lines of a tile: a thread's lines and panels are so many
+// apart.
+template <class Tile, int kThreads>
+struct Shares {
+    static constexpr int kLinesAtOnce = std::min(kThreads / kChunksPerLine, Tile::kLines);
+    static constexpr int kPanelsAtOnce = kThreads / kChunksPerLine / kLinesAtOnce;
+    static constexpr int kOwnLines = Tile::kLines / kLinesAtOnce;
+    static constexpr int kOwnPanels = Tile::kPanels / kPanelsAtOnce;
+    static_assert(kOwnPanels * kPanelsAtOnce == Tile::kPanels);
+
+    __device__ static int line() { return threadIdx.x / kChunksPerLine % kLinesAtOnce; }
+    __device__ static int panel() {
+        return kPanelsAtOnce == 1 ? 0 : threadIdx.x / (kChunksPerLine * kLinesAtOnce);
     }
 };
 
@@ -49,6 +67,7 @@ template <class Tile, class Element, Side kSide, int kTiles>
 class Reader {
     static constexpr bool kContiguousK = Tile::kIsContiguousK;
     static constexpr bool kWords = !kContiguousK && sizeof(Element) == 4;  // cannot be transposed by ldmatrix
+    static constexpr bool kDoubles = sizeof(Element) == 8;  // of which a quarter has half of a matrix's k
 
   public:
     __device__ Reader(int first, int lane) {
@@ -58,7 +77,12 @@ class Reader {
         for (int i = 0; i < (kContiguousK ? 1 : kTiles); ++i) {
             const int panel = (first + 16 * i) / Tile::kPanelExtent,
                       row = (first + 16 * i) % Tile::kPanelExtent;
-            if constexpr (kWords)
+            if constexpr (kDoubles && kContiguousK)
+                offsets_[i] = Tile::offset(row + lane / 4, lane % 4 / Tile::kChunk) + lane % Tile::kChunk * 8;
+            else if constexpr (kDoubles)
+                offsets_[i] =
+                    Tile::offset(lane % 4, (row + lane / 4) / Tile::kChunk) + lane / 4 % Tile::kChunk * 8;
+            else if constexpr (kWords)
                 offsets_[i] = Tile::offset(lane % 4, (row + lane / 4) / Tile::kChunk) + lane / 4 % 4 * 4;
             else if constexpr (kContiguousK)
                 offsets_[i] = Tile::offset(row + next_row * 8 + lane % 8, next_k);
@@ -72,7 +96,12 @@ class Reader {
     __device__ Fragment<4> load(uint32_t tile, int i, int quarter) const {
         const uint32_t k = quarter * (Tile::kStep / kQuarters) * kLineBytes;
         // The two chunks of a quarter are reached by exclusive or, as the lines' permutation is one.
-        if constexpr (kContiguousK)
+        if constexpr (kDoubles && kContiguousK)
+            return load_doubles<8 * kLineBytes>((tile + offsets_[0] ^ 2 * quarter * kChunkBytes) +
+                                                16 * i * kLineBytes);
+        else if constexpr (kDoubles)
+            return load_doubles<8 / Tile::kChunk * kChunkBytes>(tile + offsets_[i] + k);
+        else if constexpr (kContiguousK)
             return load_matrices<false>((tile + offsets_[0] ^ 2 * quarter * kChunkBytes) +
                                         16 * i * kLineBytes);
         else if constexpr (kWords)
@@ -82,6 +111,17 @@ class Reader {
     }
 
   private:
+    // Of rows r and r + 8, which are so many bytes apart.
+    template <int kNextRow>
+    __device__ static Fragment<4> load_doubles(uint32_t address) {
+        Fragment<4> to;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(to.value[2 * i]), "=r"(to.value[2 * i + 1])
+                         : "r"(kContiguousK ? address + i * kNextRow : address ^ i * kNextRow));
+        return to;
+    }
     __device__ static Fragment<4> load_words(uint32_t address, uint32_t offset) {
         Fragment<4> to;
 #pragma unroll
@@ -101,28 +141,53 @@ class Reader {
 template <class Sum, int kMTiles, int kNTiles>
 using Accumulators = Sum[kMTiles][kNTiles][2][4];
 
-// One quarter of a step for the 16-wide tiles of B whose bit 4 * tile is set in `present`.
+// Operand A of one instruction, which begins at a quarter and takes `Math::kQuarters` of them.
+template <class Math, class Reader>
+__device__ inline auto load_a(const Reader& read, uint32_t tile, int i, int quarter) {
+    Fragment<4 * Math::kQuarters> all;
+#pragma unroll
+    for (int q = 0; q < Math::kQuarters; ++q) {
+        const Fragment<4> raw = read.load(tile, i, quarter + q);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) all.value[4 * q + j] = raw.value[j];
+    }
+    return Math::prepare(all);
+}
+
+// Likewise operand B of two, of 8 rows each, as multiplied where `use(half, operand)` says so.
+template <class Math, class Reader, class Use>
+__device__ inline void load_b(const Reader& read, uint32_t tile, int i, int quarter, Use use) {
+    Fragment<2 * Math::kQuarters> halves[2];
+#pragma unroll
+    for (int q = 0; q < Math::kQuarters; ++q) {
+        const Fragment<4> raw = read.load(tile, i, quarter + q);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) halves[j / 2].value[2 * q + j % 2] = raw.value[j];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) use(half, Math::prepare(halves[half]));
+}
+
+// The instructions of a quarter, or of several, for the 16-wide tiles of B whose bit 4 * tile is set in
+// `present`.
 template <class Math, bool kAll, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
 __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b, int quarter,
                                         uint32_t present) {
-    typename Math::template Operand<4> a[kMTiles];
+    typename Math::template Operand<4 * Math::kQuarters> a[kMTiles];
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) a[m] = Math::prepare(read_a.load(tile_a, m, quarter));
+    for (int m = 0; m < kMTiles; ++m) a[m] = load_a<Math>(read_a, tile_a, m, quarter);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
         if (!kAll && !(present >> 4 * n & 1)) continue;
-        const Fragment<4> both = read_b.load(tile_b, n, quarter);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const auto b = Math::prepare(Fragment<2>{both.value[2 * half], both.value[2 * half + 1]});
+        load_b<Math>(read_b, tile_b, n, quarter, [&](int half, const auto& b) {
 #pragma unroll
             for (int i = 0; i < kMTiles; ++i) {
                 // Back and forth, so that neighbouring products share a: 3 % faster on an H200.
                 const int m = half == 0 ? i : kMTiles - 1 - i;
                 Math::mma(sums[m][n][half], a[m], b);
             }
-        }
+        });
     }
 }
 
@@ -157,7 +222,7 @@ template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class 
 __device__ inline void multiply_all(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                     uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b) {
 #pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter)
+    for (int quarter = 0; quarter < kQuarters; quarter += Math::kQuarters)
         multiply_quarter<Math, true>(sums, read_a, tile_a, read_b, tile_b, quarter, 0);
 }
 
@@ -174,7 +239,7 @@ __device__ inline void multiply_step(Accumulators<Sum, kMTiles, kNTiles>& sums, 
         multiply_all<Math>(sums, read_a, tile_a, read_b, tile_b);
     } else if (present != 0) {
 #pragma unroll
-        for (int quarter = 0; quarter < kQuarters; ++quarter)
+        for (int quarter = 0; quarter < kQuarters; quarter += Math::kQuarters)
             if (present >> quarter & kAllPresent<kNTiles> & 0x11111111u)
                 multiply_quarter<Math, false>(sums, read_a, tile_a, read_b, tile_b, quarter,
                                               present >> quarter);

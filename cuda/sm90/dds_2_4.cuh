@@ -3,7 +3,7 @@
 // dgrad is the same product of the transposed pattern with values compressed along their columns.
 // Operands: as in dds.cuh, but values [nnz * bn, bk / 2] and metadata, both in a stage of the weight
 // (dds_weight_2_4.cuh). CTA, cluster, warps and K loop: as in dds.cuh. The two warps that load the
-// weight copy the metadata beside each box by cp.async.
+// weight copy the metadata of each box as well, in bulk.
 // Chosen where its estimate is least, for compressed values.
 #pragma once
 

@@ -3,7 +3,7 @@
 //   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]
 // Operands: X and Y as in dds_8bit.cuh, values [nnz * bn, bk / 2] and metadata, both in a stage of the weight
 // (dds_weight_2_4_8bit.cuh); blocks of 64 columns and more. CTA, cluster, warps, steps and sums: as in
-// dds_8bit.cuh. The two warps that load the weight copy the metadata beside each box by cp.async.
+// dds_8bit.cuh. The two warps that load the weight copy the metadata of each box as well, in bulk.
 // Chosen where its estimate is least, for compressed values.
 #pragma once
 

@@ -48,6 +48,7 @@ struct DdsArguments {
     const float* scales;       // likewise, for each feature of the output, or inside of the sums each block
     GroupArguments groups;     // of a grouped product, instead of `schedule`
     int group_rows;            // likewise, block rows of each weight
+    PlanReport plan_report;
 };
 
 constexpr int kCarriedProducts = 16;  // 512 of k; see carry()

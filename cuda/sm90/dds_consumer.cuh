@@ -147,6 +147,10 @@ class DdsConsumer {
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
             Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
                                                                        arguments_, stage, tokens, add);
+            if constexpr (Traits::Weight::kEndsProducts) {
+                release(input_.stage, weight_.stage);
+                return weight_.advance();
+            }
             if (multiplied_) {
                 cute::warpgroup_wait<1>();
                 release(multiplied_input_, multiplied_weight_);

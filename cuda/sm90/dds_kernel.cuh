@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     if (threadIdx.x == 0) {
         shared.input_ring.init(4 * Traits::kWarpgroups * Traits::kRowRanks);
-        for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks, 1 + Traits::Weight::kOtherFills);
+        for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
         shared.schedule.init(1 + Traits::kWarpgroups + 4 * (Traits::kWarpgroups + Traits::kSplitsInput));
@@ -40,13 +40,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};
-        if (warp == 0)
+        if (warp == 0) {
             producer.template load_input<kRowMajorInput>();
-        else if (warp <= Traits::kWarpgroups)
+        } else if (warp <= Traits::kWarpgroups) {
             producer.load_weight(warp - 1);
-        else
+        } else {
             shared.schedule.run(Traits::schedule_of(arguments), typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
+            if (!plan.is_own) report_stale(arguments.plan_report);
+        }
     } else if (warp >= 4 * (1 + Traits::kWarpgroups)) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         split_input<Traits>(shared, lane);

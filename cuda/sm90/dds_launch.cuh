@@ -35,7 +35,7 @@ struct Dds {
 
     // The partial sums, or what tells of groups.
     static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
-        if (kGrouped) return groups::bytes_of(problem.pattern.groups);
+        if (kGrouped) return groups::bytes_of(problem.pattern.groups, most_group_spans(problem));
         return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
     }
 
@@ -87,19 +87,20 @@ struct Dds {
 
     static int32_t launch_groups(const Problem& problem, const Device& device, void* workspace,
                                  void* stream) {
-        const int64_t tiles = tile_count(problem),
-                      spans = most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
+        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, 1)) return error;
-        arguments.groups.tiles = static_cast<int>(tiles);
-        arguments.groups.span_tokens = kSpanTokens;
-        // At least so many that all clusters have work in one.
-        arguments.groups.band_spans =
-            std::max(band_spans(arguments.k_size, device),
-                     (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1);
+        GroupArguments& groups = arguments.groups;
+        groups.by_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
+        groups.span_shift = static_cast<int>(cutlass::find_log2(kSpanTokens));
+        // At least so many that all clusters have work in one, and no more than there are.
+        const int least = (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1;
+        groups.band_spans = static_cast<int>(
+            std::min<int64_t>(std::max(band_spans(arguments.k_size, device), least), spans));
+        groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
         if (const int32_t error =
-                groups::list(arguments.groups.groups, problem, kSpanTokens, {}, workspace, stream))
+                groups::list(groups.groups, problem, kSpanTokens, {}, spans, workspace, stream))
             return error;
         return multiply(arguments, problem, device, tiles * spans, stream);
     }
@@ -142,6 +143,9 @@ struct Dds {
         const int64_t tile_rows = kClusterFeatures / problem.row_block();
         return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
     }
+    static int64_t most_group_spans(const Problem& problem) {
+        return most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
+    }
     static int64_t span_count(const Problem& problem) {
         return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
     }
@@ -156,6 +160,7 @@ struct Dds {
         const Pattern& pattern = problem.pattern;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.plan_report = problem.plan_report;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.k_size = static_cast<int>(problem.k_size());
         arguments.k_block = problem.k_block();

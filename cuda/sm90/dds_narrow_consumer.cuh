@@ -39,11 +39,16 @@ class NarrowConsumer {
         epilogue.finish_stores();
     }
 
-    // Multiplies the one part of a tile that the CTA has.
+    // Multiplies the one part of a tile that the CTA has, if the plan is the launch's.
     __device__ void run_part() {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         Sum sums[Traits::kSums];
         const Work work = next_work(epilogue);
+        if (work.tile < 0) {  // in all CTAs of the cluster, which take one tile
+            cute::cluster_sync();
+            cute::cluster_sync();
+            return;
+        }
         const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
         if (work.part == adding) {
             epilogue.read_bias();

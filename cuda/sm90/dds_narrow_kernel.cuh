@@ -31,11 +31,13 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
-        if (warp == 0)
+        if (warp == 0) {
             NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, first_rank, lane).run();
-        else if (warp == 1)
+        } else if (warp == 1) {
             shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
+            if (!plan.is_own) report_stale(arguments.plan_report);
+        }
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
         NarrowConsumer<Traits, kRowMajorInput> consumer(arguments, shared, plan, rank, first_rank, warp - 4,

@@ -170,8 +170,9 @@ struct DdsNarrow {
         const int64_t ctas = (int64_t{count} * 32 + kThreads - 1) / kThreads;
         const void* plan = problem.plan;
         int key = plan_key(problem.pattern, problem.op, kPlan);
+        PlanReport report = problem.plan_report;
         void* values = problem.values.data;
-        void* parameters[] = {&plan, &key, &count, &squares, &values, &packed};
+        void* parameters[] = {&plan, &key, &report, &count, &squares, &values, &packed};
         return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(ctas), kThreads,
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }
@@ -180,6 +181,7 @@ struct DdsNarrow {
                                 int64_t tiles, int64_t spans, int64_t parts) {
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.plan_report = problem.plan_report;
         arguments.value_rows = problem.pattern.nnz * problem.pattern.block_rows;
         arguments.tokens = static_cast<int>(problem.tokens);
         arguments.carried_products = carried_products(problem);

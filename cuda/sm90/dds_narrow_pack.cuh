@@ -9,14 +9,14 @@ namespace ts::sm90 {
 // One warp for each square.
 template <class Weight, bool kTransposed>
 __global__ void __launch_bounds__(256)
-    pack_narrow_kernel(const PlanHeader* header, int key, int count, int squares,
+    pack_narrow_kernel(const PlanHeader* header, int key, PlanReport report, int count, int squares,
                        const typename Weight::Value* __restrict__ values, char* __restrict__ packed) {
     cudaTriggerProgrammaticLaunchCompletion();  // the kernel that multiplies may begin, and waits by itself
     constexpr int kBlock = Weight::kBlock;
     const int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (place >= count) return;
     const DdsPlan plan(header, key);
-    if (!plan.is_own) __trap();
+    if (!plan.is_own) return report_stale(report);
     // Squares of a transposed block lie one after another, otherwise side by side.
     const int square = __ldg(plan.slots + place), in_block = kTransposed ? 0 : square % squares;
     const int64_t first = int64_t{square - in_block} * (kBlock * kBlock) + in_block * kBlock;

@@ -71,7 +71,6 @@ struct DdsProducer {
         const bool loads = Traits::kTokenRanks == 1 || warpgroup % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
         const int offset = Weight::offset(arguments, row, piece);
-        const typename Weight::OtherLoads others(arguments, feature, lane);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
@@ -105,12 +104,11 @@ struct DdsProducer {
                         if (lane == from) shared.scales.blocks[warpgroup][position.stage] = scale;
                         __syncwarp();
                     }
-                    if (elected) full.arrive_and_expect_tx(Weight::kBoxBytes);
+                    if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                     if (loads)
                         for (int box = 0; box < boxes; ++box)
-                            load_block(full, to, stage + __shfl_sync(~0u, offset, box),
+                            load_block(full, to, stage, __shfl_sync(~0u, offset, box),
                                        __shfl_sync(~0u, x, from + box), __shfl_sync(~0u, y, from + box));
-                    others.load(full, stage, slot, k, from);
                     __syncwarp();
                     position.advance();
                 }
@@ -150,8 +148,9 @@ struct DdsProducer {
         return {step % Traits::kRowRanks == rank ? Traits::kAllRanks : uint16_t{0}};
     }
 
-    __device__ void load_block(const Barrier& full, Multicast to, char* target, int x, int y) const {
-        if (elected) Weight::load(arguments, full, to, target, make_int2(x, y));
+    __device__ void load_block(const Barrier& full, Multicast to, char* stage, int offset, int x,
+                               int y) const {
+        if (elected) Weight::load(arguments, full, to, stage, offset, make_int2(x, y));
     }
 
     // Loads the scales of a step's tokens; zero where there is none.

@@ -15,7 +15,9 @@ namespace ts::sm90 {
 // Base of formats whose products read the weight from shared memory.
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
-    static constexpr bool kAlongK = false;  // products read both operands along k alone
+    static constexpr bool kAlongK = false;        // products read both operands along k alone
+    static constexpr bool kEndsProducts = false;  // multiply() waits for its products
+    static constexpr int kResultBuffers = 3;      // of a warpgroup, at most
     static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
@@ -120,7 +122,6 @@ struct DenseWeight : DenseStorage, InSharedMemory {
     static constexpr int kStep = 128 / kValueBytes;
     static constexpr int kBoxBytes = kFeatures * kStep * kValueBytes;
     static constexpr int kStageBytes = kBoxBytes;
-    static constexpr int kOtherFills = 0;  // arrivals that say that what is not in boxes is there
 
     static constexpr int most_stages(int tile_tokens) { return tile_tokens == 64 ? 6 : 3; }
 
@@ -165,17 +166,11 @@ struct DenseWeight : DenseStorage, InSharedMemory {
         return make_int2(kTransposed ? feature : k, first + (kTransposed ? k : feature));
     }
 
-    // One thread.
-    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
-                                char* target, int2 corner) {
-        load_box(&arguments.values, full, to, target, corner.x, corner.y);
+    // One thread: the box at an offset in a stage.
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
+                                int offset, int2 corner) {
+        load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
     }
-
-    // Work of the lanes of the loading warp beside boxes: none.
-    struct OtherLoads {
-        __device__ OtherLoads(const DdsArguments&, int, int) {}
-        __device__ void load(const Barrier&, char*, int, int, int) const {}
-    };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>

@@ -4,7 +4,6 @@
 
 #include <climits>
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm90_gmma_sparse.hpp>
 
 #include "sm90/dds_weight.cuh"
@@ -28,8 +27,8 @@ TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 #undef TS_SPARSE_ATOM
 
 // A stage holds boxes of kept values as the dense format does, [pieces][kFeatures][k_width / 2], in lines of
-// k_width bytes. Behind them is the metadata, [kFeatures / 16][kStep / 32] units of 16 words as they are in
-// memory, which every CTA loads for itself: the words that the threads of a warp need lie side by side.
+// k_width bytes. Behind them is the metadata, [kStep / 32][kFeatures / 16] units of 16 words as they are in
+// memory, where those of 32 of k of a block lie one after another.
 template <class Math>
 struct CompressedWeight : InSharedMemory {
     static constexpr uint32_t kStorages = bits_of(Storage::two_of_four);
@@ -38,7 +37,6 @@ struct CompressedWeight : InSharedMemory {
     static constexpr int kStep = 64;
     static constexpr int kBoxBytes = kFeatures * kStep / 2 * 2;
     static constexpr int kStageBytes = kBoxBytes + kFeatures * kStep / 8;
-    static constexpr int kOtherFills = 32;  // one by each lane
 
     // As many as fit: steps are short.
     static constexpr int most_stages(int) { return INT_MAX; }
@@ -77,46 +75,13 @@ struct CompressedWeight : InSharedMemory {
         return make_int2(k / 2, first + feature);
     }
 
-    // One thread.
-    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
-                                char* target, int2 corner) {
-        load_box(&arguments.values, full, to, target, corner.x, corner.y);
+    // One thread: the box at an offset in a stage, and its metadata.
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
+                                int offset, int2 corner) {
+        load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
+        load_metadata(arguments, full, to, stage + kBoxBytes, offset >> __ffs(k_width(arguments)) - 1, corner,
+                      k_width(arguments));
     }
-
-    // Metadata loads of a lane of the loading warp: four lanes load a unit of 16 features and 32 of k, of the
-    // block that is in their box.
-    class OtherLoads {
-      public:
-        // `feature`: of its blocks, where the warpgroup's begin.
-        __device__ OtherLoads(const DdsArguments& arguments, int feature, int lane) : lane_(lane) {
-            const int unit = lane / 4, row = 16 * (unit / 2), k = 32 * (unit % 2);
-            const int width = k_width(arguments);
-            box_ = k / width * arguments.warpgroup_rows + (row >> arguments.row_shift);
-            row_units_ = arguments.row_block / 16;
-            block_units_ = arguments.k_block / 32 * row_units_;
-            const int block_row = feature + row & arguments.row_block - 1;
-            first_ = arguments.metadata + 4 * lane % 16 + 16 * (k % width / 32 * row_units_ + block_row / 16);
-        }
-
-        // Lanes have the slot and k of a box each, those of this step from lane `first` on.
-        __device__ void load(const Barrier& full, char* stage, int slot, int k, int first) const {
-            slot = __shfl_sync(~0u, slot, first + box_);
-            k = __shfl_sync(~0u, k, first + box_);
-            // Without a block the weight is zero, whatever is kept of it: any metadata will do.
-            const int64_t unit = slot < 0 ? 0 : int64_t{slot} * block_units_ + k / 32 * row_units_;
-            const auto& from = *reinterpret_cast<const uint4*>(first_ + 16 * unit);
-            cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(from,
-                                                         reinterpret_cast<uint4*>(stage + kBoxBytes)[lane_]);
-            cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&full));
-        }
-
-      private:
-        int lane_;
-        int box_;
-        int row_units_;
-        int block_units_;
-        const uint32_t* first_;
-    };
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
@@ -135,6 +100,25 @@ struct CompressedWeight : InSharedMemory {
         cute::warpgroup_commit_batch();
     }
 
+  protected:
+    // The metadata of a box, which begins at a line of the stage and has `width` of k.
+    __device__ static void load_metadata(const DdsArguments& arguments, const Barrier& full, Multicast to,
+                                         char* metadata, int line, int2 corner, int width) {
+        constexpr int kUnitBytes = 64, kUnits = kFeatures / 16;
+        const int row_units = arguments.row_block / 16, bytes = arguments.row_width / 16 * kUnitBytes;
+        const int slot = corner.y >> arguments.row_shift, feature = corner.y & arguments.row_block - 1;
+        // Without a block the weight is zero, whatever is kept of it: any metadata will do.
+        const bool exists = corner.y < arguments.value_rows;
+        int unit = exists ? (slot * (arguments.k_block / 32) + corner.x / 16) * row_units + feature / 16 : 0;
+        char* target =
+            metadata + (line / kFeatures * width / 32 * kUnits + line % kFeatures / 16) * kUnitBytes;
+        for (int k = 0; k < width; k += 32) {
+            load_bytes(arguments.metadata + int64_t{unit} * (kUnitBytes / 4), full, to, target, bytes);
+            if (exists) unit += row_units;
+            target += kUnits * kUnitBytes;
+        }
+    }
+
   private:
     __host__ __device__ static int k_width(const DdsArguments& arguments) {
         return arguments.k_block < kStep ? arguments.k_block : kStep;
@@ -143,7 +127,7 @@ struct CompressedWeight : InSharedMemory {
     // The word of a thread: of each four lanes two have the metadata of the first 32 of k, two of the others.
     __device__ static int metadata_place() {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-        return warp * 32 + lane % 4 / 2 * 16 + lane / 4 * 2 + lane % 2;
+        return lane % 4 / 2 * kFeatures + warp * 16 + lane / 4 * 2 + lane % 2;
     }
 };
 

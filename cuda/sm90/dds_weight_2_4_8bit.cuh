@@ -21,13 +21,14 @@ TS_SPARSE_ATOM(__nv_fp8_e4m3, 256, GMMA_64x256x64_F32E4M3E4M3_SS_TN<>)
 #undef TS_SPARSE_ATOM
 
 // A stage is that of CompressedWeight: boxes [pieces][kFeatures][k_width / 2], in lines of k_width / 2 bytes,
-// and behind them the metadata, [kFeatures / 16][kStep / 32] units of 16 words as they are in memory. These
+// and behind them the metadata, [kStep / 32][kFeatures / 16] units of 16 words as they are in memory. These
 // have 16 of k of two features, and products want 32 of k of one: threads join halves of two words.
 template <class Math>
 struct CompressedByteWeight : CompressedWeight<Math> {
     using Base = CompressedWeight<Math>;
     using Base::kFeatures;
     static constexpr bool kAlongK = true;
+    static constexpr bool kEndsProducts = true;
     static constexpr int kStep = 128;
     static constexpr int kStepProducts = 2;
     static constexpr int kBoxBytes = kFeatures * kStep / 2;
@@ -64,47 +65,12 @@ struct CompressedByteWeight : CompressedWeight<Math> {
         return (piece * kFeatures + row * arguments.row_block) * line(arguments);
     }
 
-    // As in CompressedWeight, but a lane has the same of two units, 32 features apart.
-    class OtherLoads {
-      public:
-        __device__ OtherLoads(const DdsArguments& arguments, int feature, int lane) : lane_(lane) {
-            const int width = 2 * line(arguments), k = lane / 4 % kColumnUnits * 32;
-            row_units_ = arguments.row_block / 16;
-            block_units_ = arguments.k_block / 32 * row_units_;
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) {
-                const int row = 16 * (lane / 4 / kColumnUnits) + 32 * i;
-                const int block_row = feature + row & arguments.row_block - 1;
-                box_[i] = k / width * arguments.warpgroup_rows + (row >> arguments.row_shift);
-                first_[i] = 4 * (lane % 4) + 16 * (k % width / 32 * row_units_ + block_row / 16);
-            }
-            metadata_ = arguments.metadata;
-        }
-
-        __device__ void load(const Barrier& full, char* stage, int slot, int k, int first) const {
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) {
-                const int from = __shfl_sync(~0u, slot, first + box_[i]);
-                const int column = __shfl_sync(~0u, k, first + box_[i]);
-                // Without a block any metadata will do.
-                const int64_t unit = from < 0 ? 0 : int64_t{from} * block_units_ + column / 32 * row_units_;
-                cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(
-                    *reinterpret_cast<const uint4*>(metadata_ + first_[i] + 16 * unit),
-                    reinterpret_cast<uint4*>(stage + kBoxBytes)[lane_ + 32 * i]);
-            }
-            cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&full));
-        }
-
-      private:
-        static constexpr int kColumnUnits = kStep / 32;
-        static constexpr int kVectors = kFeatures / 16 * kColumnUnits / 8;  // of a lane
-        int lane_;
-        int row_units_;
-        int block_units_;
-        int box_[kVectors];
-        int first_[kVectors];  // words from the step's of the block
-        const uint32_t* metadata_;
-    };
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
+                                int offset, int2 corner) {
+        load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
+        Base::load_metadata(arguments, full, to, stage + kBoxBytes, offset >> __ffs(line(arguments)) - 1,
+                            corner, 2 * line(arguments));
+    }
 
     // See CompressedWeight for this.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
@@ -135,7 +101,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     // g + 8.
     __device__ static uint32_t metadata_of(const char* stage, int product) {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-        const int unit = warp * (kStep / 32) + 2 * product + lane % 4 / 2;
+        const int unit = (2 * product + lane % 4 / 2) * (kFeatures / 16) + warp;
         const uint2 words = reinterpret_cast<const uint2*>(stage)[unit * 8 + lane / 4];
         return __byte_perm(words.x, words.y, lane % 2 == 0 ? 0x5410 : 0x7632);
     }

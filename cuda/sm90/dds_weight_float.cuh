@@ -47,11 +47,11 @@ struct FloatWeight : DenseWeight<kOp, Math> {
         return row * arguments.row_block * kLine;
     }
     __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
-                                char* target, int2 corner) {
+                                char* stage, int offset, int2 corner) {
         if (kTransposed)
-            load_box(&arguments.values, full, to, target, 0, corner.y, corner.x / kWidth);
+            load_box(&arguments.values, full, to, stage + offset, 0, corner.y, corner.x / kWidth);
         else
-            load_box(&arguments.values, full, to, target, corner.x, corner.y);
+            load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
     }
 
     // The products of a warpgroup: of each 8 of k a thread has in registers the weight of features f and f +

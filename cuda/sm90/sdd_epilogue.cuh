@@ -247,7 +247,7 @@ class SddEpilogue {
 template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kVectors = kColumns / 8, kRuns = Traits::kWindow / kColumns;
-    const StripPlan plan(arguments.plan, arguments.plan_key);
+    const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cudaGridDependencySynchronize();

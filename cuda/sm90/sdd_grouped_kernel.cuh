@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    const StripPlan plan(arguments.plan, arguments.plan_key);
+    const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (warp == 0) SddProducer<Traits, true, true>(arguments, shared, 0).run_groups(plan);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     cute::cluster_arrive();
     const int rank = blockIdx.x % arguments.team_size;
-    const StripPlan plan(arguments.plan, arguments.plan_key);
+    const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
                                arguments.may_split);
     cute::cluster_wait();

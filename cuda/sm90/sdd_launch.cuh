@@ -38,6 +38,7 @@ void describe_plan(SddArguments& arguments, const Problem& problem, const PlanSh
     const int unit = strip_unit(pattern);
     arguments.plan = static_cast<const PlanHeader*>(problem.plan);
     arguments.plan_key = plan_key(pattern, problem.op, shape);
+    arguments.plan_report = problem.plan_report;
     arguments.values = problem.values.data;
     arguments.y_operand = describe_operand<Traits>(problem.y, Traits::kStrip);
     arguments.x_operand = describe_operand<Traits>(problem.x, unit);

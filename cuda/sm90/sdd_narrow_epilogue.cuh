@@ -75,7 +75,7 @@ template <class Traits>
 __global__ void __launch_bounds__(128)
     sdd_narrow_reduce(const __grid_constant__ SddNarrowArguments arguments) {
     constexpr int kVectors = Traits::kBlockSums / 4;
-    const SddPlan plan(arguments.plan, arguments.plan_key);
+    const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1, arguments.may_split);
     cudaGridDependencySynchronize();
     const int parts = Traits::kBlocks * Traits::kGroups;  // of a tile

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         shared.ring.init(kListWarps);
         cutlass::arch::fence_barrier_init();
     }
-    const SddPlan plan(arguments.plan, arguments.plan_key);
+    const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1, arguments.may_split);
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);

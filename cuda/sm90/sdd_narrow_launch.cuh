@@ -32,6 +32,7 @@ struct SddNarrow {
         SddNarrowArguments arguments{};
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kListPlan);
+        arguments.plan_report = problem.plan_report;
         arguments.values = problem.values.data;
         arguments.steps = sdd_steps(problem);
         arguments.ctas = device.multiprocessors;

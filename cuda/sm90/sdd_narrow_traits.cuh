@@ -25,6 +25,7 @@ struct SddNarrowArguments {
     bool may_split;
     bool accumulate;
     int plan_key;  // that the plan must have
+    PlanReport plan_report;
 };
 
 // Values are stored as Math::Result, the type of the operands or float.

@@ -43,6 +43,7 @@ struct SddArguments {
     sums::Sums sums;  // over tokens of y, by the warps that have nothing to load; no parts if there are none
     groups::Groups groups;  // of a grouped product
     int group_features;     // likewise, of y for each weight
+    PlanReport plan_report;
 };
 
 // A tile of a grouped product, and the tokens of its group.

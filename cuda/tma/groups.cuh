@@ -1,7 +1,7 @@
 // The work of grouped products: groups of tokens that lie one after another, each with a weight of its own.
 //
-// A kernel that runs before counts their spans of tokens (elementwise/groups.h); from these counts every
-// cluster finds its work as it does for one weight.
+// A kernel that runs before lists their spans of tokens (elementwise/groups.h); from this list every cluster
+// finds its work as it does for one weight.
 #pragma once
 
 #include "elementwise/groups.h"
@@ -11,9 +11,10 @@ namespace ts::tma {
 
 struct GroupArguments {
     groups::Groups groups;
-    int tiles;        // of each group's weight
-    int span_tokens;  // that a cluster computes
-    int band_spans;   // spans of a band, see Bands
+    cutlass::FastDivmod by_tiles;  // of each group's weight
+    int span_shift;                // log2 of the tokens that a cluster computes
+    int band_spans;                // spans of a band, see Bands
+    cutlass::FastDivmod by_band;   // tiles of a whole band
 };
 
 struct GroupWork {
@@ -39,37 +40,30 @@ class GroupSpans {
 
     __device__ explicit GroupSpans(const Arguments& arguments)
         : arguments_(arguments),
-          size_(__ldg(arguments.groups.spans_before + arguments.groups.count) * arguments.tiles) {}
+          size_(min(__ldg(arguments.groups.spans_before + arguments.groups.count),
+                    arguments.groups.most_spans) *
+                tiles()) {}
 
     __device__ int size() const { return size_; }
+    // One load and no search: a round of tiles with few steps would wait for it.
     __device__ Work place_at(int item) const {
-        const int group = group_of(item / arguments_.tiles);
-        const int before = __ldg(arguments_.groups.spans_before + group);
-        const int spans = __ldg(arguments_.groups.spans_before + group + 1) - before;
-        const int within = item - before * arguments_.tiles;
-        const int band = within / (arguments_.tiles * arguments_.band_spans);
-        const int first = band * arguments_.band_spans, of_band = min(arguments_.band_spans, spans - first);
-        const int in_band = within - first * arguments_.tiles, tile = in_band / of_band;
+        const int4 own = __ldg(arguments_.groups.spans + arguments_.by_tiles.div(item));
         Work work{};
-        work.tile = group * arguments_.tiles + tile;
-        work.group = group;
-        work.token =
-            arguments_.groups.begin(group) + (first + in_band - tile * of_band) * arguments_.span_tokens;
-        work.end = arguments_.groups.begin(group + 1);
+        work.group = own.x;
+        work.end = own.w;
+        const int spans = own.w - own.z + (1 << arguments_.span_shift) - 1 >> arguments_.span_shift;
+        int band, in_band;
+        arguments_.by_band(band, in_band, item - own.y * tiles());
+        const int first = band * arguments_.band_spans, of_band = min(arguments_.band_spans, spans - first);
+        const int tile = static_cast<uint32_t>(in_band) / static_cast<uint32_t>(of_band);
+        work.tile = own.x * tiles() + tile;
+        work.token = own.z + (first + in_band - tile * of_band << arguments_.span_shift);
         return work;
     }
     __device__ void set_steps(Work& work, int2 steps) const { work.step = steps.x, work.steps = steps.y; }
 
   private:
-    // The last group that has not more spans before it.
-    __device__ int group_of(int span) const {
-        int low = 0, high = arguments_.groups.count;
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            (__ldg(arguments_.groups.spans_before + middle) <= span ? low : high) = middle;
-        }
-        return low;
-    }
+    __device__ int tiles() const { return arguments_.by_tiles.divisor; }
 
     const Arguments& arguments_;
     int size_;

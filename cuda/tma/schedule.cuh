@@ -48,21 +48,17 @@ class Schedule {
     // `readers`: warps that take work.
     __device__ void init(int readers) { queue_.init(readers); }
 
-    // Called by one warp: fills the queue for this cluster, of at most as many as there is work. `is_own`:
-    // whether the tiles are of the plan that the launch is for. If not, the kernel ends with an error before
-    // any warp has work.
+    // Called by one warp: fills the queue for this cluster, of at most as many as there is work; of none if
+    // `is_own` is false: then the tiles are not of the plan that the launch is for.
     __device__ void run(const typename Places::Arguments& arguments, const Costs& costs, bool is_own,
                         int cluster, int clusters, int lane) {
         const Items items{Places{arguments}, costs, clusters, lane};
         typename Queue::Position position;
-        if (kMayLack && cluster >= items.places.size()) {
-            if (!is_own) __trap();
-            return queue_.push(no_more<Work>(), position, lane);
-        }
+        if (kMayLack && cluster >= items.places.size()) return queue_.push(no_more<Work>(), position, lane);
         // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
         const Work first_work = items.work_at(cluster);
-        if (!is_own) __trap();
+        if (!is_own) return queue_.push(no_more<Work>(), position, lane);
         queue_.push(first_work, position, lane);
         const int rounds = (items.places.size() + clusters - 1) / clusters;
         Keys round, next, loads = {};  // of each cluster, in the order of clusters

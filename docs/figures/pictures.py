@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, plot
-from tilesparse.prune import prune_
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, plot, prune_
 from tilesparse.train import PatternSchedule, snapshot
 
 

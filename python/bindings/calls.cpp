@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,8 @@ struct Request {
     nb::handle metadata, scales;  // of values
     int32_t kernel;               // as in ts_matmul_desc
     bool gated;                   // the residual is a gate
+    int32_t skip = 0;             // as in ts_matmul_desc
+    float threshold = 0;
     // For TS_DDS_NT in 8 bits: the scales of x, the activations that x was made from, whose dtype the result
     // has, and whether sums may be fast.
     nb::handle x_scales{}, source{};
@@ -45,7 +48,8 @@ struct Operands {
     // Returns false for requests that are not kept.
     bool read(const Tensors& tensors, const Request& request) {
         key.add(request.op | request.activation << 8 | request.column_major << 16 | request.gated << 17 |
-                request.is_quantized() << 18 | request.fast << 19);
+                request.is_quantized() << 18 | request.fast << 19 | request.skip << 20);
+        if (request.skip != 0) key.add(std::bit_cast<int32_t>(request.threshold));
         dlpack::Tensor like, other;
         if (request.is_quantized() && !add_source(tensors, request)) return false;
         if (!add(tensors, request.first, like, first) || !add(tensors, request.second, other, second) ||
@@ -180,8 +184,8 @@ Allocation allocation(const std::optional<Recipe>& recipe) {
 Request quantized(nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
                   nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation,
                   bool column_major, int32_t kernel, bool gated, bool fast, nb::handle metadata) {
-    return {TS_DDS_NT, x_values, values, bias,  residual, activation, column_major,
-            metadata,  scales,   kernel, gated, x_scales, x,          fast};
+    return {TS_DDS_NT, x_values, values, bias, residual, activation, column_major, metadata,
+            scales,    kernel,   gated,  0,    0,        x_scales,   x,            fast};
 }
 
 }  // namespace
@@ -193,25 +197,26 @@ void bind_calls(nb::module_& m) {
             "run",
             [](const Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool column_major, nb::handle metadata,
-               nb::handle scales, int32_t kernel, bool gated) {
+               nb::handle scales, int32_t kernel, bool gated, int32_t skip, float threshold) {
                 return self.run({op, first, second, bias, residual, activation, column_major, metadata,
-                                 scales, kernel, gated});
+                                 scales, kernel, gated, skip, threshold});
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
-            "column_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a)
+            "column_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "skip"_a = 0,
+            "threshold"_a = 0.0f)
         .def(
             "keep",
             [](Calls& self, int32_t op, nb::handle first, nb::handle second, nb::handle bias,
                nb::handle residual, int32_t activation, bool column_major, nb::handle metadata,
                nb::handle scales, int32_t kernel, bool gated, const Product& product, Recipe result,
-               std::optional<Recipe> workspace) {
+               std::optional<Recipe> workspace, int32_t skip, float threshold) {
                 self.keep({op, first, second, bias, residual, activation, column_major, metadata, scales,
-                           kernel, gated},
+                           kernel, gated, skip, threshold},
                           product, allocation(result), allocation(workspace));
             },
             "op"_a, "first"_a, "second"_a, "bias"_a.none(), "residual"_a.none(), "activation"_a,
             "column_major"_a, "metadata"_a.none(), "scales"_a.none(), "kernel"_a, "gated"_a, "product"_a,
-            "result"_a, "workspace"_a.none())
+            "result"_a, "workspace"_a.none(), "skip"_a = 0, "threshold"_a = 0.0f)
         .def(
             "run_quantized",
             [](const Calls& self, nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,

@@ -18,6 +18,8 @@ const char* error_class(ts_status_t status) {
             return "NoDeviceError";
         case TS_CUDA_ERROR:
             return "CudaError";
+        case TS_STALE_PLAN:
+            return "PatternChangedError";
         default:
             return "InternalError";
     }

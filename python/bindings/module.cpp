@@ -62,6 +62,7 @@ NB_MODULE(_C, m) {
     bind_quantization(m);
     bind_plans(m);
     bind_encoder(m);
+    bind_jax(m);
     m.def("libraries", &libraries);
     m.def("measurements_clear", [] { check(ts_measurements_clear()); });
     m.def("version", [] { return std::string(ts_version()); });

@@ -31,7 +31,8 @@ bool pattern_holds(const ts_pattern& pattern, uintptr_t row_ptr, uintptr_t col_i
     const auto same = [](const int32_t* own, uintptr_t other, int64_t count) {
         return std::equal(own, own + count, pointer<int32_t>(other));
     };
-    return same(pattern.row_ptr, row_ptr, pattern.out_features / pattern.block_rows + 1) &&
+    return same(pattern.row_ptr, row_ptr,
+                (pattern.out_features + pattern.block_rows - 1) / pattern.block_rows + 1) &&
            same(pattern.col_idx, col_idx, pattern.nnz) && same(pattern.row_slot, row_slot, pattern.nnz);
 }
 

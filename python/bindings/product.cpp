@@ -34,7 +34,7 @@ constexpr const char* kSignature =
     "gated: bool = False, storage: int = 0, values_dtype: int = 0, granularity: int = 0, "
     "x_scales_ld: int = 0, result_dtype: int = 0, accumulate: bool = False, bias_gradient: bool = False, "
     "bias_gradient_dtype: int = 0, accumulate_bias: bool = False, grouped: bool = False, "
-    "prefer: str = '') -> None";
+    "skip: int = 0, threshold: float = 0, prefer: str = '') -> None";
 
 }  // namespace
 

@@ -25,6 +25,8 @@ struct ProductOptions {
     bool bias_gradient = false, accumulate_bias = false;
     int32_t bias_gradient_dtype = 0;
     bool grouped = false;
+    int32_t skip = 0;
+    float threshold = 0;
     std::string prefer;
 
     // Calls visit(name, field) for each of them.
@@ -51,6 +53,8 @@ struct ProductOptions {
         visit("bias_gradient_dtype", bias_gradient_dtype);
         visit("accumulate_bias", accumulate_bias);
         visit("grouped", grouped);
+        visit("skip", skip);
+        visit("threshold", threshold);
         visit("prefer", prefer);
     }
 };
@@ -90,6 +94,8 @@ class Product {
         if (options.bias_gradient) desc_.bias.data = this;
         desc_.bias.dtype = options.bias_gradient_dtype;
         if (options.grouped) desc_.group_offsets = pointer<int32_t>(reinterpret_cast<uintptr_t>(this));
+        desc_.skip = options.skip;
+        desc_.threshold = options.threshold;
         copy_text(desc_.prefer, options.prefer, "prefer");
     }
 

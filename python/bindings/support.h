@@ -55,5 +55,6 @@ void bind_values(nb::module_& m);
 void bind_quantization(nb::module_& m);
 void bind_plans(nb::module_& m);
 void bind_encoder(nb::module_& m);
+void bind_jax(nb::module_& m);
 
 }  // namespace bindings

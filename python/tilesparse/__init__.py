@@ -1,10 +1,13 @@
 """Block-sparse linear layers that are faster than dense ones."""
 
 import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import _belongs
-from ._files import tune_file
+from . import _belongs, _hooks
 from .integrations import accelerate, diffusers, hooks, peft_hooks
 
 if TYPE_CHECKING:
@@ -13,13 +16,16 @@ if TYPE_CHECKING:
     from .errors import TileSparseError
     from .io import convert, load, save
     from .matrix import BlockSparseMatrix
-    from .model import densify_, sparsify_, summary
+    from .model.activations import sparsify_activations_
     from .model.inference import prepare_for_inference_
+    from .model.replace import densify_, sparsify_
+    from .model.report import summary
     from .nn import BlockSparseExperts, BlockSparseLinear, BlockSparseMLP
     from .pattern import BlockPattern
-    from .prune import prune_
-    from .quantize import quantize_
-    from .recover import distill_, reconstruct_
+    from .prune.driver import prune_
+    from .quantize.driver import quantize_
+    from .recover.distillation import distill_
+    from .recover.reconstruction import reconstruct_
     from .tuning.advise import advise
 
 __version__ = _belongs.VERSION
@@ -34,16 +40,17 @@ _MODULES = {  # that have a name; each is imported when it is first used
     "TileSparseError": "errors",
     "advise": "tuning.advise",
     "convert": "io",
-    "densify_": "model",
-    "distill_": "recover",
+    "densify_": "model.replace",
+    "distill_": "recover.distillation",
     "load": "io",
     "prepare_for_inference_": "model.inference",
-    "prune_": "prune",
-    "quantize_": "quantize",
-    "reconstruct_": "recover",
+    "prune_": "prune.driver",
+    "quantize_": "quantize.driver",
+    "reconstruct_": "recover.reconstruction",
     "save": "io",
-    "sparsify_": "model",
-    "summary": "model",
+    "sparsify_": "model.replace",
+    "sparsify_activations_": "model.activations",
+    "summary": "model.report",
 }
 
 __all__ = [
@@ -70,6 +77,7 @@ __all__ = [
     "reconstruct_",
     "save",
     "sparsify_",
+    "sparsify_activations_",
     "storage",
     "summary",
     "train",
@@ -95,14 +103,32 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-importlib.import_module("._ops.linear", __name__)  # registers torch.ops.tilesparse
+def _register(torch: ModuleType) -> None:
+    """Register torch.ops.tilesparse, and let count what was measured."""
+    importlib.import_module("._ops.linear", __name__)
+    measurements = importlib.import_module("._files", __name__).tune_file()
+    if measurements is not None and measurements.exists():
+        importlib.import_module(".tuning.store", __name__).load_on_import()
+
+
+class _TorchFirst(MetaPathFinder):
+    """Finder of nothing, which has PyTorch imported, and products registered, before a module needs them."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        package, _, module = fullname.partition(".")
+        if package == __name__ and module and module not in _WITHOUT_TORCH:
+            sys.meta_path.remove(self)
+            importlib.import_module("torch")
+
+
+_WITHOUT_TORCH = {"_C", "errors", "jax"}  # and the modules that are imported above
+
 accelerate.register()
 diffusers.register()
 hooks.register_checkpoints()
 hooks.register_configurations()
 hooks.register_inductor()
 peft_hooks.register()
-
-_measurements = tune_file()
-if _measurements is not None and _measurements.exists():
-    importlib.import_module(".tuning.store", __name__).load_on_import()
+if "torch" not in sys.modules:
+    sys.meta_path.insert(0, _TorchFirst())
+_hooks.when_imported("torch", _register, "its operators are not registered")

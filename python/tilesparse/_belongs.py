@@ -40,7 +40,8 @@ def check_copies() -> None:
     PyTorch has one namespace for operators. A second library, which has settings of its own, gives a warning.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch.ops.tilesparse, "dds_nt"):
+    registered = torch is not None and hasattr(torch.ops.tilesparse, "dds_nt")
+    if registered or any(type(finder).__module__ == f"{__package__}._hooks" for finder in sys.meta_path):
         raise ImportError(
             f"tilesparse: this process has already imported a copy of the package, and now another one from "
             f"{_HERE}; a process can have one: leave one on sys.path and start it anew"

@@ -8,14 +8,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from numbers import Number, Real
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
 
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128)  # of blocks that most kernels multiply, and that layers have by default
+BLOCK_SIDES = range(2, 129)  # of those that patterns may have
 INT32_MAX = 2**31 - 1
 POLICIES = ("sparse", "auto", "dense")
 DTYPES = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -25,6 +28,31 @@ SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of
 SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
+
+
+class Array(Protocol):
+    """A tensor, or an array of NumPy, CuPy, JAX or another library that has DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def shared(name: str, given: Any) -> Any:
+    """Return a tensor in the memory of an array, and what is no array as it is.
+
+    Copies are made of what NumPy has read-only, reversed or in another byte order: PyTorch would write to the
+    first, and end the process at the second.
+    """
+    if isinstance(given, Tensor) or not hasattr(given, "__dlpack__"):
+        return given
+    try:
+        if isinstance(given, np.ndarray):
+            usable = given.flags.writeable and min(given.strides, default=0) >= 0 and given.dtype.isnative
+            return torch.from_numpy(given if usable else given.astype(given.dtype.newbyteorder("="), "C"))
+        if min(getattr(given, "strides", None) or (0,)) < 0:
+            raise BufferError("a stride is negative")
+        return torch.utils.dlpack.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} must be an array that PyTorch can share: {error}") from error
 
 
 def shown(value: object) -> str:
@@ -63,17 +91,38 @@ def check_flag(name: str, value: object) -> None:
 
 def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
     """Return (bn, bk); one number stands for square blocks."""
+    sides = _sides(block_shape)
+    if sides is None or not {*sides} <= {*BLOCK_SIZES}:
+        others = (
+            "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
+            if sides
+            else ""
+        )
+        raise InvalidArgumentError(
+            f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
+            f"got {block_shape}{others}"
+        )
+    return sides
+
+
+def pattern_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
+    """Return (bn, bk) of a pattern, whose blocks may have any sides from 2 to 128."""
+    sides = _sides(block_shape)
+    if sides is None:
+        raise InvalidArgumentError(
+            f"block_shape must be (bn, bk) of 2 to 128, or one of these numbers for both, got {block_shape}"
+        )
+    return sides
+
+
+def _sides(block_shape: object) -> tuple[int, int] | None:
+    """Return two sides that blocks may have; None if they may not."""
     sizes = block_shape if isinstance(block_shape, Sequence | Tensor) else (block_shape, block_shape)
     try:
         bn, bk = (as_integer(size) for size in sizes)
-        if bn in BLOCK_SIZES and bk in BLOCK_SIZES:
-            return bn, bk
     except (TypeError, ValueError):
-        pass
-    raise InvalidArgumentError(
-        f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
-        f"got {block_shape}"
-    )
+        return None
+    return (bn, bk) if bn in BLOCK_SIDES and bk in BLOCK_SIDES else None
 
 
 def check_module(model: object) -> None:
@@ -206,22 +255,53 @@ def check_exact_sums(name: str, in_features: int, dtype: torch.dtype | None) -> 
 def check_shapes(
     shape: Sequence[int], block_shape: int | Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return validated (shape, block_shape, grid)."""
+    """Return validated (shape, block_shape, grid) of blocks as most kernels need them: they divide it."""
     bn, bk = check_block_shape(block_shape)
+    shape, _, grid = pattern_shapes(shape, block_shape)
+    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+        if size % block:
+            raise InvalidArgumentError(f"{name} must be a multiple of the block size {block}, got {size}")
+    return shape, (bn, bk), grid
+
+
+def pattern_shapes(
+    shape: Sequence[int], block_shape: int | Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return validated (shape, block_shape, grid) of a pattern, whose last blocks may reach out of it."""
+    sides = pattern_block_shape(block_shape)
     if not is_sequence(shape) or len(shape) != 2:
         raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shape!r}")
     features = []
-    for name, size, block in (("out_features", shape[0], bn), ("in_features", shape[1], bk)):
+    for name, size in (("out_features", shape[0]), ("in_features", shape[1])):
         try:
             number = as_integer(size)
         except TypeError:
             number = 0
-        if number % block or not 0 < number <= INT32_MAX:
-            raise InvalidArgumentError(
-                f"{name} must be a positive multiple of the block size {block} below 2^31, got {size}"
-            )
+        if not 0 < number <= INT32_MAX:
+            raise InvalidArgumentError(f"{name} must be a positive integer below 2^31, got {size}")
         features.append(number)
-    return (features[0], features[1]), (bn, bk), (features[0] // bn, features[1] // bk)
+    checked = features[0], features[1]
+    return checked, sides, grid_of(checked, sides)
+
+
+def grid_of(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, int]:
+    """Return (R, C), the block rows and columns of a shape, of which the last ones may reach out of it."""
+    (rows, cols), (bn, bk) = shape, block_shape
+    return -(-rows // bn), -(-cols // bk)
+
+
+def is_ragged(shape: Sequence[int], block_shape: Sequence[int]) -> bool:
+    """Return True if the last block row or column reaches out of the shape."""
+    return shape[0] % block_shape[0] != 0 or shape[1] % block_shape[1] != 0
+
+
+def check_whole_blocks(what: str, shape: Sequence[int], block_shape: Sequence[int]) -> None:
+    """Refuse a shape that blocks do not divide, for what has no other."""
+    if is_ragged(shape, block_shape):
+        raise InvalidArgumentError(
+            f"{what} must have a shape that its blocks divide, got {tuple(shape)} in blocks of "
+            f"{tuple(block_shape)}"
+        )
 
 
 ALIGNMENT = 16  # bytes, of every operand and leading dimension on CUDA devices
@@ -263,6 +343,8 @@ class Operands(NamedTuple):
         transposed: whether the values are those of Wᵀ.
         fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
             all products of float8, in fewer bits than float32 has.
+        threshold: magnitude up to which numbers of x count as zero, or None.
+        gate_threshold: the same of the gate, after its activation.
     """
 
     metadata: Tensor | None = None
@@ -275,6 +357,8 @@ class Operands(NamedTuple):
     x_scales: Tensor | None = None
     transposed: bool = False
     fast: bool | None = None
+    threshold: float | None = None
+    gate_threshold: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -285,6 +369,14 @@ class Operands(NamedTuple):
 NO_EPILOGUE, DENSE = Epilogue(), Operands()
 
 
+def checked_threshold(name: str, value: object) -> float | None:
+    """Return a threshold of activations as a float; raise unless it is None or a number from 0 on."""
+    number = None if value is None else as_number(value)
+    if number is not None and not number >= 0:
+        raise InvalidArgumentError(f"{name} must be None or a number from 0 on, got {shown(value)}")
+    return number
+
+
 def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
     """Return the operands of values that are stored so."""
     return DENSE if metadata is None and scales is None else Operands(metadata, scales)
@@ -292,7 +384,7 @@ def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
 
 def check_index(index: Index) -> None:
     """Check sizes, dtype and device of a pattern's tensors, not their contents."""
-    block_rows = check_shapes(index.shape, index.block_shape)[2][0]
+    block_rows = pattern_shapes(index.shape, index.block_shape)[2][0]
     crow, col = index.crow_indices, index.col_indices
     for name, array, length in (
         ("crow_indices", crow, block_rows + 1),
@@ -350,8 +442,8 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
-    if operands.offsets is not None:
-        raise InvalidArgumentError("offsets must be None with x in 8 bits")
+    if operands.offsets is not None and is_inside(scales):
+        raise InvalidArgumentError("offsets must be None with scales of blocks, which are inside of the sums")
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
@@ -468,6 +560,8 @@ def _check_stored(
 def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
     """Check the shapes of the values of kept blocks, and the metadata of 2:4."""
     nnz, (bn, bk) = index.col_indices.shape[0], index.block_shape
+    if metadata is not None or values.dtype in SCALED:
+        check_shapes(index.shape, index.block_shape)
     if metadata is not None and values.dtype == PACKED:
         raise InvalidArgumentError(f"metadata must be None for {name} of int4: they cannot be 2:4")
     if metadata is None and values.dtype == PACKED:

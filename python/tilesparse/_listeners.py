@@ -6,9 +6,10 @@ The patcher, pruning and checkpoints call them, and so need not know which libra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Listener(NamedTuple):

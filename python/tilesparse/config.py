@@ -20,6 +20,9 @@ from ._checks import (
     check_policy,
     check_shapes,
     checked_count,
+    checked_threshold,
+    grid_of,
+    pattern_shapes,
     shown,
 )
 from .errors import InvalidArgumentError
@@ -30,7 +33,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 METHOD = "tilesparse"  # in Transformers' configurations
 # Fields of a manifest's entry that its first version does not have, and the version that has them.
-NEWER = {"activations": 2, "experts": 3}
+NEWER = {"activations": 2, "experts": 3, "threshold": 4}
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class LayerSpec:
             "block", else None.
         experts: how many weights of equal shape lie below each other in W, each for tokens of its own, see
             `BlockSparseExperts`; None is an ordinary layer.
+        threshold: magnitude up to which numbers of x count as zero, see `sparsify_activations_`; None
+            multiplies all of them.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or does not fit the others.
@@ -163,6 +168,7 @@ class LayerSpec:
     policy: str = "sparse"
     activations: str | None = None
     experts: int | None = None
+    threshold: float | None = None
 
     @classmethod
     def of(cls, pattern: Any, dtype: torch.dtype, **fields: Any) -> LayerSpec:
@@ -171,8 +177,9 @@ class LayerSpec:
         return cls(**sizes, dtype=dtype, **fields)
 
     def __post_init__(self) -> None:
-        block_shape = check_block_shape(self.block_shape)
-        shape, _, (rows, columns) = check_shapes(self.shape, block_shape)
+        is_plain = self.storage == "plain" and self.nm is None and self.experts is None
+        shapes = pattern_shapes if is_plain else check_shapes
+        shape, block_shape, (rows, columns) = shapes(self.shape, self.block_shape)
         nnz = checked_count("nnz", self.nnz, 0, rows * columns)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
@@ -194,19 +201,18 @@ class LayerSpec:
         check_policy(self.policy)
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
-            for name, only in (("policy", "sparse"), ("activations", None)):
-                if getattr(self, name) != only:
-                    raise InvalidArgumentError(
-                        f"{name} must be {only!r} with experts, got {getattr(self, name)!r}"
-                    )
+            check_of_experts(self.policy, self.activations, self.granularity)
+            if self.threshold is not None:
+                raise InvalidArgumentError(f"threshold must be None with experts, got {self.threshold}")
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
+        own |= {"threshold": checked_threshold("threshold", self.threshold)}
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
     @property
     def grid(self) -> tuple[int, int]:
         """(R, C): numbers of block rows and block columns."""
-        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+        return grid_of(self.shape, self.block_shape)
 
     @property
     def density(self) -> float:
@@ -283,6 +289,16 @@ def check_experts(experts: object, rows: int, block_rows: int) -> None:
         raise InvalidArgumentError(
             f"experts must divide the {rows} rows of W into whole blocks of {block_rows} rows, got "
             f"{shown(experts)}"
+        )
+
+
+def check_of_experts(policy: str, activations: str | None, granularity: str | None) -> None:
+    """Raise InvalidArgumentError for a policy, or for scales beside 8-bit activations, that experts lack."""
+    if policy != "sparse":
+        raise InvalidArgumentError(f"policy must be 'sparse' with experts, got {policy!r}")
+    if activations is not None and granularity == "block":
+        raise InvalidArgumentError(
+            f"granularity must be {PER_FEATURE!r} with experts and 8-bit activations, got 'block'"
         )
 
 

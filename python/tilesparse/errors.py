@@ -83,7 +83,8 @@ class PatternChangedError(TileSparseError, RuntimeError):
 
     Raised by a backward pass that would use other blocks than its forward pass did, by the step of an
     optimizer whose states are for another number of blocks than the weight now has, and on a GPU by a call
-    that finds that a pattern was written to unnoticed, so that calls before may have used the old blocks.
+    that finds that a pattern was written to unnoticed, so that calls before may have used the old blocks, or
+    that a product before found another plan in memory than its own.
     """
 
 

@@ -36,6 +36,7 @@ from ._checks import (
     check_flag,
     check_like_product,
     check_policy,
+    checked_threshold,
     is_tensor,
     operands_of,
     shown,
@@ -63,6 +64,8 @@ def linear(
     metadata: Tensor | None = None,
     scales: Tensor | None = None,
     gate: Tensor | None = None,
+    threshold: float | None = None,
+    gate_threshold: float | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
@@ -95,12 +98,21 @@ def linear(
             gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
             lies as the result does.
+        threshold: magnitude up to which numbers of x count as zero, token by token; NaN and infinities never
+            do. Up to 8 tokens without a gradient read only the weights of inputs that are on for one of
+            them, see [neurons that are off](../activations.md). None multiplies all numbers.
+        gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
 
     Returns:
         [..., out_features].
     """
     check_policy(policy)
     index, stored = pattern.index_on(values.device), operands_of(metadata, scales)
+    if threshold is not None or gate_threshold is not None:
+        stored = stored._replace(
+            threshold=checked_threshold("threshold", threshold),
+            gate_threshold=checked_threshold("gate_threshold", gate_threshold),
+        )
     return linear_on(x, values, index, bias, activation, residual, column_major_output, policy, stored, gate)
 
 
@@ -118,6 +130,7 @@ def quantized_linear(
     metadata: Tensor | None = None,
     gate: Tensor | None = None,
     use_fast_accum: bool = False,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, multiplied in 8 bits on both sides.
 
@@ -149,6 +162,9 @@ def quantized_linear(
         use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
             keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
             False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
+        offsets: as of `grouped_linear`, of a grouped product, or None. Then x is [tokens, in_features];
+            scales are those of the features of all experts, not of blocks; the policy is not "dense", and the
+            result row-major.
 
     Returns:
         [..., out_features] in the dtype of x.
@@ -156,7 +172,10 @@ def quantized_linear(
     check_policy(policy)
     check_flag("use_fast_accum", use_fast_accum)
     check_flag("column_major_output", column_major_output)
-    index, operands = pattern.index_on(values.device), Operands(metadata, scales, fast=use_fast_accum)
+    if offsets is not None:
+        _check_grouped(offsets, policy, column_major_output)
+    index = pattern.index_on(values.device)
+    operands = Operands(metadata, scales, offsets, fast=use_fast_accum)
     return linear_on(
         x, values, index, bias, activation, residual, column_major_output, policy, operands, gate
     )
@@ -193,16 +212,23 @@ def grouped_linear(
         activation: as in `linear`.
         residual: [tokens, out_features] or None.
         metadata: of 2:4 values, see `linear`.
-        scales: of values in 8 or 4 bits, see `linear`.
+        scales: of values in 8 or 4 bits, see `linear`; `quantized_linear` multiplies x in 8 bits, too.
         gate: [tokens, out_features], or None; in the place of a residual.
 
     Returns:
         [tokens, out_features].
     """
-    if not is_tensor(offsets):
-        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
+    _check_grouped(offsets)
     index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
+
+
+def _check_grouped(offsets: object, policy: str = "sparse", column_major: bool = False) -> None:
+    if not is_tensor(offsets):
+        raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
+    if policy == "dense" or column_major:
+        name, given = ("policy", policy) if policy == "dense" else ("column_major_output", True)
+        raise InvalidArgumentError(f"{name} must be left out of a grouped product, got {given!r}")
 
 
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:

@@ -1,39 +1,51 @@
 """`BlockSparseMatrix`: values and their pattern, with conversions and products."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, check_values
+from ._checks import DTYPES, Array, check_values, check_whole_blocks, is_ragged, shared
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
-from .pattern import BlockPattern, canonical_bsr, canonical_scipy
+from .pattern import BlockPattern, canonical_bsr, canonical_scipy, zero_outside_
 
 
 class BlockSparseMatrix:
     """A matrix [out_features, in_features] that stores some of its blocks; the rest is zero.
 
-    ``==`` and hashing use identity; `equal` compares contents. Products (``@`` with a dense matrix on either
-    side, and those of `functional`) and conversions to tensors are differentiable with respect to ``values``
-    and their dense operands. Several matrices may share one pattern, whose `BlockPattern.move_blocks_` moves
-    blocks in all of them.
+    ``==`` and hashing use identity; `equal` compares contents. Products (``@`` with a vector, a matrix or a
+    batch of them on either side, and those of `functional`), sums and conversions to tensors are
+    differentiable with respect to ``values`` and their dense operands. Several matrices may share one
+    pattern, whose `BlockPattern.move_blocks_` moves blocks in all of them.
+
+    Blocks have sides of 2 to 128, and need not divide the matrix, see `BlockPattern`. Values [b, nnz, bn, bk]
+    make a batch of matrices with one pattern: products then have b results, of one dense operand for each
+    matrix or of one for all.
+
+    Values and dense operands are tensors, or arrays of NumPy, CuPy, JAX and others with DLPack, whose memory
+    is shared. Results are tensors, of which ``numpy.from_dlpack`` and others make arrays without a copy.
 
     Args:
-        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. Not copied.
-        pattern: places of the blocks; values[i] is the block at slot i.
+        values: [nnz, bn, bk] or [b, nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. They are
+            not copied, unless NumPy has them read-only.
+        pattern: places of the blocks; values[..., i, :, :] is the block at slot i.
 
     Raises:
         InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
-    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
-        _check_dtype("values", values)
-        check_values("values", values, pattern.index_on(values.device))
-        self.values = values
+    def __init__(self, values: Array, pattern: BlockPattern) -> None:
+        tensor: Tensor = shared("values", values)
+        _check_dtype("values", tensor)
+        batched = tensor.dim() == 4 and tensor.shape[0] > 0
+        if batched and not tensor.is_contiguous():
+            raise InvalidArgumentError(f"values must be contiguous, got strides {tensor.stride()}")
+        check_values("values", tensor[0] if batched else tensor, pattern.index_on(tensor.device))
+        self.values = tensor
         self.pattern = pattern
 
     @classmethod
@@ -58,11 +70,12 @@ class BlockSparseMatrix:
     ) -> "BlockSparseMatrix":
         """Draw the kept elements from the standard normal distribution, by a generator of the same device."""
         size = (pattern.nnz, *pattern.block_shape)
-        return cls(torch.randn(size, generator=generator, dtype=dtype, device=device), pattern)
+        values = torch.randn(size, generator=generator, dtype=dtype, device=device)
+        return cls(zero_outside_(values, pattern), pattern)
 
     @classmethod
     def from_blocks(
-        cls, blocks: Tensor | Sequence[tuple[int, int]], values: Tensor, *, shape: Sequence[int]
+        cls, blocks: Array | Sequence[tuple[int, int]], values: Array, *, shape: Sequence[int]
     ) -> "BlockSparseMatrix":
         """Place values[i] at (block row, block column) ``blocks[i]``, in any order.
 
@@ -71,12 +84,13 @@ class BlockSparseMatrix:
             values: [nnz, bn, bk], contiguous.
             shape: (out_features, in_features).
         """
-        return cls(values, BlockPattern.from_blocks(blocks, shape=shape, block_shape=values.shape[1:]))
+        tensor: Tensor = shared("values", values)
+        return cls(tensor, BlockPattern.from_blocks(blocks, shape=shape, block_shape=tensor.shape[1:]))
 
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         pattern: BlockPattern | None = None,
         *,
         block_shape: Sequence[int] | None = None,
@@ -96,14 +110,33 @@ class BlockSparseMatrix:
         Raises:
             InvalidArgumentError: neither or both of pattern and block_shape are given, or sizes do not fit.
         """
+        tensor: Tensor = shared("dense", dense)
         if block_shape is not None and pattern is None:
             if density is None and nnz is None:
-                pattern = BlockPattern.from_mask(dense, block_shape=block_shape)
+                pattern = BlockPattern.from_mask(tensor, block_shape=block_shape)
             else:
-                pattern = BlockPattern.from_dense(dense, block_shape=block_shape, density=density, nnz=nnz)
+                pattern = BlockPattern.from_dense(tensor, block_shape=block_shape, density=density, nnz=nnz)
         elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
             raise InvalidArgumentError("pattern must be given alone, or block_shape instead of it")
-        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
+        return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
+
+    @classmethod
+    def from_product(cls, a: Tensor, b: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+        """Compute the blocks of a @ b that the pattern keeps, and no others (SDDMM); differentiable.
+
+        Args:
+            a: [out_features, n], or [batch, out_features, n].
+            b: [n, in_features], or [batch, n, in_features].
+            pattern: blocks to compute.
+        """
+        if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] > 0:
+            each = zip(a.unbind(), b.unbind(), strict=True)
+            return cls(torch.stack([functional.sdd(y.mT, x, pattern) for y, x in each]), pattern)
+        if a.dim() != 2 or b.dim() != 2:
+            raise InvalidArgumentError(
+                f"a and b must be matrices, or batches of as many, got {list(a.shape)} and {list(b.shape)}"
+            )
+        return cls(functional.sdd(a.mT, b, pattern), pattern)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
@@ -169,11 +202,17 @@ class BlockSparseMatrix:
         return f"BlockSparseMatrix({self.pattern!r}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def to_dense(self) -> Tensor:
-        """Return the dense matrix [out_features, in_features]; differentiable."""
-        return call(EXPAND, self.values, None, self.pattern.index_on(self.device))
+        """Return the dense matrix [out_features, in_features], or a batch of them; differentiable."""
+        index = self.pattern.index_on(self.device)
+        return self._each(lambda values: call(EXPAND, values, None, index))
 
     def to_bsr(self) -> Tensor:
-        """Return a detached ``torch.sparse_bsr`` tensor with the values in row order."""
+        """Return a detached ``torch.sparse_bsr`` tensor with the values in row order.
+
+        Raises:
+            InvalidArgumentError: blocks do not divide the matrix, or values are a batch.
+        """
+        self._check_bsr()
         index = self.pattern.index_on(self.device)
         return torch.sparse_bsr_tensor(
             index.crow_indices.clone(),
@@ -187,6 +226,7 @@ class BlockSparseMatrix:
         """Return a ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
 
         Raises:
+            InvalidArgumentError: blocks do not divide the matrix, or values are a batch.
             UnsupportedError: scipy is not installed.
         """
         try:
@@ -194,6 +234,7 @@ class BlockSparseMatrix:
         except ImportError as error:
             raise UnsupportedError("scipy is needed: pip install scipy") from error
 
+        self._check_bsr()
         values = self._in_row_order().cpu()
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()
@@ -205,23 +246,78 @@ class BlockSparseMatrix:
         """Convert the values by ``values.to(...)`` to another dtype or device."""
         return BlockSparseMatrix(self.values.to(*args, **kwargs), self.pattern)
 
-    def t(self) -> "BlockSparseMatrix":
-        """Return the transposed matrix [in_features, out_features]; its values are a differentiable copy."""
-        return BlockSparseMatrix(self.values.transpose(1, 2).contiguous(), self.pattern.transpose())
+    @property
+    def T(self) -> "BlockSparseMatrix":
+        """The transposed matrix [in_features, out_features]; its values are a differentiable copy.
 
-    def __matmul__(self, dense: Tensor) -> Tensor:
-        """Return W @ dense [in_features, n]; differentiable, see `functional.dsd`, also for Wᵀ."""
-        return functional.dsd(self.values, self.pattern, dense)
+        ``x @ matrix`` and `functional.dsd` multiply by the transposed without one.
+        """
+        return BlockSparseMatrix(self.values.mT.contiguous(), self.pattern.transpose())
 
-    def __rmatmul__(self, dense: Tensor) -> Tensor:
-        """Return dense [..., out_features] @ W; differentiable, see `functional.dds`, also for Wᵀ."""
-        return functional.dds(dense, self.values, self.pattern, transpose=False)
+    def __matmul__(self, dense: Array) -> Tensor:
+        """Return W @ dense: [out_features] of a vector [in_features], or [..., out_features, n] of matrices.
+
+        Of a batch of values the first dimension of the result is the batch, and that of ``dense`` if it has
+        three. Differentiable; see `functional.dsd`, also for Wᵀ.
+        """
+        pattern = self.pattern
+        return self._each(lambda values, x: _product(values, pattern, x), shared("dense", dense))
+
+    def __rmatmul__(self, dense: Array) -> Tensor:
+        """Return dense [..., out_features] @ W, with batches as in W @ dense; see `functional.dds`."""
+        pattern = self.pattern
+        return self._each(
+            lambda values, y: functional.dds(y, values, pattern, transpose=False), shared("dense", dense)
+        )
+
+    __array_ufunc__ = None  # so that NumPy leaves ``x @ W`` to this class
+
+    def sum(self, dim: int | None = None) -> Tensor:
+        """Return the sums of rows [out_features] (``dim`` -1), of columns [in_features] (-2) or of all."""
+        if dim not in (None, -1, -2):
+            raise InvalidArgumentError(f"dim must be -1 (of rows), -2 (of columns) or None, got {dim!r}")
+        out_features, in_features = self.shape
+        if dim == -2:
+            return self.values.new_ones(out_features) @ self
+        rows = self @ self.values.new_ones(in_features)
+        return rows if dim == -1 else rows.sum(-1)
+
+    def diagonal_blocks(self) -> Tensor:
+        """Return the blocks (i, i) [..., min(R, C), bn, bk], zeros where there is none; differentiable.
+
+        Parts outside of the matrix are zeros. ``torch.linalg.inv`` of these blocks is a block Jacobi
+        preconditioner, which `scale_rows` applies.
+        """
+        rows, columns = self.pattern.to(self.device).block_indices()
+        slots = (rows == columns).nonzero().flatten()
+        values = self._inside()
+        size = (*values.shape[:-3], min(self.pattern.grid), *self.block_shape)
+        return values.new_zeros(size).index_copy(-3, rows[slots], values.index_select(-3, slots))
+
+    def scale_rows(self, factors: Tensor) -> "BlockSparseMatrix":
+        """Return the matrix whose rows, or block rows, are multiplied from the left; differentiable.
+
+        Args:
+            factors: [out_features], a number for each row, or [R, bn, bn], a matrix for each block row.
+        """
+        (rows, _), (bn, _) = self.pattern.grid, self.block_shape
+        places, values = self.pattern.to(self.device).block_indices()[0], self._inside()
+        if factors.shape == (self.shape[0],):
+            padded = torch.nn.functional.pad(factors, (0, rows * bn - len(factors)))
+            scaled = padded.view(rows, bn, 1).index_select(0, places) * values
+        elif factors.shape == (rows, bn, bn):
+            scaled = factors.index_select(0, places) @ values
+        else:
+            raise InvalidArgumentError(
+                f"factors must be [{self.shape[0]}] or [{rows}, {bn}, {bn}], got {list(factors.shape)}"
+            )
+        return BlockSparseMatrix(scaled.contiguous(), self.pattern)
 
     def equal(self, other: "BlockSparseMatrix") -> bool:
         """Return True if both store the same blocks with the same values, in any slots."""
         mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
         return (
-            (*mine[3:], self.dtype, self.nnz) == (*theirs[3:], other.dtype, other.nnz)
+            (*mine[3:], self.dtype, self.values.shape) == (*theirs[3:], other.dtype, other.values.shape)
             and torch.equal(mine.crow_indices, theirs.crow_indices)
             and torch.equal(mine.col_indices, theirs.col_indices)
             and torch.equal(self._in_row_order(), other._in_row_order())
@@ -229,7 +325,42 @@ class BlockSparseMatrix:
 
     def _in_row_order(self) -> Tensor:
         """Return a detached copy of the values in the order of the pattern's entries."""
-        return self.values.detach()[self.pattern.index_on(self.device).slot.long()]
+        return self._inside().detach()[..., self.pattern.index_on(self.device).slot.long(), :, :]
+
+    def _inside(self) -> Tensor:
+        """Return the values with zeros where blocks reach out of the matrix; differentiable."""
+        if not is_ragged(self.shape, self.block_shape):
+            return self.values
+        pattern = self.pattern.to(self.device)
+        kept = zero_outside_(torch.ones_like(self.values, dtype=torch.bool), pattern)
+        return torch.where(kept, self.values, self.values.new_zeros(()))
+
+    def _each(self, function: Callable[..., Tensor], *dense: Tensor) -> Tensor:
+        """Apply a function to values and dense operands, or to those of each matrix of a batch."""
+        if self.values.dim() == 3:
+            return function(self.values, *dense)
+        count = self.values.shape[0]
+        for operand in dense:
+            if operand.dim() > 3 or (operand.dim() == 3 and operand.shape[0] != count):
+                raise InvalidArgumentError(
+                    f"dense must be a vector, matrix or batch of {count} matrices, got {list(operand.shape)}"
+                )
+        operands = [operand.unbind() if operand.dim() == 3 else [operand] * count for operand in dense]
+        return torch.stack([function(*each) for each in zip(self.values.unbind(), *operands, strict=True)])
+
+    def _check_bsr(self) -> None:
+        check_whole_blocks("a BSR matrix", self.shape, self.block_shape)
+        if self.values.dim() == 4:
+            raise InvalidArgumentError("values must be those of one matrix in BSR, got a batch")
+
+
+def _product(values: Tensor, pattern: BlockPattern, dense: Tensor) -> Tensor:
+    """Return W @ dense, of a vector, a matrix or a batch of them."""
+    if dense.dim() == 1:
+        return functional.dds(dense, values, pattern)
+    if dense.dim() == 2:
+        return functional.dsd(values, pattern, dense)
+    return functional.dds(dense.mT, values, pattern).mT
 
 
 def _check_dtype(name: str, values: object) -> None:

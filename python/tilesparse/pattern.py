@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +11,19 @@ from torch import Tensor
 
 from ._checks import (
     INT32_MAX,
+    Array,
     Index,
     as_integer,
-    check_block_shape,
     check_content,
     check_index,
-    check_shapes,
+    check_whole_blocks,
     checked_count,
     checked_fraction,
+    grid_of,
+    is_ragged,
+    pattern_block_shape,
+    pattern_shapes,
+    shared,
     shown,
 )
 from ._runtime import pattern_cache
@@ -28,17 +34,18 @@ from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 
 def checked_index(
-    crow_indices: Tensor | Sequence[int],
-    col_indices: Tensor | Sequence[int],
+    crow_indices: Array | Sequence[int],
+    col_indices: Array | Sequence[int],
     shape: Sequence[int],
     block_shape: int | Sequence[int],
-    slot: Tensor | Sequence[int] | None,
+    slot: Array | Sequence[int] | None,
     device: torch.device | str | int | None,
 ) -> Index:
     """Return validated copies of the arrays of a pattern."""
+    col_indices = shared("col_indices", col_indices)
     if device is None:
         device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-    shape, block_shape, (block_rows, _) = check_shapes(shape, block_shape)
+    shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
     crow = _index_array("crow_indices", crow_indices, block_rows + 1)
     col = _index_array("col_indices", col_indices)
     nnz = len(col)
@@ -73,8 +80,7 @@ def overwrite_index(target: Index, source: Index) -> None:
 
 def index_of(numbers: Tensor, like: Index) -> Index:
     """Make an index of the block number row * C + col at every slot; on a GPU the host does not wait."""
-    (out_features, in_features), (bn, bk) = like.shape, like.block_shape
-    rows, cols = out_features // bn, in_features // bk
+    rows, cols = grid_of(like.shape, like.block_shape)
     numbers, slot = numbers.sort()
     starts = torch.arange(rows + 1, device=numbers.device) * cols
     crow = torch.searchsorted(numbers, starts, out_int32=True)
@@ -83,7 +89,7 @@ def index_of(numbers: Tensor, like: Index) -> Index:
 
 def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
     """Return the index of the same weight in smaller blocks; the parts of a block follow each other."""
-    small, (bn, bk) = check_block_shape(block_shape), index.block_shape
+    small, (bn, bk) = pattern_block_shape(block_shape), index.block_shape
     if bn % small[0] or bk % small[1]:
         raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
     rows, cols = block_indices(index)
@@ -91,12 +97,14 @@ def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
     across = torch.arange(bk // small[1], device=rows.device)
     rows = rows[:, None, None] * len(down) + down[:, None]
     cols = cols[:, None, None] * len(across) + across
+    check_whole_blocks("a pattern in smaller blocks", index.shape, index.block_shape)
     numbers = (rows * (index.shape[1] // small[1]) + cols).flatten()
     return index_of(numbers, index._replace(block_shape=small))
 
 
-def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
+    array = shared(name, array)
     if isinstance(array, Tensor):
         check_content(name, array)
     given = torch.as_tensor(array, device="cpu")
@@ -178,9 +186,8 @@ class PatternView:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(R, C): block rows and block columns of the weight."""
-        (out_features, in_features), (bn, bk) = self.shape, self.block_shape
-        return out_features // bn, in_features // bk
+        """(R, C): block rows and block columns of the weight, of which the last may reach out of it."""
+        return grid_of(self.shape, self.block_shape)
 
     @property
     def nnz(self) -> int:
@@ -223,10 +230,28 @@ class PatternView:
         mask[self.block_indices()] = True
         return mask
 
+    def waste(self, mask: Array) -> float:
+        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
+
+        Raises:
+            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
+        """
+        wanted = check_matrix("mask", mask) != 0
+        if wanted.shape != self.shape:
+            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
+        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
+        kept = counts[self.to_block_mask().to(counts.device)]
+        if int(kept.sum()) != int(counts.sum()):
+            raise InvalidArgumentError(
+                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
+            )
+        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
+
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
-        bn, bk = self.block_shape
-        return self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
+        (rows, cols), (bn, bk) = self.shape, self.block_shape
+        mask = self.to_block_mask().repeat_interleave(bn, 0).repeat_interleave(bk, 1)
+        return mask[:rows, :cols].contiguous()
 
     def __eq__(self, other: object) -> bool:
         """Return True for the same shapes and the same blocks at the same slots, on any devices."""
@@ -259,17 +284,19 @@ class BlockPattern(PatternView):
     ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
     rows, empty columns and patterns without any block are legal.
 
+    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
+    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
+
     A pattern is these three tensors, on any device. The constructor copies and validates them once.
     `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
     graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
     and copy it there if it lies elsewhere.
 
     Args:
-        crow_indices: [R + 1] integers, tensor or sequence.
+        crow_indices: [R + 1] integers: a tensor, an array of another library, or a sequence.
         col_indices: [nnz] integers.
-        shape: (out_features, in_features), multiples of the block shape.
-        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 16, 32, 64 or 128; or one
-            number for both.
+        shape: (out_features, in_features).
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
         slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
         device: device of the pattern; None is the device of ``col_indices``.
 
@@ -280,12 +307,12 @@ class BlockPattern(PatternView):
 
     def __init__(
         self,
-        crow_indices: Tensor | Sequence[int],
-        col_indices: Tensor | Sequence[int],
+        crow_indices: Array | Sequence[int],
+        col_indices: Array | Sequence[int],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
-        slot: Tensor | Sequence[int] | None = None,
+        slot: Array | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
@@ -328,7 +355,7 @@ class BlockPattern(PatternView):
         columns as possible. Every block is equally likely to be kept.
 
         Args:
-            shape: (out_features, in_features), multiples of the block shape.
+            shape: (out_features, in_features).
             block_shape: (bn, bk), or one number for both.
             density: kept fraction; round(density * R * C) blocks are drawn.
             nnz: number of blocks, instead of a density.
@@ -348,7 +375,7 @@ class BlockPattern(PatternView):
                 ``cover`` is not a bool.
         """
         refuse_fakes("a pattern")
-        shape, block_shape, grid = check_shapes(shape, block_shape)
+        shape, block_shape, grid = pattern_shapes(shape, block_shape)
         chosen = random_blocks(grid, parts, density, nnz, cover, generator)
         return cls._from_sorted(chosen, shape, block_shape, device=device)
 
@@ -357,13 +384,13 @@ class BlockPattern(PatternView):
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
         """Keep every block; see the class for the arguments."""
-        shape, block_shape, grid = check_shapes(shape, block_shape)
+        shape, block_shape, grid = pattern_shapes(shape, block_shape)
         return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
     def from_blocks(
         cls,
-        blocks: Tensor | Sequence[tuple[int, int]],
+        blocks: Array | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -372,32 +399,47 @@ class BlockPattern(PatternView):
 
         Args:
             blocks: [nnz, 2] integers or a list of (block row, block column).
-            shape: (out_features, in_features), multiples of the block shape.
+            shape: (out_features, in_features).
             block_shape: (bn, bk), or one number for both.
 
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        shape, block_shape, grid = check_shapes(shape, block_shape)
-        chosen, slot = listed_blocks(blocks, grid)
-        device = blocks.device if isinstance(blocks, Tensor) else None
+        listed: Tensor | Sequence[tuple[int, int]] = shared("blocks", blocks)
+        shape, block_shape, grid = pattern_shapes(shape, block_shape)
+        chosen, slot = listed_blocks(listed, grid)
+        device = listed.device if isinstance(listed, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
-    def from_block_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block."""
-        check_matrix("mask", mask)
-        bn, bk = check_block_shape(block_shape)
-        shape = (mask.shape[0] * bn, mask.shape[1] * bk)
+    def from_block_mask(
+        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+    ) -> BlockPattern:
+        """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
+
+        ``shape`` is that of the weight, where blocks do not divide it.
+        """
+        mask = check_matrix("mask", mask)
+        shape, block_shape = shape_of_grid("mask", mask, block_shape, shape)
         chosen = mask.detach().cpu().reshape(-1).nonzero().reshape(-1)
-        return cls._from_sorted(chosen, shape, (bn, bk), device=mask.device)
+        return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
-        check_matrix("mask", mask)
-        block_shape = check_shapes(mask.shape, block_shape)[1]
-        return cls.from_block_mask(blocks_of(mask != 0, block_shape).any(-1).any(-1), block_shape=block_shape)
+    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
+
+        Args:
+            mask: the elements to cover; `waste` says how much of the blocks is none of them.
+            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
+                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
+                the mask.
+        """
+        mask = check_matrix("mask", mask) != 0
+        if block_shape is None:
+            block_shape = _best_block_shape(mask)
+        shape, block_shape, _ = pattern_shapes(mask.shape, block_shape)
+        kept = blocks_of(mask, block_shape).any(-1).any(-1)
+        return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
@@ -431,29 +473,30 @@ class BlockPattern(PatternView):
     @classmethod
     def from_scores(
         cls,
-        scores: Tensor,
+        scores: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
+        shape: Sequence[int] | None = None,
     ) -> BlockPattern:
         """Keep the blocks with the highest scores [R, C]; the first in row order wins a tie.
 
-        ``density``, ``nnz`` and ``parts`` are those of `random`.
+        ``density``, ``nnz`` and ``parts`` are those of `random`, ``shape`` that of `from_block_mask`.
 
         Raises:
             InvalidArgumentError: as in `random`, or a score is NaN.
         """
-        check_matrix("scores", scores)
-        bn, bk = check_block_shape(block_shape)
-        chosen, shape = best_blocks(scores, parts, density, nnz), (scores.shape[0] * bn, scores.shape[1] * bk)
-        return cls._from_sorted(chosen, shape, (bn, bk), device=scores.device)
+        scores = check_matrix("scores", scores)
+        shape, block_shape = shape_of_grid("scores", scores, block_shape, shape)
+        chosen = best_blocks(scores, parts, density, nnz)
+        return cls._from_sorted(chosen, shape, block_shape, device=scores.device)
 
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -467,10 +510,12 @@ class BlockPattern(PatternView):
         Raises:
             InvalidArgumentError: as in `random`, or a norm is NaN.
         """
-        check_matrix("dense", dense)
-        block_shape = check_shapes(dense.shape, block_shape)[1]
+        dense = check_matrix("dense", dense)
+        shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
         scores = block_norms(dense, block_shape)
-        return cls.from_scores(scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts)
+        return cls.from_scores(
+            scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts, shape=shape
+        )
 
     @classmethod
     def _from_sorted(
@@ -482,7 +527,7 @@ class BlockPattern(PatternView):
         device: Device = None,
     ) -> BlockPattern:
         """Make a pattern of ascending block numbers row * C + col on the host."""
-        rows, cols = shape[0] // block_shape[0], shape[1] // block_shape[1]
+        rows, cols = grid_of(shape, block_shape)
         crow = torch.zeros(rows + 1, dtype=torch.int64, device="cpu")
         crow[1:] = torch.bincount(chosen // cols, minlength=rows).cumsum(0)
         return cls(
@@ -600,13 +645,52 @@ def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: A
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
 
 
-def check_matrix(name: str, matrix: Tensor) -> None:
-    """Refuse a tensor that is not a dense matrix with content."""
+# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
+BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
+
+
+def _best_block_shape(mask: Tensor) -> tuple[int, int]:
+    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
+    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
+    of_rows, of_cols = (
+        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
+    )
+    costs = {
+        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
+        * BLOCK_COSTS[min(rows, cols)]
+        for rows in of_rows
+        for cols in of_cols
+    }
+    return min(costs, key=lambda shape: costs[shape])
+
+
+def shape_of_grid(
+    name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shape of a weight with a number for each block, if not given of whole blocks, and theirs."""
+    bn, bk = pattern_block_shape(block_shape)
+    rows, cols = grid.shape
+    given = (rows * bn, cols * bk) if shape is None else shape
+    checked, sides, wanted = pattern_shapes(given, (bn, bk))
+    if wanted != (rows, cols):
+        raise InvalidArgumentError(
+            f"{name} must have a number for each of the {wanted[0]} x {wanted[1]} blocks of shape, "
+            f"got {tuple(grid.shape)}"
+        )
+    return checked, sides
+
+
+def check_matrix(name: str, given: Array) -> Tensor:
+    """Return a dense matrix with content; refuse anything else."""
+    matrix: Tensor = shared(name, given)
+    if not isinstance(matrix, Tensor):
+        raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
     if matrix.dim() != 2 or matrix.layout != torch.strided:
         raise InvalidArgumentError(
             f"{name} must be a dense 2-D tensor, got shape {tuple(matrix.shape)}, {matrix.layout}"
         )
     check_content(name, matrix)
+    return matrix
 
 
 def listed_blocks(blocks: Tensor | Sequence[tuple[int, int]], grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -705,7 +789,8 @@ def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any
             f"block_shape must be given for a scipy matrix of format {matrix.format!r}"
         )
     if block_shape is not None:
-        block_shape = check_shapes(matrix.shape, block_shape)[1]
+        shape, block_shape, _ = pattern_shapes(matrix.shape, block_shape)
+        check_whole_blocks("matrix", shape, block_shape)
     matrix = matrix.tobsr(blocksize=block_shape, copy=True)
     matrix.sum_duplicates()
     matrix.sort_indices()
@@ -768,6 +853,18 @@ def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | Non
     order = torch.randperm(size, generator=generator, device="cpu")
     others = torch.ones(size, dtype=torch.bool, device="cpu").index_fill_(0, first, False)
     return torch.cat((first, order[others[order]]))[:kept]
+
+
+@torch.no_grad()
+def zero_outside_(values: Tensor, pattern: PatternView) -> Tensor:
+    """Write zeros to the parts of blocks [nnz, bn, bk] that lie outside of the weight."""
+    if is_ragged(pattern.shape, pattern.block_shape):
+        for side, places in enumerate(pattern.block_indices()):
+            block, size = pattern.block_shape[side], pattern.shape[side]
+            within = torch.arange(block, device=values.device)
+            outside = places.to(values.device)[:, None] * block + within >= size
+            values.masked_fill_(outside.unsqueeze(2 - side), 0)
+    return values
 
 
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:

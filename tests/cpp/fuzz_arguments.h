@@ -217,7 +217,7 @@ inline ts_matmul_desc some_product(const ts_pattern& pattern, bool followed) {
         if (values.dtype != TS_DTYPE_DEFAULT)
             values.granularity = static_cast<int32_t>(draw(TS_SCALES_PER_BLOCK, TS_SCALES_PER_ROW));
     }
-    const bool quantizes = desc.op == TS_DDS_NT && chance(grouped ? 3 : 20);
+    const bool quantizes = desc.op == TS_DDS_NT && chance(20);
     if (quantizes) {
         desc.x.dtype = static_cast<int32_t>(draw(TS_INT8, TS_FLOAT8_E4M3FN));
         desc.x.granularity = TS_SCALES_PER_TOKEN;

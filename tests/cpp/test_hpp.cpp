@@ -279,7 +279,7 @@ void test_patterns() {
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "mask must have 6 entries for this shape, got 5",
                                      [&] { ts::Pattern::from_mask(mask, {kOut, kIn}, {kRows, kCols}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
-                                     "block_shape must have sides of 16, 32, 64 or 128, got (0, 32)",
+                                     "block_shape must have sides of 2 to 128, got (0, 32)",
                                      [] { ts::Pattern::from_mask({1}, {32, 32}, {0, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT,
                                      "shape must have sides of 0 to 2147483647, got (-16, 32)",
@@ -351,6 +351,7 @@ void test_refusals() {
     throws<ts::UnsupportedError>(TS_UNSUPPORTED, "", [] { ts::check(TS_UNSUPPORTED); });
     throws<ts::CudaError>(TS_CUDA_ERROR, "", [] { ts::check(TS_CUDA_ERROR); });
     throws<ts::OutOfMemoryError>(TS_OUT_OF_MEMORY, "", [] { ts::check(TS_OUT_OF_MEMORY); });
+    throws<ts::StalePlanError>(TS_STALE_PLAN, "", [] { ts::check(TS_STALE_PLAN); });
     throws<ts::InternalError>(TS_INTERNAL_ERROR, "", [] { ts::check(TS_INTERNAL_ERROR); });
     throws<ts::NoDeviceError>(TS_NO_DEVICE, "", [] { ts::check(TS_NO_DEVICE); });
 }

@@ -79,11 +79,16 @@ struct Stub {
 
 
 def copy_sources(target: Path) -> None:
-    """Copy the files that CMake reads, and add an architecture."""
+    """Copy the files that CMake reads, and add an architecture.
+
+    The copy is for a processor that nothing is known of: the kernels of x86 take most of the time to compile.
+    """
     for name in ("CMakeLists.txt", "cmake", "cpp", "cuda", "third_party/cutlass/CMakeLists.txt"):
         source = ROOT / name
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target / name)
+    for file in (target / "cpp/src/cpu").iterdir():
+        file.write_text(file.read_text().replace("#ifdef __x86_64__", "#if 0"))
     folder = target / "cuda" / "sm86"
     folder.mkdir()
     for name, text in {"tiles.def": TILES, "stub.cuh": STUB}.items():
@@ -101,7 +106,9 @@ def build(sources: Path) -> None:
         "TILESPARSE_ARCHITECTURES": 86,
         "CUTLASS_DIR": sources / "cutlass",
         "CMAKE_CUDA_COMPILER": NVCC,
-        "CMAKE_BUILD_TYPE": "Debug",  # which compiles sooner
+        "CMAKE_BUILD_TYPE": "Debug",  # which compiles sooner, and soonest so:
+        "CMAKE_CXX_FLAGS_DEBUG": "-O0",
+        "CMAKE_CUDA_FLAGS_DEBUG": "-Xcicc -O0 -Xptxas -O0",
     }
     definitions = (f"-D{name}={value}" for name, value in options.items())
     run("cmake", "-G", "Ninja", "-S", sources, "-B", folder, *definitions)
@@ -148,7 +155,9 @@ def test_releases_have_native_code_for_every_gpu_that_has_a_name() -> None:
     assert (
         'CMAKE_ARGS = "-DTILESPARSE_CUDA=ON -DTILESPARSE_NATIVE=all"' in (ROOT / "pyproject.toml").read_text()
     )
-    checked = ",".join(sorted({*native, *(number for number, _ in own)}, key=int))
+    float8 = re.findall(r"code=\[compute_(\d+),sm_\1\]", listed)
+    assert float8 == ["89"]
+    checked = ",".join(sorted({*native, *float8, *(number for number, _ in own)}, key=int))
     for path in ("tools/release.sh", ".github/workflows/release.yml"):
         assert re.search(rf"gpus[= ]{checked}\b", (ROOT / path).read_text()), path
     codes = [(int(number), False) for number in native] + [(int(number), bool(a)) for number, a in own]

@@ -29,11 +29,11 @@ def pattern_of(**changes: Any) -> BlockPattern:
 
 
 SHAPES: list[tuple[str, Any, str]] = [
-    *(("shape", shape, "out_features") for shape in ((40, 64), (0, 64), (-48, 64))),
-    *(("shape", shape, "in_features") for shape in ((48, 63), (48, 2**31))),
+    *(("shape", shape, "out_features") for shape in ((4.0, 64), (0, 64), (-48, 64))),
+    *(("shape", shape, "in_features") for shape in ((48, True), (48, 2**31))),
     *(("shape", shape, "shape") for shape in ((48,), (48, 64, 64))),
-    *(("block_shape", sizes, "block_shape") for sizes in ((16, 24), (256, 16), (16,), (0, 16))),
-    *(("block_shape", sizes, f"block_shape.*{sizes}") for sizes in (24, 16.0, True, "16")),
+    *(("block_shape", sizes, "block_shape") for sizes in ((16, 1), (256, 16), (16,), (0, 16))),
+    *(("block_shape", sizes, f"block_shape.*{sizes}") for sizes in (129, 16.0, True, "16")),
 ]
 ARRAYS: list[tuple[str, Any, str]] = [
     ("crow_indices", [0, 2, 3], "4 entries"),
@@ -80,17 +80,20 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: BlockPattern.from_blocks([(1, 1), (0, 0), (1, 1)], **OF_SHAPE), r"blocks.*\(1, 1\).*twice"),
     (lambda: BlockPattern.from_blocks(torch.ones(2, 3).long(), **OF_SHAPE), "blocks"),
     (lambda: BlockPattern.from_blocks(torch.ones(2, 2), **OF_SHAPE), "blocks.*float32"),
-    (lambda: BlockPattern.from_mask(torch.ones(48, 63), **IN_BLOCKS), "in_features.*63"),
+    (
+        lambda: BlockPattern.from_block_mask(torch.ones(3, 2), **IN_BLOCKS, shape=(48, 65)),
+        "mask.*3 x 3.*3, 2",
+    ),
     (lambda: BlockPattern.from_mask(torch.ones(48), **IN_BLOCKS), "mask"),
     (lambda: BlockPattern.from_block_mask(torch.ones(3), **IN_BLOCKS), "mask"),
     (lambda: BlockPattern.from_block_mask(torch.ones(0, 3), **IN_BLOCKS), "out_features"),
     (lambda: BlockPattern.from_scores(torch.ones(6), **IN_BLOCKS, nnz=1), "scores"),
     (lambda: BlockPattern.from_scores(torch.tensor([[math.nan, 1]]), **IN_BLOCKS, nnz=1), "scores.*NaN"),
-    (lambda: BlockPattern.from_dense(torch.ones(48, 60), **IN_BLOCKS, nnz=1), "in_features"),
+    (lambda: BlockPattern.from_scores(torch.ones(3, 2), **IN_BLOCKS, nnz=1, shape=(49, 64)), "scores.*4 x 2"),
     (lambda: BlockPattern.from_bsr(torch.ones(48, 64)), "matrix"),
-    (lambda: BlockPattern.from_bsr(torch.ones(48, 64).to_sparse_bsr((8, 32))), "block_shape.*8"),
+    (lambda: BlockPattern.from_bsr(torch.ones(48, 64).to_sparse_bsr((1, 32))), "block_shape.*1"),
     (lambda: BlockPattern.from_scipy(scipy.sparse.csr_array((48, 64))), "block_shape"),
-    (lambda: BlockPattern.from_scipy(scipy.sparse.csr_array((48, 60)), **IN_BLOCKS), "in_features"),
+    (lambda: BlockPattern.from_scipy(scipy.sparse.csr_array((48, 60)), **IN_BLOCKS), "matrix.*divide.*60"),
     (lambda: pattern_of().update_(BlockPattern.full((48, 64), block_shape=(16, 16))), "other"),
     (lambda: pattern_of().update_(BlockPattern.full((64, 64), block_shape=(16, 32))), "other"),
 ]
@@ -290,9 +293,9 @@ BAD_PATTERNS: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
     ("col_indices", lambda col: col.float(), InvalidPatternError, "col_indices.*int32.*float32"),
     ("slot", lambda slot: slot[1:], InvalidPatternError, "slot.*entries"),
     ("slot", lambda slot: torch.stack([slot, slot], 1)[:, 0], InvalidPatternError, "slot.*contiguous"),
-    ("shape", lambda shape: (40, 128), InvalidArgumentError, "out_features.*multiple.*16.*40"),
+    ("shape", lambda shape: (0, 128), InvalidArgumentError, "out_features.*positive.*0"),
     ("shape", lambda shape: (64, 128), InvalidPatternError, "crow_indices.*5 entries"),
-    ("block_shape", lambda block_shape: (16, 24), InvalidArgumentError, "block_shape.*24"),
+    ("block_shape", lambda block_shape: (16, 1), InvalidArgumentError, "block_shape.*1"),
 ]
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from test_docs import executed
 from torch import nn
 
-from tilesparse import BlockSparseLinear
+from tilesparse import BlockSparseLinear, prune_
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import InvalidArgumentError, TuneFileError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.prune import allocate, erk, measure_errors, prune_
+from tilesparse.prune import allocate, erk, measure_errors
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve
 from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers

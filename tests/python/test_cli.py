@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilesparse import _C, _progress
+from tilesparse import _C, _reports
 from tilesparse.cli import command as cli
 from tilesparse.cli import demo, info
 from tilesparse.tuning import Device, Product, choose
@@ -181,7 +181,7 @@ def test_bench_computes_the_same_on_all_sides(op: str) -> None:
     [
         ([], "required"),
         (["train"], "invalid choice"),
-        (["info", "--block", "24"], "24 is not a block such as 32 or 32x64, of sizes 16, 32, 64, 128"),
+        (["info", "--block", "1"], "1 is not a block such as 32 or 32x64, with sides of 2 to 128"),
         (["info", "--block", "32x"], "32x is"),
         (["info", "--block", "square"], "square is not a block"),
         (["info", "--density", "1.5"], "1.5 is not a number between 0 and 1"),
@@ -325,15 +325,15 @@ def test_progress_says_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
-    progress = _progress.Progress(8)
+    monkeypatch.setattr(_reports.time, "monotonic", lambda: now[0])
+    progress = _reports.Progress(8)
     progress.skip(2)  # done by an earlier run
     now[0] = 40.0
     progress.show(4, "layers pruned")
     now[0] = 80.0
     progress.show(8, "layers pruned")
     assert capsys.readouterr().err == "4/8  layers pruned, about 1 min left\n8/8  layers pruned\n"
-    assert [_progress.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
+    assert [_reports.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
         *("1 s", "59 s", "1 min", "1 h 0 min", "2 h 10 min")
     ]
 
@@ -342,8 +342,8 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(_progress, "SECONDS", 0)
-    progress = _progress.Progress(4)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
+    progress = _reports.Progress(4)
     progress.skip(1)
     progress.show(3, "layers pruned")
     progress.show(4, "layers pruned")
@@ -354,11 +354,11 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_lines_of_progress_can_be_silenced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_progress, "SECONDS", 0)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
     logger = logging.getLogger("tilesparse")
     said = []
     for level in (logging.WARNING, logging.INFO):
         logger.setLevel(level)
-        _progress.Progress(2).show(1, "layers pruned")
+        _reports.Progress(2).show(1, "layers pruned")
         said.append(capsys.readouterr().err)
     assert said[0] == "" and said[1].startswith("1/2  layers pruned, about ")

@@ -243,6 +243,37 @@ def test_single_matrices(kind: str, tmp_path: Path) -> None:
     assert torch.equal(dense, weight)
 
 
+@pytest.mark.parametrize("name", ["m.npz", "m.mtx"])
+@pytest.mark.parametrize("kind", ["short", "flipped", "empty", "text"])
+def test_damaged_matrices_are_named(kind: str, name: str, tmp_path: Path) -> None:
+    path, matrix = tmp_path / name, scipy.sparse.bsr_array(W.double().numpy(), blocksize=(64, 64))
+    if path.suffix == ".npz":
+        scipy.sparse.save_npz(path, matrix)
+    else:
+        scipy.io.mmwrite(path, matrix.tocoo())
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 8] = data[middle : middle + 8] if kind != "flipped" else b"\xff" * 8
+    contents = {"short": bytes(data[:middle]), "empty": b"", "text": b"no matrix"}
+    path.write_bytes(contents.get(kind, bytes(data)))
+    with pytest.raises(ts.errors.CheckpointError, match=f"{name}: cannot be read"):
+        convert(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "error", "text"),
+    [(1j, 64, "CheckpointError", "complex128, must be"), (1.0, 1 << 20, "UnsupportedError", "from_scipy")],
+)
+def test_matrices_that_are_no_weights_are_refused(
+    value: complex, size: int, error: str, text: str, tmp_path: Path
+) -> None:
+    matrix = scipy.sparse.coo_array(([value], ([0], [0])), shape=(size, size))
+    scipy.sparse.save_npz(tmp_path / "m.npz", matrix)
+    with pytest.raises(getattr(ts.errors, error), match=text):
+        convert(tmp_path / "m.npz", None)
+
+
 def damaged(change: Callable[[dict[str, Tensor]], object], kind: str, tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     shutil.copytree(DATA / kind, folder)

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilesparse import BlockSparseLinear
-from tilesparse._runtime import agreement, pattern_cache
+from tilesparse._runtime import pattern_cache
 from tilesparse.distributed import synchronize_patterns
 from tilesparse.errors import UnsupportedError, UnsynchronizedPatternError
+from tilesparse.nn import origin
 from tilesparse.nn.weight import layer_index
 from tilesparse.train import MaskSchedule
 
@@ -196,7 +197,7 @@ def broadcast_by_hand(rank: int) -> None:
 def of_a_silent_process(rank: int) -> None:
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "PATIENCE", datetime.timedelta(seconds=0.5))
+            patch.setattr(origin, "PATIENCE", datetime.timedelta(seconds=0.5))
             with pytest.raises(UnsynchronizedPatternError, match=r"processes \[1\] have not said"):
                 train(make(rank))
     dist.barrier()

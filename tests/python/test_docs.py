@@ -120,6 +120,19 @@ def test_the_page_on_grouped_products_runs(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(names["y"].detach().double(), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_the_page_on_block_matrices_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax", reason="tilesparse.jax needs JAX")
+    with jax.default_device(jax.devices("cpu")[0]):
+        names = executed("block-matrices.md")
+    operator = (names["identity"] - 0.1 * names["laplacian"]).toarray()
+    x = torch.from_numpy(names["x"])
+    exact = torch.from_numpy(operator) @ x
+    torch.testing.assert_close(names["y"], exact)
+    torch.testing.assert_close(torch.tensor(names["v"].tolist(), dtype=torch.float64), exact)
+    u = torch.tensor(names["u"].tolist(), dtype=torch.float64)
+    torch.testing.assert_close(torch.from_numpy(operator) @ u, x, atol=1e-8, rtol=0)
+
+
 @pytest.mark.parametrize(
     "page",
     [

@@ -162,6 +162,26 @@ def test_every_product_of_two_numbers_of_float8(row: Row) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    "row",
+    [row for row in of_results(ROWS_OF_FLOAT8, torch.float32) if row.capability == 80],
+    ids=str,
+    indirect=True,
+)
+def test_long_sums_of_positive_numbers_of_float8(row: Row) -> None:
+    """What tensor cores cut off of sums adds up where all products have one sign."""
+    for block_shape in accepted_shapes(row)[-1:]:
+        problem = Problem(make_pattern("full", (2, 16384 // block_shape[1]), block_shape), 130)
+        operands = Operands(row, problem)
+        for factor in (operands.x, operands.values):
+            factor.copy_(factor.float().abs())
+        for scales in (operands.x_scales, operands.scales):
+            scales.fill_(1)
+        expected = integer_sums(operands, problem)
+        found = computed(row, problem, operands).double()
+        assert (found / expected - 1).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("row", ROWS_OF_8_BITS, ids=str, indirect=True)
 def test_a_token_whose_scale_is_nan_spoils_itself_alone(row: Row) -> None:
     name = "full" if row.scales_inside else "random 50%"  # what has no blocks has no scales of x either

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from zoo import ZOO
 
 import tilesparse as ts
+from tilesparse import prune_
 from tilesparse.calibrate.moments import Moments
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.experts import ExpertsLinear, projections_of
-from tilesparse.prune import allocate, measure_errors, prune_
+from tilesparse.nn.weight import INDEX_NAMES, dense_blocks
+from tilesparse.prune import allocate, measure_errors
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss"]
 SIZES = {
@@ -175,6 +178,108 @@ def test_they_compute_with_the_kept_weights_alone(block: int, nm: Any, storage: 
         assert float((kept[f"{sparse.up_name}_proj"] == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
+EIGHT = ["int8", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", *ALONE])
+@pytest.mark.parametrize("storage", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_8_bit_activations_are_those_of_each_expert_alone(device: str, storage: str, kind: str) -> None:
+    """Each projection has the bits of layers of one expert each; gradients pass by the rounding of x."""
+    options: Any = {"block_shape": 32, "storage": storage, "activations": storage}
+    sparse = sparse_experts(kind, **options).to(device)
+    assert "activations=" in repr(sparse)
+    x, *routing = (one.to(device) for one in routed(dense_experts(kind), torch.float32, 300))
+    counts = [70, 0, 100, 130]
+    offsets = torch.tensor([0, 70, 70, 170, 300], dtype=torch.int32, device=device)
+    for layer in sparse.projections().values():
+        tokens = torch.randn(300, layer.in_features, generator=seeded(4)).to(device).requires_grad_()
+        y, dense = layer(tokens, offsets), dense_blocks(layer)
+        weight = ts.BlockSparseMatrix(dense, layer.pattern).to_dense().view(4, -1, layer.in_features)
+        alone = [part_of(layer, expert) for expert in range(4)]
+        for own, part, rows in zip(alone, tokens.split(counts), y.split(counts), strict=True):
+            if device == "cpu" or storage == "int8":
+                assert torch.equal(own(part) if len(part) else rows, rows)
+        slope = torch.randn(y.shape, generator=seeded(5)).to(device)
+        (gradient,) = torch.autograd.grad(y, tokens, slope)
+        wanted = torch.cat([dy @ w for dy, w in zip(slope.split(counts), weight, strict=True)])
+        close(gradient, wanted, 1e-4 if device == "cpu" else 5e-3)
+    y, exact = sparse(x, *routing), copy.deepcopy(sparse)
+    for layer in exact.projections().values():
+        layer.to_storage("plain")
+    expected = exact(x, *routing)
+    assert 0 < float((y - expected).detach().norm() / expected.detach().norm()) < 0.08
+
+
+@pytest.mark.parametrize("storage", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_quantized_once_and_not_each_of_their_rows(device: str, storage: str) -> None:
+    """With the bits of an `up` that quantizes rows, as one that somebody looks at does."""
+    options: Any = {"block_shape": 32, "storage": storage, "activations": storage}
+    sparse = sparse_experts("gpt_oss", **options).to(device)
+    x, index, weights = (one.to(device) for one in routed(dense_experts("gpt_oss"), torch.float32, 90))
+    index[::7, 1], x[4] = sparse.num_experts, torch.inf
+    index[4, 1], weights[4] = 0, 0.5
+    with torch.no_grad():
+        y = sparse(x, index, weights)
+        seen: list[Tensor] = []
+        up = sparse.projections()[sparse.up_name]
+        hook = up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        expected = sparse(x, index, weights)
+        hook.remove()
+        assert torch.equal(y[5:], expected[5:]) and not y[4].isfinite().any() and y[5:].isfinite().all()
+        assert seen[0].shape == (180, x.shape[1]) and seen[0][5:].isfinite().any()
+        torch._dynamo.reset()
+        compiled = torch.compile(sparse, fullgraph=True, dynamic=True)(x, index, weights)
+        close(compiled[5:], y[5:])
+    with torch.autocast(device, torch.bfloat16):
+        assert 0 < float((sparse(x, index, weights)[5:] - y[5:]).detach().abs().max()) < 0.1
+    recorded = sparse(x[5:].clone().requires_grad_(), index[5:], weights[5:])
+    assert torch.equal(recorded, y[5:]) and recorded.requires_grad
+
+
+def part_of(layer: ExpertsLinear, expert: int) -> ts.BlockSparseLinear:
+    """Return a layer of one expert, on as many bits."""
+    rows = layer.pattern.grid[0] // layer.experts
+    mask = layer.pattern.to_block_mask()[expert * rows : (expert + 1) * rows]
+    pattern = ts.BlockPattern.from_block_mask(mask, block_shape=layer.block_shape)
+    of_rows, columns = layer.pattern.block_indices()
+    numbers = of_rows * layer.pattern.grid[1] + columns
+    slots = (of_rows // rows == expert).nonzero().flatten()
+    features = slice(expert * rows * layer.block_shape[0], (expert + 1) * rows * layer.block_shape[0])
+    assert layer.scales is not None
+    tensors = {
+        "weight": layer.weight[slots[numbers[slots].argsort()]],
+        "scales": layer.scales[features],
+        **({} if layer.bias is None else {"bias": layer.bias[features]}),
+        **{name: getattr(pattern, name) for name in INDEX_NAMES},
+    }
+    spec = replace(layer.spec, experts=None, shape=pattern.shape, nnz=pattern.nnz)
+    own = ts.BlockSparseLinear.from_state(spec, tensors)
+    assert isinstance(own, ts.BlockSparseLinear)
+    return own
+
+
+@pytest.mark.parametrize("storage", EIGHT)
+def test_8_bit_activations_are_set_and_unset(storage: str) -> None:
+    layer = ExpertsLinear(64, 4 * 64, experts=4, block_shape=32, storage=storage, activations=storage)
+    assert layer.scales is not None and layer.scales.shape == (4 * 64,)
+    plain = dense_blocks(layer)
+    for there in ({"activations": None}, {"activations": storage}, {"storage": "plain"}):
+        layer.to_storage(**{"storage": storage, **there})
+        assert layer.activations == there.get("activations")
+        close(dense_blocks(layer), plain, 0.05)
+    again = ExpertsLinear.from_spec(layer.to_storage(storage, activations=storage).spec)
+    again.load_state_dict(layer.state_dict())
+    x, offsets = torch.randn(9, 64), torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
+    for other in (again, copy.deepcopy(layer)):
+        assert torch.equal(other(x, offsets), layer(x, offsets))
+    joined = ExpertsLinear.from_layers([part_of(layer, expert) for expert in range(4)])
+    assert joined.activations == storage and torch.equal(joined(x, offsets), layer(x, offsets))
+    with pytest.raises(RuntimeError, match="scales must be"):
+        again.to_storage(storage).load_state_dict(layer.state_dict())
+
+
 @pytest.mark.parametrize("none", [4, 5, -1, -4, 2**40])
 def test_an_index_that_is_none_of_an_expert_stands_for_none(none: int) -> None:
     """As num_experts does in Transformers: also where an expert would overflow, and in gradients."""
@@ -315,8 +420,9 @@ def test_what_needs_one_weight_for_all_tokens_is_refused() -> None:
             call()
     with pytest.raises(InvalidArgumentError, match="policy must be 'sparse' with experts"):
         layer.policy = "auto"
-    with pytest.raises(InvalidArgumentError, match="activations must be None with experts"):
-        layer.to_storage("int8", activations="int8")
+    of_blocks = ExpertsLinear(128, 4 * 128, experts=4, block_shape=128, density=1)
+    with pytest.raises(InvalidArgumentError, match="granularity must be 'feature' with experts"):
+        of_blocks.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
     with pytest.raises(InvalidArgumentError, match="down must have"):
         ts.BlockSparseExperts(layer, layer)
     with pytest.raises(InvalidArgumentError, match="experts must divide"):
@@ -463,13 +569,16 @@ def test_experts_of_a_projection_that_is_not_named_keep_their_blocks() -> None:
         assert torch.equal(experts.to_dense()["down_proj"], dense.get_submodule(name).down_proj)
 
 
-def test_an_expert_that_stays_dense_is_stored_as_the_others() -> None:
-    model = ZOO["mixtral"].make()
-    config = ts.BlockSparseConfig.w8a16(density=0.5, block_shape=BLOCK, granularity="block")
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_an_expert_that_stays_dense_is_stored_as_the_others(activations: str | None) -> None:
+    model, granularity = ZOO["mixtral"].make(), "feature" if activations else "block"
+    config = ts.BlockSparseConfig(0.5, BLOCK, None, "int8", granularity=granularity, activations=activations)
     prune_(model, {r".*experts\..*\.1$": None, "experts": config}, calibration("mixtral"))
     for experts in sparse_experts_of(model).values():
         for layer in experts.projections().values():
-            assert layer.density == 0.625 and layer.spec.granularity == "block"
+            assert layer.density == 0.625 and layer.spec.granularity == granularity
+            assert layer.activations == activations
+    assert model(**ZOO["mixtral"].batch(0)).logits.isfinite().all()
 
 
 def test_an_error_leaves_dense_experts_in_place() -> None:
@@ -488,7 +597,7 @@ def test_experts_are_reconstructed_and_distilled() -> None:
         return float((model(**batches[0]).logits - teacher(**batches[0]).logits).detach().norm())
 
     before = error()
-    ts.recover.reconstruct_(model, teacher, batches, epochs=8)
+    ts.reconstruct_(model, teacher, batches, epochs=8)
     middle = error()
     ts.distill_(model, teacher, batches * 5, lr=1e-4)
     assert error() < middle < before
@@ -523,66 +632,77 @@ RELOAD = """
 import sys, torch, tilesparse as ts, transformers
 sys.path.insert(0, {tests!r})
 from zoo import ZOO
-kind, how, path = sys.argv[1:]
-if how == "save":
-    model = ts.load(ZOO[kind].skeleton, path)
-else:
-    model = getattr(transformers, ZOO[kind].model).from_pretrained(path)
-assert any(isinstance(module, ts.BlockSparseExperts) for module in model.modules())
-torch.save((dict(model.state_dict()), model.eval()(**ZOO[kind].batch(0)).logits), path + "/out.pt")
+for path in sys.argv[1:]:
+    kind, how = path.rpartition("/")[2].split("-")[:2]
+    if how == "save":
+        model = ts.load(ZOO[kind].skeleton, path)
+    else:
+        model = getattr(transformers, ZOO[kind].model).from_pretrained(path)
+    assert any(isinstance(module, ts.BlockSparseExperts) for module in model.modules())
+    torch.save((dict(model.state_dict()), model.eval()(**ZOO[kind].batch(0)).logits), path + "/out.pt")
 """
 
 
-def comes_back(model: Any, kind: str, how: str, path: Path) -> None:
-    """Save a model, load it in a new process, and compare all bits."""
-    if how == "save":
-        ts.save(model, path, max_shard_size="100KB")
-    else:
-        model.save_pretrained(path, max_shard_size="100KB")
+def come_back(models: dict[str, Any], path: Path) -> None:
+    """Save models, load them in a new process, and compare all bits; names begin with "kind-how-"."""
+    for name, model in models.items():
+        if "-save-" in name:
+            ts.save(model, path / name, max_shard_size="100KB")
+        else:
+            model.save_pretrained(path / name, max_shard_size="100KB")
     script = RELOAD.format(tests=str(Path(__file__).parent))
-    subprocess.run([sys.executable, "-c", script, kind, how, str(path)], check=True)
-    state, logits = torch.load(path / "out.pt")
-    assert set(state) == set(model.state_dict())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert torch.equal(logits, model(**ZOO[kind].batch(0)).logits)
+    subprocess.run([sys.executable, "-c", script, *(str(path / name) for name in models)], check=True)
+    for own, model in models.items():
+        state, logits = torch.load(path / own / "out.pt")
+        assert set(state) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), (own, name)
+        assert torch.equal(logits, model(**ZOO[own.partition("-")[0]].batch(0)).logits), own
 
 
-SAVED = [
-    ("gpt_oss", "save"),
-    *((kind, "save_pretrained") for kind in ("gpt_oss", "granitemoe", "deepseek_v3")),
-]
+def test_checkpoints_come_back_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
+    names = (
+        "gpt_oss-save-",
+        *(f"{kind}-save_pretrained-" for kind in ("gpt_oss", "granitemoe", "deepseek_v3")),
+    )
+    models = {name: sparsified(name.partition("-")[0], also=".*self_attn") for name in names}
+    come_back(models, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "how"), SAVED)
-def test_checkpoints_come_back_bit_for_bit_in_a_new_process(kind: str, how: str, tmp_path: Path) -> None:
-    comes_back(sparsified(kind, also=".*self_attn"), kind, how, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("storage", "how"), [("int8", "save"), ("float8_e4m3fn", ""), ("int4", "save_pretrained")]
-)
-def test_experts_are_quantized_saved_and_loaded_in_a_new_process(
-    storage: str, how: str, tmp_path: Path
-) -> None:
+def quantized_experts(storage: str, activations: str | None = None) -> Any:
     kind = "qwen2_moe"
     model, batches = sparsified(kind, 1.0, 32, also="o_proj"), calibration(kind)
     expected = model(**batches[0]).logits
-    report = ts.quantize_(model, ts.BlockSparseConfig(storage=storage), batches)
+    config = ts.BlockSparseConfig(storage=storage, activations=activations)
+    report = ts.quantize_(model, config, batches)
     named = {layer.name: layer for layer in report.layers}
     for name, experts in sparse_experts_of(model).items():
         for own, layer in experts.projections().items():
-            assert layer.storage == storage and 0 < named[f"{name}.{own}"].error < 0.02
+            found = named[f"{name}.{own}"]
+            assert layer.storage == storage and 0 < found.error < 0.02
+            assert layer.activations == found.activations == activations
     quantized = model(**batches[0]).logits
     assert 0 < float((quantized - expected).norm() / expected.norm()) < 0.2
-    if how:
-        comes_back(model, kind, how, tmp_path)
+    return model
 
 
-@pytest.mark.parametrize("storage", ["int8", "int4"])
-def test_stored_experts_load_without_dense_weights(storage: str, tmp_path: Path) -> None:
+def test_experts_are_quantized_saved_and_loaded_in_a_new_process(tmp_path: Path) -> None:
+    quantized_experts("float8_e4m3fn")
+    models = {
+        "qwen2_moe-save-int8": quantized_experts("int8"),
+        "qwen2_moe-save_pretrained-int4": quantized_experts("int4"),
+        "qwen2_moe-save_pretrained-w8a8": quantized_experts("int8", "int8"),
+        "qwen2_moe-save-float8": quantized_experts("float8_e4m3fn", "float8_e4m3fn"),
+    }
+    come_back(models, tmp_path)
+
+
+@pytest.mark.parametrize(("storage", "activations"), [("int8", None), ("int4", None), ("int8", "int8")])
+def test_stored_experts_load_without_dense_weights(
+    storage: str, activations: str | None, tmp_path: Path
+) -> None:
     kind, batch = ZOO["mixtral"], ZOO["mixtral"].batch(0)
-    model = sparsified("mixtral", block=32, storage=storage)
+    model = sparsified("mixtral", block=32, storage=storage, activations=activations)
     ts.save(model, tmp_path)
     assert '"version": 3' in (tmp_path / "config.json").read_text()
     other = ts.load(kind.skeleton, tmp_path).eval()
@@ -602,7 +722,16 @@ def test_dense_experts_come_back() -> None:
 
 
 def test_what_does_not_know_experts_says_so() -> None:
-    model = sparsified("mixtral", block=32, also="o_proj")
-    report = ts.quantize_(copy.deepcopy(model), ts.BlockSparseConfig.w8a8(), calibration("mixtral"))
-    assert "no products with 8-bit activations" in str(report)
-    ts.prepare_for_inference_(copy.deepcopy(model))
+    model, policy = ZOO["mixtral"].make(), {"policy": "auto", "block_shape": BLOCK}
+    for config, reason in (
+        (ts.BlockSparseConfig(**policy), "policy must be 'sparse' with experts"),
+        (
+            ts.BlockSparseConfig.w8a8("float8_e4m3fn", block_shape=128, granularity="block"),
+            "granularity must",
+        ),
+    ):
+        report = ts.sparsify_(copy.deepcopy(model), {"experts": config}, strict=False)
+        assert any(reason in one.reason for one in report.skipped)
+    with pytest.raises(InvalidArgumentError, match="is an expert: policy must be"):
+        prune_(model, {"experts": ts.BlockSparseConfig(**policy)}, calibration("mixtral"))
+    ts.prepare_for_inference_(sparsified("mixtral", block=32, also="o_proj"))

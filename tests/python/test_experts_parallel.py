@@ -151,6 +151,7 @@ def storages(rank: int) -> None:
         {"storage": "int8"},
         {"storage": "float8_e4m3fn"},
         {"storage": "int4", "block_shape": 32},
+        {"storage": "int8", "activations": "int8"},
         {"nm": (2, 4), "block_shape": 32},
         {"nm": (2, 4), "storage": "compressed", "block_shape": 32},
     ):
@@ -158,7 +159,9 @@ def storages(rank: int) -> None:
             inputs = inputs_of("mixtral")
             expected = make("mixtral", **options)(*inputs)
             model = shared(make("mixtral", **options), style)
-            close(model(*inputs), expected)
+            # Each process quantizes its own features of what down multiplies.
+            own = "activations" in options and style == "features"
+            close(model(*inputs), expected, 3e-2 if own else None)
 
 
 def models_train_as_one(rank: int) -> None:

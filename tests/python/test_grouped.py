@@ -21,15 +21,20 @@ from helpers import (
     dense_weight,
     product_with_bound,
     randn,
+    random_mask,
     random_values,
     reference_of_bias,
+    rounded,
+    rounding_unit,
     seeded,
     shuffled,
     stored_values,
+    sums_unit,
 )
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, functional
+from tilesparse import _C, BlockPattern, functional, storage
+from tilesparse._checks import QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import known_kernels, use_kernel
 from tilesparse._runtime.pattern_cache import prepared
@@ -331,6 +336,166 @@ def test_storages(device: str, dtype: torch.dtype, routing: str, storage: str) -
         assert_product_close(grad, dy, weight)
 
 
+# ---- 8 bits of both factors ----
+
+EIGHT = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+def in_8_bits(case: Case, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Values and scales of features, and the weights [experts, out, in] in float64 that they stand for."""
+    values, scales = storage.quantize_weights(
+        case.values.detach(), EIGHT[name], granularity="feature", pattern=case.pattern
+    )
+    whole = dense_weight(values.cpu().double(), case.pattern) * scales.cpu().double()[:, None]
+    weights = whole.view(len(case.counts), -1, case.pattern.in_features)
+    return {"values": values, "scales": scales}, weights
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("routing", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_8_bits_match_float64_expert_by_expert(
+    device: str, name: str, dtype: torch.dtype, routing: str, fast: bool
+) -> None:
+    counts = COUNTS[routing]
+    case = Case(counts, dtype, device, *(((16, 16), (1, 2)) if len(counts) > 100 else ((32, 32), (3, 4))))
+    stored, weights = in_8_bits(case, name)
+    options: dict[str, Any] = {"offsets": case.offsets, "use_fast_accum": fast}
+    arguments = stored["values"], case.pattern, stored["scales"], case.bias
+    y = functional.quantized_linear(case.x, *arguments, **options)
+    x, of_x = (each.cpu().double() for each in functional.quantize_activations(case.x, EIGHT[name]))
+    x = x * of_x[:, None]
+    if device == "cuda" and case.tokens <= 64:
+        x = case.x.detach().cpu().double()  # which is multiplied as it is
+    exact, sizes = (
+        torch.cat([tokens @ weight.t() for tokens, weight in zip(left.split(counts), right, strict=True)])
+        for left, right in ((x, weights), (x.abs(), weights.abs()))
+    )
+    bias = case.bias.detach().cpu().double().repeat_interleave(torch.tensor(counts), 0)
+    unit = 2**-12 / 32 if device == "cuda" and name == "float8" else sums_unit(torch.float32)
+    bound = (case.pattern.in_features + 12) * unit * (sizes + bias.abs())
+    if device == "cuda" and case.tokens <= 64:  # by weights that are rounded to the dtype of x
+        bound = bound + 2 * rounding_unit(dtype) * sizes
+    assert_within(y, exact + bias, rounded(exact + bias, bound, dtype))
+    assert torch.equal(y, functional.quantized_linear(case.x, *arguments, **options))
+    (of_x,) = torch.autograd.grad(y, case.x, case.dy)
+    for grad, dy, weight in zip(of_x.split(counts), case.dy.split(counts), weights, strict=True):
+        expected, tolerance = product_with_bound(dy, weight, dtype)
+        tolerance = tolerance + 2 * rounding_unit(dtype) * (dy.cpu().double().abs() @ weight.abs())
+        assert_within(grad, expected, tolerance)
+
+
+@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_expert_has_the_bits_of_its_8_bit_product_alone(device: str, name: str) -> None:
+    """Of int8 on every device, whose sums are exact; of float8 where one kernel adds them."""
+    counts = [90, 0, 1, 170, 75]
+    case = Case(counts, torch.bfloat16, device, (32, 32))
+    stored, _ = in_8_bits(case, name)
+    scales, rows = stored["scales"].view(len(counts), -1), case.out // 32
+    arguments = stored["values"], case.pattern, stored["scales"], case.bias, "silu"
+    with torch.no_grad():
+        y = functional.quantized_linear(case.x, *arguments, offsets=case.offsets)
+    crow, col, slot = case.pattern.crow_indices, case.pattern.col_indices, case.pattern.slot
+    for expert, (first, last) in enumerate(itertools.pairwise(case.offsets.tolist())):
+        if last - first < 65 or (name == "float8" and device == "cuda"):
+            continue
+        begin, end = int(crow[expert * rows]), int(crow[(expert + 1) * rows])
+        alone = BlockPattern(
+            crow[expert * rows : (expert + 1) * rows + 1] - begin,
+            col[begin:end],
+            shape=(case.out, case.pattern.in_features),
+            block_shape=(32, 32),
+        )
+        values = stored["values"][slot[begin:end].long().to(device)].contiguous()
+        with torch.no_grad():
+            own = functional.quantized_linear(
+                case.x[first:last], values, alone, scales[expert].contiguous(), case.bias[expert], "silu"
+            )
+        assert torch.equal(y[first:last], own)
+
+
+@pytest.mark.parametrize("other", ["residual", "gate"])
+@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_8_bits_have_the_epilogue_of_others(device: str, name: str, other: str) -> None:
+    """Also of 2:4, and a token that is not finite spoils its own result alone."""
+    case = Case([90, 0, 1, 170, 75], torch.float32, device, (32, 32))
+    added = randn(case.tokens, case.out, dtype=torch.float32, device=device, seed=9)
+    mask = random_mask(torch.Size(case.values.shape)).to(device)
+    for compressed in (False, True):
+        case.values.data *= mask if compressed else 1
+        stored, _ = in_8_bits(case, name)
+        values, metadata = stored["values"], None
+        if compressed:
+            values, metadata = storage.compress(values, mask)
+        arguments: Any = values, case.pattern, stored["scales"], case.bias
+        options: dict[str, Any] = {"offsets": case.offsets, "metadata": metadata}
+        x = case.x.detach()
+        plain = functional.quantized_linear(x, *arguments, **options)
+        fused = functional.quantized_linear(x, *arguments, "gelu", **{other: added}, **options)
+        gelu = torch.nn.functional.gelu
+        expected = plain * gelu(added) if other == "gate" else gelu(plain) + added
+        torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
+        x = x.index_fill(0, torch.tensor([3, 100], device=device), torch.inf)
+        spoilt = functional.quantized_linear(x, *arguments, **options)
+        finite = spoilt.isfinite().all(1)
+        assert not spoilt[[3, 100]].isfinite().any() and int(finite.sum()) == case.tokens - 2
+        assert torch.equal(spoilt[finite], plain[finite])
+
+
+def test_what_grouped_products_in_8_bits_must_be() -> None:
+    case = Case([3, 0, 9], torch.float32, "cpu", (128, 128), (1, 1))
+    stored, _ = in_8_bits(case, "float8")
+    given: dict[str, Any] = {"x": case.x, "pattern": case.pattern, "offsets": case.offsets, **stored}
+    of_blocks = torch.ones(case.pattern.nnz, 1)
+    for changed, message in (
+        ({"scales": of_blocks}, "offsets must be None with scales of blocks"),
+        ({"scales": stored["scales"][:128]}, r"scales must be a contiguous tensor \[out_features\]"),
+        ({"policy": "dense"}, "policy must be left out"),
+        ({"column_major_output": True}, "column_major_output must be left out"),
+        ({"offsets": case.offsets.long()}, "offsets must be a contiguous tensor"),
+        ({"bias": torch.zeros(3, 64)}, r"bias must have shape \(3, 128\)"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            functional.quantized_linear(**{**given, **changed})
+    columns = prepared(case.pattern.index_on(torch.device("cpu"))).grouped(3).descriptor
+    inside: dict[str, Any] = {"granularity": 1, "result_dtype": 2, "x_scales_ld": 16, "grouped": True}
+    with pytest.raises(InvalidArgumentError, match=r"x\.granularity must be 4 for a grouped product"):
+        _C.Product(columns, DDS_NT, QUANTIZED[torch.float8_e4m3fn], 0, 12, **inside).resolve()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_and_compiled_code_in_8_bits(device: str) -> None:
+    case = Case([90, 0, 75], torch.float32, device, (32, 32))
+    case.pattern = case.pattern.to(device)
+    stored, _ = in_8_bits(case, "int8")
+    x_values, x_scales = functional.quantize_activations(case.x, torch.int8)
+    eight = {"fast": True, "x_values": x_values, "x_scales": x_scales, "scales": stored["scales"]}
+    index = case.pattern.index_on(case.x.device)
+    check(OPS.dds_nt, case.x.detach(), stored["values"], *index, offsets=case.offsets, **eight)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def compiled(x: Tensor, offsets: Tensor) -> Tensor:
+        return functional.quantized_linear(
+            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
+        )
+
+    for counts in ([90, 0, 75], [0, 300, 1]):
+        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
+        offsets = offsets_of(counts, device)
+        y = compiled(x, offsets)
+        expected = functional.quantized_linear(
+            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
+        )
+        assert torch.equal(y, expected)
+        for one, other in zip(*(torch.autograd.grad(each.sum(), x) for each in (y, expected)), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
 def test_one_workspace_serves_all_offsets(op: int, dtype: torch.dtype) -> None:
@@ -593,6 +758,32 @@ def test_graphs_follow_their_offsets(counts: list[int]) -> None:
         graph.replay()
         assert_forward(y, case.x, case.values, case.pattern, routing, case.bias)
         assert_gradients(grads, case.dy, case.x, case.values, case.pattern, routing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EIGHT)
+def test_graphs_in_8_bits_follow_their_offsets(name: str) -> None:
+    counts = [1000, 0, 500, 548]
+    case = Case(counts, torch.bfloat16, "cuda", (64, 64), (4, 4))
+    case.pattern = case.pattern.to("cuda")
+    stored, _ = in_8_bits(case, name)
+    x = case.x.detach()
+
+    def run() -> Tensor:
+        return functional.quantized_linear(
+            x, stored["values"], case.pattern, stored["scales"], offsets=case.offsets
+        )
+
+    for _ in range(2):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = run()
+    for routing in (counts, counts[::-1], [sum(counts), 0, 0, 0], [0, 0, 1, sum(counts) - 1]):
+        case.offsets.copy_(offsets_of(routing))
+        graph.replay()
+        assert torch.equal(y, run())
 
 
 @pytest.mark.gpu

@@ -50,10 +50,10 @@ from transformers import (
 from transformers.utils import logging
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, densify_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card
-from tilesparse.model import BlockSparseModelPatcher, densify_
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn.weight import dense_blocks
 
 logging.set_verbosity_error()

@@ -46,7 +46,7 @@ from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, QUANTIZED, SCALED
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import Prepared, prepared
-from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
@@ -99,6 +99,11 @@ class Row(NamedTuple):
     def scales_inside(self) -> bool:
         """True if scales are inside of the sums: of 128 k of a token, and of blocks."""
         return self.of_8_bits and "scaled" in self.name
+
+    @property
+    def of_any_block(self) -> bool:
+        """True if blocks may have any sides; such kernels compute no grouped products."""
+        return "_blocks" in self.name
 
     @property
     def of_y(self) -> torch.dtype:
@@ -158,7 +163,9 @@ def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
 
 # Those named so compute grouped products alone.
 ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
-GROUPED_ROWS = [row._replace(grouped=True) for row in rows_of(CUDA) if not row.of_8_bits]
+GROUPED_ROWS = [
+    row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside and not row.of_any_block
+]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Those that are given the expansion of values they do not read.
@@ -436,6 +443,9 @@ class Operands:
         pattern, slots = problem.part(group)
         tokens = slice(*problem.offsets[group : group + 2])
         features = slice(group * problem.features, (group + 1) * problem.features)
+        scales, x_scales = getattr(self, "scales", None), getattr(self, "x_scales", None)
+        if scales is not None and x_scales is not None and problem.counts:
+            scales, x_scales = scales[features], x_scales[tokens]
         return Part(
             pattern,
             self.x[tokens],
@@ -445,8 +455,8 @@ class Operands:
             None if self.before is None else self.before.view_as(self.values)[slots],
             None if self.bias is None else self.bias[features],
             None if self.residual is None else self.residual[tokens],
-            getattr(self, "scales", None),
-            getattr(self, "x_scales", None),
+            scales,
+            x_scales,
         )
 
 
@@ -636,19 +646,28 @@ def relative_error(row: Row, terms: int) -> float:
     Its threefold variant adds three products for each term. Where rounding splits both factors it drops one
     below 2^-22 and keeps factors to 2^-23, which is 8 units together; where one is cut off, one below 2^-21
     and keeps that factor to 2^-22, which is 14. Sums of float64 are rounded, here and in the reference.
-    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 9.0 keep
-    12 bits and more where they add 32 products of float8 and their sum, which is carried over after 512.
+    Products of int8 add up exactly; then 8 bits have two scales. Tensor cores of compute capability 8.9, 9.0
+    and 12.0 keep 12 bits and more where they add 32 products of float8 and their sum, which is carried over
+    after 512 on 9.0, and after 128 in kernels for 8.0; these multiply halves elsewhere.
     """
     unit = rounding_unit(torch.float32)
     if row.dtype == torch.int8:
         return 8 * unit
-    if row.dtype == torch.float8_e4m3fn and row.capability == 90:
+    if row.dtype == torch.float8_e4m3fn and row.device == CUDA and row.capability == 90:
         return (min(terms, 512) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
+    if row.dtype == torch.float8_e4m3fn and row.device == CUDA and multiplies_float8():
+        return (min(terms, 128) / 16 + 4) * 2**-12 + 2 * (terms + 4) * unit
     if row.dtype != torch.float32 or row.device == CPU:
         return 2 * (terms + 4) * sums_unit(row.dtype)
     if row.precision == TF32:
         return 2 * (terms + 4) * unit + 2 * 2**-11 + 2**-22
     return 2 * (3 * terms + 4) * unit + 14 * unit
+
+
+def multiplies_float8() -> bool:
+    """True if kernels for 8.0 have an instruction for float8 on this GPU."""
+    here = _C.device_info(CUDA).compute_capability
+    return here == 89 or here // 10 == 12
 
 
 def dense_weight(values: Tensor, pattern: BlockPattern) -> Tensor:
@@ -856,6 +875,24 @@ def test_more_tiles_than_multiprocessors(row: Row) -> None:
         check(row, Problem(pattern, within(row, tokens), *draw.choice(accepted_layouts(row))))
 
 
+@of([row for row in ROWS if row.dtype == torch.float64])
+def test_sums_of_integers_are_exact(row: Row) -> None:
+    """float64 holds each product and each sum, in whatever order."""
+    for block_shape in accepted_shapes(row)[::3]:
+        pattern = make_pattern("power-law rows", (640 // block_shape[0], 768 // block_shape[1]), block_shape)
+        for x_layout, y_layout in accepted_layouts(row):
+            problem = Problem(pattern, within(row, 333), x_layout, y_layout)
+            operands = Operands(row, problem)
+            for buffer in operands.inputs:
+                buffer.lines.mul_(1000).round_()
+            operands.plain = operands.values
+            operands.prepare_output()
+            launch(row, problem, operands)
+            part = operands.part(problem, 0)
+            actual = {DDS_NT: part.y, DDS_NN: part.x, SDD_TN: part.values}[row.op]
+            assert torch.equal(actual, reference(row, problem, part)[0])
+
+
 @of(ROWS_THAT_EXPAND)
 def test_expanded_values(row: Row) -> None:
     """A kernel is given dense blocks, in its workspace, of storages that it does not read."""
@@ -976,6 +1013,34 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
     assert operands.output.is_poison(inside=True)
 
 
+@of([*ROWS_WITH_PLANS, *(row for row in GROUPED_ROWS if row.plan)])
+def test_another_plan_in_memory_is_an_error_of_the_next_call(row: Row) -> None:
+    """The kernel writes no results, in whatever shape it is launched, and the device goes on."""
+    key = 11  # the word of a plan's header
+    block_shape = accepted_shapes(row)[-1]
+    for problem in (
+        [of_groups(row, [30, 0, 90], block_shape, (3, 4))]
+        if row.grouped
+        else [
+            Problem(make_pattern("random 50%", (3, 40), block_shape), within(row, 16)),
+            Problem(make_pattern("random 50%", (40, 3), block_shape), within(row, 3000)),
+        ]
+    ):
+        operands = Operands(row, problem)
+        operands.prepare_output()
+        entry = entry_of(row, DEVICE, problem.pattern, problem.groups)
+        plan = entry._plans.get(row.op, row.number - 1, row.plan).view(torch.int32)
+        plan[key] ^= 1
+        launch(row, problem, operands)
+        torch.cuda.synchronize(DEVICE)
+        plan[key] ^= 1
+        assert operands.output.is_poison(inside=True)
+        with pytest.raises(PatternChangedError, match=f"kernel {row.name} found another one"):
+            launch(row, problem, operands)
+        assert operands.output.is_poison(inside=True)
+        check(row, problem)
+
+
 def test_every_kernel_of_this_gpu_runs() -> None:
     """In one process, so that nothing above passes by not running."""
     rows = [row for row in ROWS if runs_here(row)]
@@ -1031,9 +1096,12 @@ def test_nothing_of_other_groups_enters_a_sum(row: Row) -> None:
     """A NaN in one group's tokens spoils results of this group alone, and none through 0 * NaN."""
     problem = of_groups(row, [37, 61, 90], accepted_shapes(row)[-1], (3, 4))
     operands = Operands(row, problem)
+    own = slice(*problem.offsets[1:3])
     for name in "xy":
-        if name != OUTPUTS[row.op]:
-            operands.buffers[name].lines[slice(*problem.offsets[1:3])] = torch.nan
+        if name != OUTPUTS[row.op] and row.dtype != torch.int8:
+            operands.buffers[name].lines[own] = torch.nan
+    if row.of_8_bits:
+        operands.x_scales[own] = torch.nan
     operands.prepare_output()
     launch(row, problem, operands)
     check_groups(row, problem, operands, (0, 2))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.io
 import scipy.sparse
 import torch
 from helpers import (
@@ -137,6 +140,53 @@ def test_blocks_of_others_are_sorted_and_summed(columns: list[int]) -> None:
         assert matrix.pattern.col_indices.tolist() == sorted({*columns})
 
 
+@pytest.mark.parametrize("kind", ["npz", "mtx"])
+def test_files_of_scipy_come_back_bit_by_bit(kind: str, tmp_path: Path) -> None:
+    matrix, path = make_matrix(dtype=torch.float64), tmp_path / f"matrix.{kind}"
+    if kind == "npz":
+        scipy.sparse.save_npz(path, matrix.to_scipy())
+        read = scipy.sparse.load_npz(path)
+    else:
+        scipy.io.mmwrite(path, matrix.to_scipy().tocoo())
+        read = scipy.io.mmread(path)
+    assert BlockSparseMatrix.from_scipy(read, block_shape=BLOCK_SHAPE).equal(matrix)
+
+
+def test_arrays_of_other_libraries_are_shared() -> None:
+    own = make_matrix(dtype=torch.float64)
+    values, crow, col, slot = (
+        np.from_dlpack(one)
+        for one in (own.values, own.pattern.crow_indices, own.pattern.col_indices, own.pattern.slot)
+    )
+    shape = own.shape
+    pattern = BlockPattern(crow, col, shape=shape, block_shape=BLOCK_SHAPE, slot=slot)
+    matrix = BlockSparseMatrix(values, pattern)
+    assert matrix.values.data_ptr() == own.values.data_ptr() and pattern == own.pattern
+    dense = np.from_dlpack(own.to_dense())
+    assert BlockSparseMatrix.from_dense(dense, pattern).equal(own)
+    assert BlockPattern.from_mask(dense, block_shape=BLOCK_SHAPE) == BlockPattern.from_dense(
+        dense, block_shape=BLOCK_SHAPE, nnz=own.nnz
+    )
+    blocks = torch.stack(own.pattern.block_indices(), 1).numpy()
+    assert BlockSparseMatrix.from_blocks(blocks, values, shape=shape).equal(own)
+    x = np.random.default_rng(0).standard_normal((3, shape[0], 2))
+    read_only = x[:, :, 0]
+    read_only.flags.writeable = False
+    for left in (x[:, :, 0], x[::-1, :, 0], x[:, ::-1, 0], x[:, :, 0].astype(">f8"), read_only):
+        np.testing.assert_allclose(np.from_dlpack(left @ matrix), left @ dense)
+        np.testing.assert_allclose(np.from_dlpack(matrix.t() @ left.T), dense.T @ left.T)
+    assert np.shares_memory(np.from_dlpack(matrix.values), values)
+
+
+@pytest.mark.parametrize(
+    "array", [np.ones((2, 16, 16), np.complex64), np.ones((1, 16, 16), object), np.array(["a"])], ids=str
+)
+def test_arrays_without_a_dtype_of_products_are_refused(array: np.ndarray) -> None:
+    pattern = BlockPattern.full((16, 32), block_shape=16)
+    with pytest.raises(InvalidArgumentError, match="values must"):
+        BlockSparseMatrix(array, pattern)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse BSR")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
 def test_matrices_have_the_dtypes_of_products(dtype: torch.dtype) -> None:
@@ -161,8 +211,8 @@ def test_to_changes_dtype_and_shares_the_pattern(device: str) -> None:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_transpose(name: str) -> None:
     matrix = make_matrix(name)
-    assert torch.equal(reference(matrix.t()), reference(matrix).t())
-    assert matrix.t().t().equal(matrix)
+    assert torch.equal(reference(matrix.T), reference(matrix).t())
+    assert matrix.T.T.equal(matrix)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[1], DEVICE_DTYPES[-1]])
@@ -173,9 +223,9 @@ def test_products(device: str, dtype: torch.dtype) -> None:
     right = randn(in_features, 10, dtype=dtype, device=device, seed=1)
     left = randn(10, out_features, dtype=dtype, device=device, seed=2)
     assert_product_close(matrix @ right, dense, right)
-    assert_product_close(matrix.t() @ left.t(), dense.t(), left.t())
+    assert_product_close(matrix.T @ left.t(), dense.t(), left.t())
     assert_product_close(left @ matrix, left, dense)
-    assert_product_close(right.t() @ matrix.t(), right.t(), dense.t())
+    assert_product_close(right.t() @ matrix.T, right.t(), dense.t())
 
 
 def test_conversions_and_products_are_differentiable() -> None:
@@ -187,7 +237,7 @@ def test_conversions_and_products_are_differentiable() -> None:
         (lambda v: BlockSparseMatrix(v, pattern).to_dense(), (values,)),
         (lambda d: BlockSparseMatrix.from_dense(d, pattern).values, (dense,)),
         (lambda v, b: BlockSparseMatrix(v, pattern) @ b, (values, right)),
-        (lambda v, b: BlockSparseMatrix(v, pattern).t() @ b, (values, right)),
+        (lambda v, b: BlockSparseMatrix(v, pattern).T @ b, (values, right)),
         (lambda v, b: b.t() @ BlockSparseMatrix(v, pattern), (values, right)),
     ):
         assert torch.autograd.gradcheck(function, inputs, fast_mode=True)

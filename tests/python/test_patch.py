@@ -31,15 +31,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, _progress
+from tilesparse import BlockPattern, BlockSparseLinear, _reports, densify_, prune_, sparsify_, summary
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
-from tilesparse.model import BlockSparseModelPatcher, densify_, sparsify_, summary
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.model.report import SkippedLayer
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks
-from tilesparse.prune import prune_
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -610,7 +609,7 @@ def test_the_report_counts_kinds_of_skipped_modules() -> None:
     report = patcher("").patch_model(model)
     assert len(report.layers) == 3 and len(report.skipped) == 12
     said = [line for line in str(report).splitlines() if line.startswith("skipped")]
-    assert said[0] == "skipped 4 Sequential, 3 Dropout, 3 LayerNorm: not nn.Linear"
+    assert said[0] == "skipped 4 Sequential, 3 Dropout, 3 LayerNorm (the model, …): not nn.Linear"
     assert len(said) == 3 and said[1].startswith("skipped 3 (Linear): weight is shared with 4")
     dropouts = patcher(r"\d\.1").patch_model(model, strict=False)
     assert "skipped 3 Dropout (0.1, …): not nn.Linear" in str(dropouts)
@@ -653,7 +652,7 @@ def test_long_patching_says_how_far_it_is(
 ) -> None:
     patcher().patch_model(gpt())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(_progress, "SECONDS", 0)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
     patcher().patch_model(gpt())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]

@@ -205,15 +205,15 @@ def test_what_matters_for_the_same_blocks_comes_together(device: str, dtype: tor
     before, config = model(batches[0]), Config(0.5, (16, 16))
     alone = measure_errors(model, batches, [config])
     report = permute_(model, config, batches, groups=[MIXED])
-    (done,) = report.groups
-    assert done.taken and done.before is not None and done.after is not None
-    assert done.before == pytest.approx(alone["0"][config] + alone["2"][config])
-    assert done.after < 0.05 * done.before
+    (done,) = report.layers
+    assert done.kept and done.error_before is not None and done.error is not None
+    assert done.error_before == pytest.approx(alone["0"][config] + alone["2"][config])
+    assert done.error < 0.05 * done.error_before
     after = measure_errors(model, batches, [config])
-    assert done.after == pytest.approx(after["0"][config] + after["2"][config], rel=0.05)
+    assert done.error == pytest.approx(after["0"][config] + after["2"][config], rel=0.05)
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(model(batches[0]), before, atol=tolerance * 100, rtol=tolerance)
-    assert "taken" in str(report) and "1 of 1 groups" in str(report)
+    assert "kept" in str(report) and "1 of 1 groups" in str(report)
 
 
 class Branching(nn.Sequential):
@@ -269,7 +269,7 @@ def test_orders_that_do_not_help_and_what_is_interrupted(
         changed = []
     else:
         report = permute_(*arguments, groups=groups)
-        found = [(done.before, done.after, done.taken) for done in report.groups]
+        found = [(done.error_before, done.error, done.kept) for done in report.layers]
         assert found == [(2, 1, True), (2, 3, False)]
         changed = ["0.0.weight", "0.0.bias", "0.2.weight"]
     after = model.state_dict()
@@ -283,9 +283,9 @@ def test_whole_models_keep_their_function(name: str) -> None:
     before = output(model.eval())
     model.train()
     report = permute_(model, Config(0.5, (16, 16)), batches)
-    assert model.training and len(report.groups) == len(PermutationGroup.find(model))
+    assert model.training and len(report.layers) == len(PermutationGroup.find(model))
     # A head of 16 features fills blocks of 16: its order means nothing to them.
-    searched = [done.group.consumer for done in report.groups if done.before is not None]
+    searched = [done.group.consumer for done in report.layers if done.error_before is not None]
     assert len(searched) == 2 and all("mlp" in consumer for consumer in searched)
     torch.testing.assert_close(output(model.eval()), before, atol=1e-5, rtol=1e-5)
 

@@ -30,6 +30,7 @@ import bench_looks
 import bench_models
 import bench_parallel
 import bench_storages
+import bench_two_four
 import bench_vllm
 import break_even
 import documents
@@ -60,7 +61,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _progress
+from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _reports
 from tilesparse.cli import command, demo, info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,7 +209,7 @@ def test_the_demo_trains_both_models_on_the_standard_library_and_compares_them(
 def test_progress_is_said_without_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_progress, "SECONDS", 0)
+    monkeypatch.setattr(_reports, "SECONDS", 0)
     assert command.main([*DEMO, "--steps", "2"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
@@ -381,6 +382,14 @@ def check_cpu(cases: list[dict[str, Any]]) -> None:
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
 
 
+def check_two_four(cases: list[dict[str, Any]]) -> None:
+    assert [case["dtype"] for case in cases] == [*bench_two_four.DTYPES]
+    for case in cases:
+        ours, *others = case["results"]
+        assert ours["t_us"] > 0 and not ours["wrong"]
+        assert all("cuSPARSELt" in other["unavailable"] for other in others)
+
+
 class Smoke(NamedTuple):
     """A program, its arguments but for the output, sizes that are made small, and a check of its cases."""
 
@@ -402,6 +411,12 @@ SMOKE = {
     ),
     "experts": Smoke(
         bench_experts, f"--device cpu --repetitions 1 {EXPERTS}", {"LAYER": LAYER}, check_experts
+    ),
+    "2:4": Smoke(
+        bench_two_four,
+        "--device cpu --shapes up",
+        {"SHAPES": dict.fromkeys(("up", "down", "square", "up-m2048"), Shape("tiny", 4, 256, 384))},
+        check_two_four,
     ),
     "cpu": Smoke(bench_cpu, "--dtypes float32 --repetitions 1", {"LAYERS": ((128, 192),)}, check_cpu),
 }
@@ -459,7 +474,7 @@ def test_values_in_fewer_bytes_are_measured_checked_and_reported(
     assert "8.0" in cases.pop("sm80")["unavailable"]
     measured = [result for case in cases.values() for result in case["results"]]
     refused = [result["contender"] for result in measured if "unavailable" in result]
-    assert refused == [bench_storages.CUSPARSELT, bench_storages.TINYGEMM]
+    assert refused == [bench_storages.TINYGEMM]
     for section, case in cases.items():
         for result in case["results"]:
             if "unavailable" in result:
@@ -488,23 +503,20 @@ def test_values_in_fewer_bytes_are_measured_checked_and_reported(
     text = capsys.readouterr().out
     assert text.count("###") == len(bench_storages.SECTIONS)
     assert text.count("| 4x256x384 |") == len(bench_storages.SECTIONS) - 1
-    assert f"- tiny, 128x128, density 1, {bench_storages.CUSPARSELT}: " in text
+    assert f", density 1, {bench_storages.TINYGEMM}: " in text
     assert "- tiny, 128x128, density 0.5, all: no kernel for compute capability 8.0" in text
 
 
 def test_what_storages_are_compared_with_on_a_gpu_is_measured_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With kernels of the CPU in place of those for compute capability 8.0, and a dense product."""
+    """With kernels of the CPU in place of those for compute capability 8.0."""
     kernels = [kernel.name for kernel in _C.kernels() if kernel.name.startswith("cpu_")]
     monkeypatch.setattr(bench_storages, "_sm80_kernels", lambda compressed: kernels)
-    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense)
-    cases = storages(tmp_path / "storages.json", monkeypatch, "--sections", "every block,sm80")
-    results = {result["contender"]: result for case in cases for result in case["results"]}
-    assert set(results) == {"2:4", bench_storages.CUSPARSELT}
-    assert not any(result["wrong"] for result in results.values())
-    assert results[bench_storages.CUSPARSELT]["backend"] == "Tensor"
-    assert {results["2:4"]["kernel"], results["2:4"]["plain_kernel"]} <= set(kernels)
+    (case,) = storages(tmp_path / "storages.json", monkeypatch, "--sections", "sm80")
+    (result,) = case["results"]
+    assert not result["wrong"]
+    assert {result["kernel"], result["plain_kernel"]} <= set(kernels)
 
 
 def test_wrong_products_and_masks_are_noticed(

@@ -33,7 +33,7 @@ from transformers import (
     T5Model,
 )
 
-from tilesparse import BlockPattern, BlockSparseLinear, cli
+from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
 from tilesparse.calibrate.moments import Damped, Moments
 from tilesparse.calibrate.stream import Stream
 from tilesparse.cli.demo import GPT
@@ -41,8 +41,8 @@ from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import CheckpointError, InvalidArgumentError
-from tilesparse.prune import measure_errors, obs, prune_, refit, scores
-from tilesparse.prune.driver import PruneReport
+from tilesparse.model import Report
+from tilesparse.prune import measure_errors, obs, refit, scores
 
 B = 16
 
@@ -371,7 +371,7 @@ def test_models_are_pruned_and_obs_beats_magnitude(name: str) -> None:
     for method, by_refit in (("obs", True), ("magnitude", False)):
         own = CASES[name]()
         report = prune_(own.model, Config(0.5, 16), own.batches, method=method, refit=by_refit)
-        assert report.stack == case.stack and len(report.skipped) == case.skipped
+        assert report.facts["stack"] == case.stack and len(report.skipped) == case.skipped
         sparse = {n for n, m in own.model.named_modules() if isinstance(m, BlockSparseLinear)}
         assert sparse == {layer.name for layer in report.layers} and sparse
         assert all(layer.density == pytest.approx(0.5, abs=0.07) for layer in report.layers)
@@ -399,7 +399,7 @@ def test_reported_errors_are_those_of_the_layers() -> None:
     after = case.model[0](x).detach()
     (pruned,) = report.layers
     assert pruned.error == pytest.approx(float((after - y).square().sum() / scale), rel=1e-3)
-    assert pruned.error < pruned.error_before_refit and pruned.tokens == len(x)
+    assert pruned.error < pruned.error_before and pruned.tokens == len(x)
     assert float((after - y).mean(0).norm()) < 1e-4 * float(y.norm(dim=1).mean())
     text = str(report)
     assert "128x64" in text and f"{pruned.error:.4f}" in text and "by obs" in text
@@ -434,7 +434,7 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
     layer = case.model.model.layers[0].mlp.up_proj
     assert isinstance(layer, BlockSparseLinear) and layer.weight.dtype == dtype
     assert layer.weight.device.type == device
-    assert all(layer.error < layer.error_before_refit < 1 for layer in report.layers)
+    assert all(layer.error < layer.error_before < 1 for layer in report.layers)
 
 
 @pytest.mark.gpu
@@ -498,7 +498,7 @@ def test_gradients_of_the_models_own_loss(method: str) -> None:
         prune_(case.model, Config(0.5, 32), case.batches, method=method)
     labelled = [{**batch, "labels": batch["input_ids"]} for batch in case.batches]
     report = prune_(case.model, Config(0.5, 32), labelled, method=method)
-    assert report.method == method and len(report.layers) == 8
+    assert report.facts["method"] == method and len(report.layers) == 8
 
 
 def test_choices_for_each_layer() -> None:
@@ -531,8 +531,8 @@ def test_patterns_from_elsewhere_are_refitted() -> None:
     case = CASES["mlp"]()
     pattern = BlockPattern.random((128, 64), block_shape=16, density=0.4, generator=seeded())
     report = prune_(case.model, Config(), case.batches, patterns={"0": pattern})
-    assert case.model[0].pattern == pattern and report.method == "given patterns"
-    assert report.layers[0].error < report.layers[0].error_before_refit
+    assert case.model[0].pattern == pattern and report.facts["method"] == "given patterns"
+    assert report.layers[0].error < report.layers[0].error_before
 
 
 def test_measured_errors_are_those_of_pruning() -> None:
@@ -644,7 +644,7 @@ class Offset(nn.Module):
 
 def errors_of(model: nn.Module, batches: list[Any]) -> list[float]:
     report = prune_(model, Config(0.5, 16), batches)
-    assert report.stack == "blocks"
+    assert report.facts["stack"] == "blocks"
     return [layer.error for layer in report.layers]
 
 
@@ -756,7 +756,7 @@ def test_resumed_is_as_uninterrupted_bit_for_bit(tmp_path: Path, monkeypatch: py
 def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
     case, other = CASES["mlp"](), CASES["mlp"]()
 
-    def again(model: nn.Module, batches: Any, density: float = 0.5, **options: Any) -> PruneReport:
+    def again(model: nn.Module, batches: Any, density: float = 0.5, **options: Any) -> Report:
         return prune_(model, Config(density, 16), batches, folder=tmp_path, **options)
 
     again(copy.deepcopy(case.model), case.batches)

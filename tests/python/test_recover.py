@@ -38,11 +38,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import BlockSparseConfig, BlockSparseLinear
+from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.prune import prune_
-from tilesparse.recover import DistillationLoss, distill_, losses, reconstruct_, reconstruction
+from tilesparse.recover import DistillationLoss, losses, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
@@ -269,10 +268,10 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
     before, of_teacher = tensors_of(model), tensors_of(teacher)
     report = reconstruct_(model, teacher, texts(8), epochs=2, lr=2e-3)
     blocks = [f"{TARGETS[name]}.{i}" for i in (0, 1)]
-    assert report.blocks == blocks and not report.skipped
-    assert [one.name for one in report.submodules] == [f"{b}.{part}" for b in blocks for part in PARTS[name]]
-    for one in report.submodules:
-        assert one.kept and one.after < 0.9 * one.before and one.name in str(report)
+    assert report.facts["blocks"] == blocks and not report.skipped
+    assert [one.name for one in report.layers] == [f"{b}.{part}" for b in blocks for part in PARTS[name]]
+    for one in report.layers:
+        assert one.kept and one.error < 0.9 * one.error_before and one.name in str(report)
     after = tensors_of(model)
     for tensor in after:
         fixed = not tensor.startswith(tuple(blocks)) or tensor.endswith(("indices", "slot"))
@@ -292,11 +291,11 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
 def test_later_blocks_are_given_what_reconstructed_ones_give() -> None:
     model, teacher = pair("mlp")
     report = reconstruct_(model, teacher, vectors(8), epochs=3, lr=3e-3)
-    assert [one.name for one in report.submodules] == ["0", "2", "3"] and report.blocks == list("0123")
+    assert [one.name for one in report.layers] == ["0", "2", "3"] and report.facts["blocks"] == list("0123")
     x = vectors(8)[-1]  # the one that was held out
     with torch.no_grad():
         error = (model(x) - teacher(x)).square().sum() / teacher(x).square().sum()
-    torch.testing.assert_close(float(error), report.submodules[-1].after, rtol=1e-4, atol=0)
+    torch.testing.assert_close(float(error), report.layers[-1].error, rtol=1e-4, atol=0)
 
 
 def test_padding_does_not_count() -> None:
@@ -308,15 +307,15 @@ def test_padding_does_not_count() -> None:
         batch["input_ids"][batch["attention_mask"].eq(0)] = 3
     first = reconstruct_(model, teacher, batches, epochs=1)
     second = reconstruct_(other, teacher, changed, epochs=1)
-    for one, two in zip(first.submodules, second.submodules, strict=True):
-        assert abs(one.before / two.before - 1) < 1e-4 and abs(one.after / two.after - 1) < 1e-4
+    for one, two in zip(first.layers, second.layers, strict=True):
+        assert abs(one.error_before / two.error_before - 1) < 1e-4 and abs(one.error / two.error - 1) < 1e-4
 
 
 def test_weights_are_kept_only_where_the_held_out_error_fell() -> None:
     model, teacher = pair("llama")
     before = tensors_of(model)
     report = reconstruct_(model, teacher, texts(4), epochs=1, lr=10.0)
-    assert not any(one.kept for one in report.submodules) and "left as it was" in str(report)
+    assert not any(one.kept for one in report.layers) and "0 of 4 submodules have new weights" in str(report)
     assert same(tensors_of(model), before)
 
 
@@ -325,18 +324,18 @@ def test_models_in_16_bits_take_steps_that_these_could_not(dtype: torch.dtype) -
     model, teacher = pair("llama", dtype)
     batches = texts(12)
     report = reconstruct_(model, teacher, batches, epochs=4, lr=3e-4)
-    assert all(one.after < 0.97 * one.before for one in report.submodules)
+    assert all(one.error < 0.97 * one.error_before for one in report.layers)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     exact = reconstruct_(*pair("llama"), batches, epochs=4, lr=3e-4)
-    for one, two in zip(report.submodules, exact.submodules, strict=True):
-        assert abs(one.after / two.after - 1) < 0.05
+    for one, two in zip(report.layers, exact.layers, strict=True):
+        assert abs(one.error / two.error - 1) < 0.05
 
 
 def test_autocast_and_2_4() -> None:
     model, teacher = pair("llama", block_shape=(32, 32), nm=(2, 4))
     before = tensors_of(model)
     report = reconstruct_(model, teacher, texts(10), epochs=4, lr=2e-3, autocast=torch.bfloat16)
-    kept = tuple(one.name for one in report.submodules if one.kept)
+    kept = tuple(one.name for one in report.layers if one.kept)
     assert len(kept) == 3  # of the first attention no path through the blocks is left
     for name, layer in model.named_modules():
         if isinstance(layer, BlockSparseLinear) and name.startswith(kept):
@@ -354,8 +353,9 @@ def test_autocast_sees_dense_weights_as_they_are_now() -> None:
     options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"], "epochs": 2, "lr": 2e-3}
     exact = reconstruct_(model, teacher, texts(6), **options)
     mixed = reconstruct_(other, teacher, texts(6), autocast=torch.bfloat16, **options)
-    for one, two in zip(mixed.submodules, exact.submodules, strict=True):
-        assert two.kept and abs(one.before / two.before - 1) < 0.02 and abs(one.after / two.after - 1) < 0.1
+    for one, two in zip(mixed.layers, exact.layers, strict=True):
+        assert two.kept and abs(one.error_before / two.error_before - 1) < 0.02
+        assert abs(one.error / two.error - 1) < 0.1
 
 
 def test_labels_change_nothing_in_reconstruction() -> None:
@@ -374,7 +374,7 @@ def test_named_submodules_alone_are_fitted() -> None:
     before = tensors_of(model)
     names = ["model.layers.1.mlp", "model.layers.0.self_attn.v_proj"]
     report = reconstruct_(model, teacher, texts(4), submodules=names, epochs=1, lr=1e-3)
-    assert [one.name for one in report.submodules] == names[::-1]
+    assert [one.name for one in report.layers] == names[::-1]
     for name, tensor in tensors_of(model).items():
         assert torch.equal(tensor, before[name]) or name.startswith(tuple(names))
 
@@ -385,13 +385,13 @@ def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
     before = tensors_of(model)
     with pytest.warns(UserWarning, match=r"did not fit pooler\.dense \(outside of the stack"):
         report = reconstruct_(model, teacher, texts(4), epochs=1)
-    assert len(report.submodules) == 3
+    assert len(report.layers) == 3
     assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
     assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
     names = ["pooler", "encoder.layer.1.output"]
     report = reconstruct_(model, teacher, texts(8), submodules=names, epochs=2)
-    assert [one.name for one in report.submodules] == names[::-1] and report.blocks == [""]
-    assert report.submodules[1].after < report.submodules[1].before
+    assert [one.name for one in report.layers] == names[::-1] and report.facts["blocks"] == [""]
+    assert report.layers[1].error < report.layers[1].error_before
 
 
 def test_what_cannot_be_trained_is_reported() -> None:
@@ -403,7 +403,7 @@ def test_what_cannot_be_trained_is_reported() -> None:
     with pytest.warns(UserWarning, match=rf"{', '.join(names)} \(no parameter"):
         report = reconstruct_(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert [one.name for one in report.skipped] == names
-    assert len(report.submodules) == 2 and f"skipped {MLP}: no parameter" in str(report)
+    assert len(report.layers) == 2 and f"({MLP}, …): no parameter" in str(report)
     with pytest.raises(InvalidArgumentError, match="submodules must have parameters to train"):
         reconstruct_(model, teacher, texts(3), submodules=[MLP])
 
@@ -569,8 +569,8 @@ def test_all_stacks_are_fitted_in_the_order_in_which_they_run(name: str) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         report = reconstruct_(model, teacher, batches(3), epochs=1)
-    assert report.blocks == blocks and not report.skipped
-    assert [one.name for one in report.submodules] == submodules
+    assert report.facts["blocks"] == blocks and not report.skipped
+    assert [one.name for one in report.layers] == submodules
 
 
 def test_what_does_not_run_is_named() -> None:
@@ -579,7 +579,7 @@ def test_what_does_not_run_is_named() -> None:
     model = pruned(teacher, r".*layers")
     with pytest.warns(UserWarning, match=r"vision_tower\.encoder\.layers\.\*\.self_attn \(3\).*does not run"):
         report = reconstruct_(model, teacher, texts(3, padded=False), epochs=1)
-    assert {one.name.split(".")[1] for one in report.submodules} == {"language_model"}
+    assert {one.name.split(".")[1] for one in report.layers} == {"language_model"}
     assert len(report.skipped) == 6
     before = tensors_of(model)
     with pytest.raises(InvalidArgumentError, match="does not run"):
@@ -609,8 +609,8 @@ def test_modules_that_write_to_their_inputs() -> None:
             if isinstance(one, nn.ReLU):
                 one.inplace = inplace
         names = ["0.part", "1.part"]
-        last = reconstruct_(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).submodules[1]
-        return last.before, last.after
+        last = reconstruct_(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).layers[1]
+        return last.error_before, last.error
 
     assert error_of(True) == error_of(False)
 
@@ -632,7 +632,7 @@ def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
     with torch.no_grad():
         y, t = model(batches[-1].clone()), teacher(batches[-1].clone())
     expected = float((y - t).square().sum() / t.square().sum())
-    torch.testing.assert_close(report.submodules[0].after, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(report.layers[0].error, expected, rtol=1e-4, atol=0)
     history = distill_(copy.deepcopy(teacher), teacher, batches[:1], lr=1e-3)
     assert history.loss[0] == pytest.approx(0, abs=1e-6)  # both had inputs of their own
     assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
@@ -738,8 +738,8 @@ def test_blocks_visit_the_device_one_at_a_time() -> None:
     assert all(devices.count("cuda") == 1 for devices in seen)
     assert all(tensor.device.type == "cpu" for tensor in tensors_of(model).values())
     expected = reconstruct_(other, teacher, texts(6), epochs=2, lr=2e-3)
-    for one, two in zip(report.submodules, expected.submodules, strict=True):
-        assert abs(one.after / two.after - 1) < 0.05
+    for one, two in zip(report.layers, expected.layers, strict=True):
+        assert abs(one.error / two.error - 1) < 0.05
 
 
 # Distillation.
@@ -921,7 +921,7 @@ def test_encoder_decoders_take_the_batches_that_pruning_takes() -> None:
     model, batches = copy.deepcopy(teacher), translations(4)
     prune_(model, BlockSparseConfig(0.5, 16), batches, layers=r".*wi")
     report = reconstruct_(model, teacher, batches, epochs=1)
-    assert any(part.after < part.before for part in report.submodules)
+    assert any(part.error < part.error_before for part in report.layers)
     with torch.no_grad():
         ours, theirs = model(**batches[0]).logits, teacher(**batches[0]).logits
     history = distill_(model, teacher, batches, lr=1e-3)

@@ -17,14 +17,13 @@ from torch.masked import masked_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseLinear, prune_, sparsify_
 from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model import BlockSparseModelPatcher, sparsify_
+from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.model.match import DEFAULT_OPTIONS
 from tilesparse.model.modules import NamePattern, matching
-from tilesparse.prune import prune_
 from tilesparse.storage.formats import storage_of
 from tilesparse.tuning.product import Product
 

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"kind": "mixtral", "storage": "int8"}, {}),
     "2:4": ({"kind": "mixtral", "nm": (2, 4), "storage": "compressed"}, {}),
     "4 bits": ({"kind": "qwen3_moe", "storage": "int4"}, {}),
+    "int8 W8A8": ({"kind": "mixtral", "storage": "int8", "activations": "int8"}, {}),
 }
 
 
@@ -66,7 +67,10 @@ def test_served_mixtures_are_those_of_transformers(case: str, tmp_path: Path) ->
         found = experts_of(llm)
         assert len(found) == 2
         layers = [layer for each in found for layer in each.projections().values()]
-        assert {layer.storage for layer in layers} == {"plain"}  # which kernels of the CPU read
+        # Kernels of the CPU read no others with x in its own dtype.
+        assert {layer.storage for layer in layers} == {
+            options["storage"] if "activations" in options else "plain"
+        }
         assert {layer.spec.density for layer in layers} == {0.5}
         return generated(llm)
 
@@ -142,7 +146,7 @@ def loaded(layers: dict[str, ExpertsLinear], layer: Any, **sizes: Any) -> Any:
     return method
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if name != "int8 W8A8"])
+@pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("bias", [False, True])
 def test_results_of_processes_add_up(name: str, bias: bool) -> None:
     layers = projections(name, bias)
@@ -155,7 +159,9 @@ def test_results_of_processes_add_up(name: str, bias: bool) -> None:
             layer = layer_of(rank, ranks, has_bias=bias)
             method = loaded(layers, layer)
             total += method.apply(layer, x, weights, ids, None, None)
-        torch.testing.assert_close(total, expected.detach(), rtol=1e-4, atol=1e-4)
+        # Each process quantizes its own features of what down multiplies.
+        tolerance = 1e-2 if name == "int8 W8A8" and ranks > 1 else 1e-4
+        torch.testing.assert_close(total, expected.detach(), rtol=tolerance, atol=tolerance)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

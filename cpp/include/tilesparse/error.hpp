@@ -63,6 +63,12 @@ class OutOfMemoryError : public Error {
     explicit OutOfMemoryError(const std::string& text) : Error(TS_OUT_OF_MEMORY, text) {}
 };
 
+// An earlier product on a GPU found another plan than its own and wrote no results; see ts_plan_check.
+class StalePlanError : public Error {
+  public:
+    explicit StalePlanError(const std::string& text) : Error(TS_STALE_PLAN, text) {}
+};
+
 // A defect of the library, or a status that this header does not know.
 class InternalError : public Error {
   public:
@@ -95,6 +101,8 @@ inline void check(ts_status_t status) {
             throw CudaError(text());
         case TS_OUT_OF_MEMORY:
             throw OutOfMemoryError(text());
+        case TS_STALE_PLAN:
+            throw StalePlanError(text());
         default:
             throw InternalError(text());
     }

@@ -21,14 +21,14 @@ struct Shape {
     std::int64_t out_features, in_features;
 };
 struct BlockShape {
-    std::int32_t rows, cols;  // out, in: each 16, 32, 64 or 128
+    std::int32_t rows, cols;  // out, in: each 2 to 128
 };
 
 // Which blocks of a weight W [out_features, in_features] are kept, by row and by column, in host memory.
 // Checked once, when it is made; it does not change.
 class Pattern {
   public:
-    // Block compressed rows as in ts_pattern: row_ptr [out_features / rows + 1], col_idx [nnz], ascending in
+    // Block compressed rows as in ts_pattern: row_ptr [block rows + 1], col_idx [nnz], ascending in
     // each block row. row_slot [nnz] says where in the values each block lies; without it, in the order of
     // col_idx. `groups`: of how many weights of equal shape, such as those of experts, that lie below each
     // other and have tokens of their own in each product (Product::group_offsets). Throws
@@ -48,23 +48,23 @@ class Pattern {
         c_.in_features = shape.in_features;
         c_.nnz = static_cast<std::int64_t>(col_idx_.size());
         c_.groups = groups;
-        check_size("row_ptr", row_ptr_.size(), shape.out_features / block_shape.rows + 1);
+        check_size("row_ptr", row_ptr_.size(), ceil_div(shape.out_features, block_shape.rows) + 1);
         check_size("row_slot", row_slot_.size(), c_.nnz);
         const ts_pattern rows = c();
         check(ts_pattern_validate(&rows));
-        const std::int64_t lines = shape.in_features / block_shape.cols * (groups > 1 ? groups : 1);
+        const std::int64_t lines = ceil_div(shape.in_features, block_shape.cols) * (groups > 1 ? groups : 1);
         col_ptr_.resize(static_cast<std::size_t>(lines + 1));
         row_idx_.resize(col_idx_.size());
         col_slot_.resize(col_idx_.size());
         check(ts_pattern_transpose(&rows, col_ptr_.data(), row_idx_.data(), col_slot_.data()));
     }
 
-    // The blocks whose entry of `mask` [out_features / rows, in_features / cols], row by row, is not 0.
+    // The blocks whose entry of `mask` [block rows, block columns], row by row, is not 0.
     static Pattern from_mask(Span<const std::uint8_t> mask, Shape shape, BlockShape block_shape,
                              std::int32_t groups = 1) {
         check_shape(shape, block_shape);
-        const std::int64_t rows = shape.out_features / block_shape.rows;
-        const std::int64_t cols = shape.in_features / block_shape.cols;
+        const std::int64_t rows = ceil_div(shape.out_features, block_shape.rows);
+        const std::int64_t cols = ceil_div(shape.in_features, block_shape.cols);
         check_size("mask", mask.size(), rows * cols);
         std::vector<std::int32_t> row_ptr{0}, col_idx;
         const std::uint8_t* entry = mask.data();
@@ -108,10 +108,11 @@ class Pattern {
     }
 
   private:
+    static std::int64_t ceil_div(std::int64_t size, std::int64_t block) { return (size + block - 1) / block; }
     static void check_shape(Shape shape, BlockShape block) {
-        detail::require(block.rows > 0 && block.cols > 0,
-                        "block_shape must have sides of 16, 32, 64 or 128, got (" + detail::text(block.rows) +
-                            ", " + detail::text(block.cols) + ")");
+        detail::require(block.rows > 0 && block.cols > 0, "block_shape must have sides of 2 to 128, got (" +
+                                                              detail::text(block.rows) + ", " +
+                                                              detail::text(block.cols) + ")");
         const auto fits = [](std::int64_t features) { return features >= 0 && features <= INT32_MAX; };
         detail::require(fits(shape.out_features) && fits(shape.in_features),
                         "shape must have sides of 0 to " + detail::text(INT32_MAX) + ", got (" +

@@ -2,8 +2,9 @@
  * the baseline of the ABI is read from it.
  *
  * A weight W of shape [out_features, in_features] is cut into blocks of block_rows x block_cols;
- * only `nnz` of them are kept. Three products are offered on x [tokens, in_features] and
- * y [tokens, out_features]:
+ * only `nnz` of them are kept. The last block row and column may reach out of W: parts of a block that lie
+ * there are never read, and TS_SDD_TN writes zeros there. Three products are offered on x [tokens,
+ * in_features] and y [tokens, out_features]:
  *
  *   TS_DDS_NT   y  = activation(x W^T + bias) + residual   forward, or with a gate
  *               y  = (x W^T + bias) * activation(gate)
@@ -63,7 +64,8 @@ enum {
     TS_WORKSPACE_TOO_SMALL = 5, /* the workspace or the plan has fewer bytes than asked for */
     TS_CUDA_ERROR = 6,          /* the CUDA runtime reported an error */
     TS_OUT_OF_MEMORY = 7,       /* host memory */
-    TS_INTERNAL_ERROR = 8
+    TS_INTERNAL_ERROR = 8,
+    TS_STALE_PLAN = 9 /* an earlier product on a GPU found another plan than its own, see ts_plan_check */
 };
 
 /* Element types. A default is that of another operand, see ts_matmul_desc. TS_INT8 and TS_FLOAT8_E4M3FN are
@@ -139,6 +141,20 @@ enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
  * writes W dense and runs the product in a dense library, which ts_matmul does not do. */
 enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
 
+/* Neurons that are off, in TS_DDS_NT of at most 8 tokens. Numbers whose magnitude is at most the threshold
+ * count as zeros, NaN and infinities never do:
+ *
+ * TS_SKIP_INPUTS   those of x. Of the weight, columns of which x is zero for all tokens are not read. `values`
+ *                  has each block transposed, [nnz, bk, bn], and scales as they are without
+ * TS_SKIP_OUTPUTS  those of the gate, which is there and has no activation. The results are 0, and rows of the
+ *                  weight whose gate is zero for all tokens are not read
+ *
+ * x and y are TS_ROW_MAJOR, of one dtype: TS_FLOAT16, TS_BFLOAT16, on TS_CPU also TS_FLOAT32. Values are dense
+ * blocks of that dtype or TS_INT8, on TS_CUDA also TS_INT4, which need blocks of 32 or more; weights are not
+ * rounded to the dtype of x. group_offsets and kernel are null and 0, and no plan, policy or preference
+ * counts. A result does not depend on the order of tokens, nor on which others there are but for rounding. */
+enum { TS_SKIP_NOTHING = 0, TS_SKIP_INPUTS = 1, TS_SKIP_OUTPUTS = 2 };
+
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */
 typedef struct CUstream_st* ts_stream_t;
 
@@ -150,19 +166,19 @@ typedef struct CUstream_st* ts_stream_t;
  * patterns and plans and for TS_CPU, device memory for ts_matmul on TS_CUDA. */
 typedef struct ts_pattern {
     uint32_t struct_size;
-    int32_t block_rows; /* bn: 16, 32, 64 or 128 */
-    int32_t block_cols; /* bk: 16, 32, 64 or 128 */
+    int32_t block_rows; /* bn: 2 to 128 */
+    int32_t block_cols; /* bk: 2 to 128 */
     int32_t groups; /* 0 or 1: one weight. E, at most 1024: weights of equal shape below each other, such as
                        those of experts; out_features is that of all, E times that of one. Column arrays go
-                       by group: col_ptr is [E * in_features / block_cols + 1], and row_idx counts block
+                       by group: col_ptr is [E * C + 1], and row_idx counts block
                        rows from the group's first */
-    int64_t out_features;    /* a multiple of block_rows */
-    int64_t in_features;     /* a multiple of block_cols */
+    int64_t out_features;    /* elements; R = out_features / block_rows, rounded up, block rows */
+    int64_t in_features;     /* C = in_features / block_cols, rounded up, block columns */
     int64_t nnz;             /* kept blocks */
-    const int32_t* row_ptr;  /* [out_features / block_rows + 1] */
+    const int32_t* row_ptr;  /* [R + 1] */
     const int32_t* col_idx;  /* [nnz] */
     const int32_t* row_slot; /* [nnz] */
-    const int32_t* col_ptr;  /* [in_features / block_cols + 1] */
+    const int32_t* col_ptr;  /* [C + 1] */
     const int32_t* row_idx;  /* [nnz] */
     const int32_t* col_slot; /* [nnz] */
 } ts_pattern;
@@ -257,12 +273,15 @@ typedef struct ts_matmul_desc {
                                      g alone. Offsets ascend from 0 to tokens and lie where the operands do.
                                      On TS_CUDA the host does not read them, and kernels touch nothing
                                      outside of x and y whatever they are. bias is [out_features]; residual
-                                     and gate are like y. x has 16 bits or more, prepacked and, for TS_SDD_TN,
-                                     bias are null (see ts_group_sums), and dense is never chosen */
+                                     and gate are like y. Scales of x of 8 bits are TS_SCALES_PER_TOKEN,
+                                     prepacked and, for TS_SDD_TN, bias are null (see ts_group_sums), and
+                                     dense is never chosen */
     ts_prepared plan; /* made by ts_plan_build or ts_plan_device_build; null where ts_plan_size gives 0 */
     ts_prepared prepacked; /* made by ts_values_prepack of the same values, pattern and kernel, or null */
     char prefer[64];       /* the first characters of the names of kernels that are preferred, ending in a
                               zero; empty: those that TILESPARSE_KERNEL names */
+    int32_t skip;          /* TS_SKIP_NOTHING, TS_SKIP_INPUTS or TS_SKIP_OUTPUTS */
+    float threshold;       /* with skip, from 0 on: up to which magnitude numbers count as zero */
 } ts_matmul_desc;
 
 /* The properties of a device that kernels are chosen by. */
@@ -349,6 +368,12 @@ TS_API ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* desc, size_t* 
  * the kernel's `plan`, op, and the sizes of the pattern, whose arrays are not read. 0 for a kernel without a
  * plan. ts_prepared.key is for it, and the plan holds it, too. */
 TS_API ts_status_t ts_plan_key(const ts_pattern* pattern, int32_t kernel, int32_t op, int64_t* key);
+
+/* A kernel of TS_CUDA that finds another key in its plan than that of its product writes no results and says
+ * so. The next ts_matmul or ts_values_prepack on a GPU then does nothing and returns TS_STALE_PLAN, once; the
+ * sentence names the kernel. Neither waits for kernels that still run: after the last product synchronize the
+ * stream and call ts_plan_check, which returns the same. */
+TS_API ts_status_t ts_plan_check(void);
 
 /* Some kernels prepack the values before every product: they copy them into the order in which they multiply
  * them. The caller may keep that copy instead, while values and plan stay as they are: `prepacked` of the

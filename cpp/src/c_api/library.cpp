@@ -76,6 +76,8 @@ const char* ts_status_string(ts_status_t status) {
             return "out of memory";
         case TS_INTERNAL_ERROR:
             return "internal error";
+        case TS_STALE_PLAN:
+            return "stale plan";
         default:
             return "unknown status";
     }

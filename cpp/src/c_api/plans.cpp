@@ -6,6 +6,7 @@
 #include "abi.h"
 #include "c_api/guard.h"
 #include "descriptors.h"
+#include "device.h"
 #include "pattern.h"
 #include "plan/device_plan.h"
 #include "plan/host_plan.h"
@@ -63,6 +64,10 @@ ts_status_t ts_plan_key(const ts_pattern* source, int32_t number, int32_t op, in
         if (has_plan) check_plan_shape(pattern, static_cast<Op>(op), kernel.plan);
         *key = has_plan ? plan_key(pattern, static_cast<Op>(op), kernel.plan) : 0;
     });
+}
+
+ts_status_t ts_plan_check(void) {
+    return guard([] { check_plans(); });
 }
 
 ts_status_t ts_plan_device_size(const ts_pattern* pattern, int32_t kernel, int32_t op, size_t* plan_bytes,

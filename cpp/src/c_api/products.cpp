@@ -14,6 +14,7 @@
 #include "measurements.h"
 #include "product.h"
 #include "registry.h"
+#include "skip.h"
 
 namespace ts {
 namespace {
@@ -55,7 +56,9 @@ ts_status_t ts_matmul_workspace_size(const ts_matmul_desc* source, size_t* bytes
         check_pointer(bytes, "bytes");
         const Problem problem = check_problem(desc);
         const NamedDevice& device = device_of(problem);
-        *bytes = workspace_size(problem, device.properties, choose(problem, device, wish_of(desc)));
+        *bytes = problem.skip == Skip::nothing
+                     ? workspace_size(problem, device.properties, choose(problem, device, wish_of(desc)))
+                     : skip_workspace_size(problem, device.properties);
     });
 }
 

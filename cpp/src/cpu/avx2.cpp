@@ -14,7 +14,8 @@ bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 
 }  // namespace
 
-const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA", encoder_avx2);
+const InstructionSet avx2 = set_of<Avx2>(has_avx2, "the processor lacks AVX2 or FMA", encoder_avx2,
+                                         double_blocks_avx2, float_blocks_avx2);
 const InstructionSet avx_vnni =
     group_set<Avx2>(has_avx_vnni, "the processor lacks AVX-VNNI", vnni_steps<Avx2, true>(), encoder_avx_vnni);
 

@@ -21,8 +21,8 @@ bool has_amx_int8() {
 
 }  // namespace
 
-const InstructionSet avx512 =
-    set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL", encoder_avx512);
+const InstructionSet avx512 = set_of<Avx512>(has_avx512, "the processor lacks AVX-512 F, BW, DQ or VL",
+                                             encoder_avx512, double_blocks_avx512, float_blocks_avx512);
 const InstructionSet avx512_vnni = group_set<Avx512>(has_avx512_vnni, "the processor lacks AVX-512 VNNI",
                                                      vnni_steps<Avx512, false>(), encoder_avx512_vnni);
 const InstructionSet amx_int8 =

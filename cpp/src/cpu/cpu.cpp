@@ -67,6 +67,28 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     return 0;
 }
 
+// What the steps of blocks of any size need: those of the dtype, and those of its sums.
+template <const InstructionSet& set>
+const Steps& steps_of_sums(const Problem& problem) {
+    return set.steps[static_cast<int>(problem.accumulator_dtype())];
+}
+
+template <const InstructionSet& set>
+size_t blocks_workspace(const Problem& problem, const Device& device, const Decision&) {
+    if (is_empty(problem)) return 0;
+    return blocks_workspace_size(steps_of<set>(problem), steps_of_sums<set>(problem), problem, device);
+}
+
+template <const InstructionSet& set>
+int32_t launch_blocks(const Problem& problem, const Device& device, const Decision& decision, void* workspace,
+                      void*) {
+    if (is_empty(problem)) return 0;
+    advise_huge_pages(workspace, blocks_workspace<set>(problem, device, decision));
+    const Finish finish = set.steps[static_cast<int>(problem.result_dtype)].finish;
+    blocks(steps_of<set>(problem), steps_of_sums<set>(problem), finish, problem, device, workspace);
+    return 0;
+}
+
 // Input dtypes in any combination; refuses() says which results go with which.
 template <const InstructionSet& set>
 constexpr Kernel row(const char* name, uint32_t ops, uint32_t inputs, uint32_t results) {
@@ -101,6 +123,17 @@ constexpr Kernel values_of_int4(const char* name) {
     return row;
 }
 
+// Blocks with sides of any length.
+template <const InstructionSet& set>
+constexpr Kernel any_block(const char* name) {
+    Kernel row = ts::cpu::row<set>(name, kEveryOp, kEveryResult, kEveryResult);
+    row.workspace_size = blocks_workspace<set>;
+    row.launch = launch_blocks<set>;
+    row.grouped = bits_of(0);
+    row.any_block = true;
+    return row;
+}
+
 #ifdef __x86_64__
 template <const InstructionSet& set>
 constexpr Kernel only_bfloat16(const char* name) {
@@ -129,6 +162,11 @@ constexpr Kernel kKernels[] = {
     values_of_int4<avx2>("cpu_avx2_4_bits"),
 #endif
     values_of_int4<portable>("cpu_portable_4_bits"),
+#ifdef __x86_64__
+    any_block<avx512>("cpu_avx512_blocks"),
+    any_block<avx2>("cpu_avx2_blocks"),
+#endif
+    any_block<portable>("cpu_portable_blocks"),
 };
 
 }  // namespace

@@ -68,7 +68,7 @@ struct BiasedSums {
         const auto* from = static_cast<const typename Codec::Stored*>(o.bias);
         const int64_t features = o.columns_are_features ? o.columns : o.rows;
         for (int i = 0; from && i < features; i += lanes_of<V>)
-            store(bias + i, Codec::decode(load<typename Codec::S>(from + i)));
+            store(bias + i, Codec::decode(load<typename Codec::S>(from + i, features - i)));
     }
     template <class V>
     TS_INLINE V at(const Output& o, int64_t row, int64_t column) const {

@@ -83,6 +83,10 @@ class Groups {
         move(problem.x, token, p_.x_dtype());
         move(problem.y, token, p_.y_dtype());
         move(problem.residual, token, p_.result_dtype);
+        if (is_quantized(p_.input_dtype)) {
+            problem.x_scales += token;
+            problem.values.scales += group * pattern.out_features;
+        }
         if (p_.bias != nullptr)
             problem.bias = offset(p_.bias, group * pattern.out_features * element_size(p_.result_dtype));
         return problem;

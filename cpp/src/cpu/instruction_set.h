@@ -18,6 +18,7 @@
 #include "cpu/four_bits.h"
 #include "cpu/multiply.h"
 #include "cpu/multiply_decode.h"
+#include "cpu/multiply_skip.h"
 #include "cpu/pack.h"
 #include "cpu/quantize_steps.h"
 #include "cpu/scale.h"
@@ -49,10 +50,14 @@ constexpr Steps steps_of() {
         steps.finish = &Set::template finish_with<T>;
         steps.scale = &Set::template scale_with<C>;
     }
+    if constexpr (T == DType::float16 || T == DType::bfloat16)
+        steps.decode_values = &Set::template run_with<BlockDecode<C>>;
     if constexpr (!is_quantized(T) && T != DType::float64) {
         steps.largest_magnitude = &Set::template largest_magnitude_with<C>;
         steps.quantize = &Set::template quantize_with<C>;
         steps.multiply_decode_int4 = &Set::template multiply_decode_with<DecodeInt4<Set::kBytes>>;
+        steps.skip_inputs = &Set::template skip_inputs_with<C>;
+        steps.skip_outputs = &Set::template skip_outputs_with<C>;
     }
     return steps;
 }
@@ -61,27 +66,34 @@ constexpr Steps steps_of() {
 template <class Set>
 constexpr Steps widened_steps() {
     constexpr int bytes = Set::kBytes, lanes = bytes / 4;
-    return {kVectors * lanes,
-            lanes,
-            2,
-            4,
-            false,
-            &Set::template pack_with<WidenedPairs<bytes>>,
-            &Set::template multiply_with<WidenedProducts<bytes>>,
-            nullptr,
-            nullptr,
-            &Set::template multiply_decode_with<DecodePairs<bytes>>,
-            lanes / 2};
+    Steps steps{kVectors * lanes,
+                lanes,
+                2,
+                4,
+                false,
+                &Set::template pack_with<WidenedPairs<bytes>>,
+                &Set::template multiply_with<WidenedProducts<bytes>>,
+                nullptr,
+                nullptr,
+                &Set::template multiply_decode_with<DecodePairs<bytes>>,
+                lanes / 2};
+    steps.skip_inputs = &Set::template skip_inputs_with<Codec<DType::int8, bytes>>;
+    steps.skip_outputs = &Set::template skip_outputs_with<Codec<DType::int8, bytes>>;
+    return steps;
 }
 
 template <class Set>
-constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder) {
-    return {
+constexpr InstructionSet set_of(bool (*available)(), const char* missing, const EncoderSteps& encoder,
+                                const BlockSteps& double_blocks, const BlockSteps& float_blocks) {
+    InstructionSet set{
         available,
         missing,
         {steps_of<Set, DType::float64>(), steps_of<Set, DType::float32>(), steps_of<Set, DType::float16>(),
          steps_of<Set, DType::bfloat16>(), widened_steps<Set>(), steps_of<Set, DType::float8_e4m3fn>()},
         &encoder};
+    set.steps[static_cast<int>(DType::float64)].blocks = &double_blocks;
+    set.steps[static_cast<int>(DType::float32)].blocks = &float_blocks;
+    return set;
 }
 
 // Vectors of BYTES bytes; ROWS rows are multiplied at once.
@@ -99,6 +111,18 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing, const 
         template <class P>                                                            \
         TARGET static void multiply_decode_with(const DecodeTile& s) {                \
             multiply_decode<P>(s);                                                    \
+        }                                                                             \
+        template <class K>                                                            \
+        TARGET static void run_with(const typename K::Arguments& a) {                 \
+            K::run(a);                                                                \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void skip_inputs_with(const SkipTile& s) {                      \
+            skip_inputs<C>(s);                                                        \
+        }                                                                             \
+        template <class C>                                                            \
+        TARGET static void skip_outputs_with(const SkipTile& s) {                     \
+            skip_outputs<C>(s);                                                       \
         }                                                                             \
         template <DType T>                                                            \
         TARGET static void finish_with(const Output& o) {                             \

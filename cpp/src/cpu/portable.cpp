@@ -8,7 +8,8 @@ TS_INSTRUCTION_SET(Portable, , 16, 4);
 
 }  // namespace
 
-const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr, encoder_portable);
+const InstructionSet portable = set_of<Portable>([] { return true; }, nullptr, encoder_portable,
+                                                 double_blocks_portable, float_blocks_portable);
 
 const InstructionSet& widest() {
 #ifdef __x86_64__

@@ -39,6 +39,13 @@ size_t most_sdd_workspace_size(const Steps& steps, const Problem& problem, const
 void sdd(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace,
          Member* member = nullptr);
 
+// Products of blocks with sides of any length, which need not divide the shape. `sums`: the steps of the
+// dtype of sums.
+size_t blocks_workspace_size(const Steps& steps, const Steps& sums, const Problem& problem,
+                             const Device& device);
+void blocks(const Steps& steps, const Steps& sums, Finish finish, const Problem& problem,
+            const Device& device, void* workspace);
+
 // A product of float8_e4m3fn with scales inside of the sums. `steps`: those of float32.
 size_t scaled_workspace_size(const Steps& steps, const Problem& problem, const Device& device);
 void scaled(const Steps& steps, Finish finish, const Problem& problem, const Device& device, void* workspace);

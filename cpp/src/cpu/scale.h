@@ -81,4 +81,18 @@ TS_INLINE void scale(const Scaling& s) {
         scale<Codec, DType::float8_e4m3fn>(s);
 }
 
+// Copies values as they are summed.
+template <class C>
+struct BlockDecode {
+    using Arguments = DecodedValues;
+
+    static TS_INLINE void run(const DecodedValues& d) {
+        using V = typename C::V;
+        const auto* const from = static_cast<const typename C::Stored*>(d.values);
+        auto* const to = static_cast<element_t<V>*>(d.target);
+        for (int64_t i = 0; i < d.count; i += lanes_of<V>)
+            store(to + i, C::decode(load<typename C::S>(from + i, d.count - i)), d.count - i);
+    }
+};
+
 }  // namespace ts::cpu

@@ -18,6 +18,7 @@ constexpr int64_t kFirstCacheBytes = 24 << 10;  // of panels that all rows of a 
 constexpr int64_t kDecodeBytes = 8 << 10;       // of values that all tokens of a decode reuse
 constexpr int64_t kDecodeAheadBytes = 8 << 10;  // of values, between those multiplied and those fetched
 constexpr int kMostDecodeTokens = 12;
+constexpr int kMostSkipTokens = 8;
 // Position of the value at k of a block in packed x for int4, of whose bytes the low halves are multiplied,
 // then the high ones: the even k of every so many come first.
 constexpr int64_t int4_position(int64_t k, int64_t together) {
@@ -95,6 +96,30 @@ struct DecodeTile {
     int64_t scale_entry = 0, scale_row = 0;
 };
 
+// Features of a block row for a small batch. What is off is not read: for skip_inputs, whose blocks are
+// transposed,
+//   sums[t][f] = sum over entries e and the first counts[k / kMinRows] numbers i, k being idx[e] * columns, of
+//   x[k * tokens + i * tokens + t] * values[slot[e] * rows * columns + on[k + i] * rows + f];
+// for skip_outputs, of the features f that are the first counts[0] numbers `on`,
+//   sums[t][f] = sum over entries e and d below columns of
+//   x[t * x_ld + idx[e] * columns + d] * values[slot[e] * rows * columns + f * columns + d].
+// Values of 8 bits are multiplied by scales[slot[e] * scale_step], with row_scales by the f-th from there on.
+struct SkipTile {
+    const void* values;
+    const int32_t* slot;
+    const int32_t* idx;
+    int64_t entries, rows, columns;
+    const float* x;
+    int64_t x_ld;
+    const uint8_t* on;
+    const int32_t* counts;
+    int64_t width, tokens;  // width: features, at most kTaskFeatures; at most kMostSkipTokens
+    const float* scales;    // null for values of the dtype of x
+    int64_t scale_step;
+    bool row_scales;
+    float* sums;  // [tokens, kTaskFeatures]
+};
+
 // Turns sums of products of 8 bits into results: sums less the offset of their feature, times the scale of
 // their token, times the scale of their feature.
 struct Rescale {
@@ -140,6 +165,61 @@ struct Quantizing {
     uint8_t* target;
 };
 
+// Rows of blocks with sides of any length, see blocks.h:
+// sums[i][c] = sum over entries e and depths d of A(e, i, d) * b[(idx[e] * depth + d) * ldb + c], where A(e,
+// i, d) is a[slot[e] * entry + i * block_cols + d], or where rows lie side by side a[slot[e] * entry + d *
+// block_cols + i]. Where slot is null it is e itself. Of the block at idx `last` only the first `last_depth`
+// depths are read.
+struct BlockTile {
+    const void* a;
+    const int32_t* slot;
+    int64_t entry, block_cols;
+    const void* b;
+    int64_t ldb;
+    const int32_t* idx;
+    int64_t entries, depth;
+    int64_t last, last_depth;
+    int64_t safe_slots, safe_idx;  // below which a vector may be read beyond a block, of values and of b
+    bool adds;                     // to the sums that are there
+    int64_t columns;               // of which the last vector may have fewer than lanes
+    void* sums;
+    int64_t sums_ld;
+};
+
+// sums[i][c] = sum over tokens t of y[t * y_ld + i] * x[t * x_ld + c].
+struct OuterTile {
+    const void* y;
+    int64_t y_ld;
+    const void* x;
+    int64_t x_ld;
+    int64_t tokens, columns;
+    bool safe;  // whole vectors of x may be read
+    void* sums;
+    int64_t sums_ld;
+};
+
+// Values as they are summed: target[i] = values[i].
+struct DecodedValues {
+    const void* values;
+    int64_t count;
+    void* target;
+};
+
+constexpr int kBlockRows = 8;  // most rows of a block that are summed at once
+
+struct BlockSteps {
+    using Multiply = void (*)(const BlockTile&);
+    using Outer = void (*)(const OuterTile&);
+    int32_t lanes;
+    Multiply multiply[2][kBlockRows]
+                     [4];               // [rows side by side][rows - 1][log2 of vectors]; null: too many sums
+    Multiply square[2][kBlockRows][4];  // likewise, of as many depths as rows
+    Multiply vector[3][kBlockRows];     // one column: [log2 of bytes of a vector / 16][rows - 1]
+    Multiply columns[3];                // one column, rows side by side: [log2 of vectors]
+    Outer outer[kBlockRows][2];         // [rows - 1][log2 of vectors]
+    Outer narrow_outer[kBlockRows];     // of half a vector
+};
+
 // The steps of one instruction set for one dtype.
 struct Steps {
     int32_t tile;         // columns multiplied at once, a multiple of `lanes`
@@ -163,7 +243,17 @@ struct Steps {
     // multiply_decode of values of int4, for packed x in the order that int4_position says. Not of 8 bits and
     // float64.
     void (*multiply_decode_int4)(const DecodeTile&) = nullptr;
+    const BlockSteps* blocks = nullptr;                     // of float64 and float32
+    void (*decode_values)(const DecodedValues&) = nullptr;  // of 16 bits
+    // For values of the dtype; not of float64 and float8.
+    void (*skip_inputs)(const SkipTile&) = nullptr;
+    void (*skip_outputs)(const SkipTile&) = nullptr;
 };
+
+extern const BlockSteps double_blocks_portable, float_blocks_portable;
+#ifdef __x86_64__
+extern const BlockSteps double_blocks_avx2, float_blocks_avx2, double_blocks_avx512, float_blocks_avx512;
+#endif
 
 // See encoder.h.
 struct EncoderSteps;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "descriptors.h"
 #include "error.h"
 #include "plan/block_rows.h"
 #include "plan/builders.h"
@@ -65,6 +66,7 @@ std::vector<int32_t> assemble(PlanHeader header, const std::vector<std::vector<i
 }
 
 void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
+    check_regular(pattern, "a kernel with a plan");
     const bool knows_groups = shape.kind == PlanKind::tiles || shape.kind == PlanKind::strips;
     if (pattern.groups > 1 && !knows_groups)
         fail(TS_UNSUPPORTED, "pattern.groups must be 0 or 1 for this kernel, got ", pattern.groups);

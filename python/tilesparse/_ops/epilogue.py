@@ -362,6 +362,27 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
     return result
 
 
+def spread_in_8_bits(
+    x: Tensor, given: Tensor, rows: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """Quantize `spread` of x and ``given`` [tokens, choices], each token once; None where that is not of use.
+
+    Nothing records a gradient here.
+    """
+    if not (is_compiling() or is_plain((x,))) or x.dtype not in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
+        return None
+    values, scales = _quantized(x, dtype, is_plain((x,)))
+    choices, every = rows.reshape(-1), torch.arange(rows.numel(), device=rows.device)
+    choice = torch.empty_like(choices).scatter_(0, choices, every)  # of each row
+    token = choice // rows.shape[1]
+    words = values.view(torch.int64).index_select(0, token)  # several features at a time
+    return words.view(dtype), scales.index_select(0, token) * given.reshape(-1).index_select(0, choice)
+
+
 class constant:
     """Have layers share the quantization of an x that nothing writes to in this context.
 

@@ -18,7 +18,7 @@ from .._checks import (
     is_inside,
 )
 from .._runtime import device
-from .._runtime.launch import dds, storage_of
+from .._runtime.launch import dds, skips, storage_of, thresholded
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
@@ -59,18 +59,30 @@ def linear_on(
             refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
             bias = flat_bias(bias, index, operands.offsets)
+        if operands.threshold is not None or operands.gate_threshold is not None:
+            may_skip = not (recorded or column_major or policy == "dense" or transforms_active())
+            x, gate, activation, operands = _with_thresholds(
+                x, values, index, activation, gate, operands, may_skip
+            )
+            code = activation_code(activation)
         if operands.fast is not None:
             metadata, scales = operands.metadata, operands.scales
             assert scales is not None
-            if policy == "dense" or multiplies_as_decode(x, index):  # in the dtype of x
+            skipping = operands.threshold is not None or operands.gate_threshold is not None
+            if policy == "dense" or skipping or multiplies_as_decode(x, index):  # in the dtype of x
                 check_quantizable(x)  # the rest is checked as for other products
-                operands = Operands(metadata, stored_scales_on(scales, values, index))
+                stored = stored_scales_on(scales, values, index)
+                operands = operands._replace(scales=stored, x_values=None, x_scales=None, fast=None)
             else:
                 policy, fast = "sparse", operands.fast
-                of_x = quantized_for(values, x, is_direct, is_inside(scales))
-                operands = Operands(metadata, scales, None, None, None, None, *of_x, False, fast)
+                of_x: tuple[Tensor | None, Tensor | None]
+                of_x = operands.x_values, operands.x_scales  # where x was quantized before it was spread
+                if of_x[0] is None:
+                    of_x = quantized_for(values, x, is_direct, is_inside(scales))
+                operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
-    if policy != "sparse" and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
+    skipping = operands.threshold is not None or operands.gate_threshold is not None
+    if policy != "sparse" and not skipping and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
         check_dds("x", x, values, index, epilogue, operands)
         plain = values if operands is DENSE else dequantize_values(values, *operands[:2], x.dtype)
         return combined(_expanded_linear(x, plain, index, epilogue), activation, residual, gate)
@@ -87,6 +99,30 @@ def linear_on(
     if sums:
         return combined(activate(y, bias, activation), "none", residual, None)
     return combined(y, activation, residual, gate)
+
+
+def _with_thresholds(
+    x: Tensor,
+    values: Tensor,
+    index: Index,
+    activation: str,
+    gate: Tensor | None,
+    operands: Operands,
+    may_skip: bool,
+) -> tuple[Tensor, Tensor | None, str, Operands]:
+    """Return x, gate, its activation and operands, which have a threshold only where a kernel skips by it."""
+    threshold, gate_threshold = operands.threshold, operands.gate_threshold
+    if gate is None:
+        gate_threshold = None
+    stored = operands if operands.fast is None else operands._replace(fast=None)
+    may_skip = may_skip and skips(x, values, index.block_shape, stored)
+    if gate is not None and gate_threshold is not None:
+        gate, activation = activated(gate, activation), "none"
+        if not may_skip:
+            gate, gate_threshold = thresholded(gate, gate_threshold), None
+    if threshold is not None and not (may_skip and gate_threshold is None):
+        x, threshold = thresholded(x, threshold), None
+    return x, gate, activation, operands._replace(threshold=threshold, gate_threshold=gate_threshold)
 
 
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:

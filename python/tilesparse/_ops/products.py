@@ -57,9 +57,10 @@ def _dds_nt_gradients(
 
 def _factor_of_dgrad(values: Tensor, index: Index, operands: Operands) -> tuple[Tensor, Operands]:
     """Return the values that the gradient of x is a product of, and how they are stored."""
-    metadata, scales, _, compressed, compressed_t, metadata_t, _, _, _, fast = operands
+    metadata, scales, offsets, compressed, compressed_t, metadata_t, *_ = operands
+    fast = operands.fast
     if fast is not None and scales is not None:  # as if x had not been rounded (straight-through)
-        return values, Operands(metadata, stored_scales_on(scales, values, index))
+        return values, Operands(metadata, stored_scales_on(scales, values, index), offsets)
     if compressed is None:
         return values, operands
     if records_gradient((values,)):  # of the gradient, which passes through here, too

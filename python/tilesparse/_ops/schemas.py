@@ -47,9 +47,11 @@ OF_DDS_NT = (
         "offsets",
     ),
     *("compressed", "compressed_t", "metadata_t", "fast", "x_values", "x_scales"),
+    *("threshold", "gate_threshold"),
 )
 OF_SDD_TN = ("offsets",)
 _TYPES = {"activation": "int", "column_major": "bool", "transposed": "bool", "fast": "bool?"}
+_TYPES |= {"threshold": "float?", "gate_threshold": "float?"}
 
 
 def _define(name: str, factors: str, takes: Sequence[str]) -> None:

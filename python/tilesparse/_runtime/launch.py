@@ -63,17 +63,18 @@ from .layout import (
     usable,
 )
 from .pattern_cache import Prepared, allocations, blocks_of
-from .torch_private import current_device, current_stream, tf32_allowed
+from .torch_private import constant_when_compiled, current_device, current_stream, tf32_allowed
 
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
     """Return the dense W."""
     check_values("values", values, pattern.index())
-    dense = values.new_zeros(pattern.shape)
+    (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
+    dense = values.new_zeros(rows + -rows % bn, cols + -cols % bk)
     # Written through a view: building the blocks and then transposing them takes twice as long.
     with pattern.launching():
         blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
-    return dense
+    return dense[:rows, :cols].contiguous()
 
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:
@@ -267,6 +268,8 @@ def dds(
     """Return x Wᵀ (``op`` DDS_NT) or y W (DDS_NN) in the dtype of the source, x or y."""
     bias, residual, activation, column_major, gate = epilogue
     if operands is not DENSE:
+        if operands.threshold is not None or operands.gate_threshold is not None:
+            return _skipping(source, values, pattern, epilogue, operands)
         if operands.transposed:
             check_nothing_added(epilogue)
             pattern, op = pattern.transposed(), DDS_NN - op
@@ -274,7 +277,7 @@ def dds(
             values = operands.compressed
         if pattern.prepacks and source.is_cpu:
             values, operands = _kept_dense(source, values, pattern, operands)
-    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands[:10]
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
@@ -333,7 +336,7 @@ def _dds(
 ) -> Tensor:
     """Run a product that the native module does not know, and have it kept there."""
     bias, residual, activation, column_major, gate = epilogue
-    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands
+    metadata, scales, offsets, _, _, _, x_values, x_scales, _, fast = operands[:10]
     gated = gate is not None
     other = residual if gate is None else gate
     factor = source if x_values is None else x_values
@@ -410,6 +413,93 @@ def _dds(
     first = map(_address, (x, y, values, bias, other, workspace))
     call.run(*first, context[1], *map(_address, (metadata, scales, x_scales, offsets)))
     return result
+
+
+_SKIP_INPUTS, _SKIP_OUTPUTS = 1, 2  # TS_SKIP_INPUTS and TS_SKIP_OUTPUTS
+
+
+def _skipping(
+    x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands
+) -> Tensor:
+    """Run a product of a small batch that reads the weights of neurons that are on alone.
+
+    One of the thresholds is set. Where no kernel skips, zeros are multiplied.
+    """
+    bias, residual, activation, column_major, gate = epilogue
+    threshold, gate_threshold, scales = operands.threshold, operands.gate_threshold, operands.scales
+    of_inputs, gated = threshold is not None, gate is not None
+    weight = pattern.blocks_turned.get(values) if of_inputs else values
+    limit: Any = limit_of(threshold if of_inputs else gate_threshold, x.dtype)
+    added = bias, gate if gated else residual, activation, column_major
+    beside = None, scales, asked_kernel, gated
+    how = _SKIP_INPUTS if of_inputs else _SKIP_OUTPUTS, limit
+    if weight is not None:
+        result: Tensor | None = pattern.kept.run(DDS_NT, x, weight, *added, *beside, *how)
+        if result is not None:
+            return result
+    plain = operands._replace(threshold=None, gate_threshold=None)
+    if column_major or not skips(x, values, pattern.block_shape, operands) or values.is_inference():
+        if of_inputs:
+            x = thresholded(x, limit)
+        elif gate is not None:
+            epilogue = epilogue._replace(gate=thresholded(gate, limit))
+        return dds(DDS_NT, x, values, pattern, epilogue, plain)
+    check_dds("x", x, values, pattern.index(), epilogue, plain)
+    other = added[1]
+    with pattern.launching():
+        (rows, ld), (others, ldr) = row_major(x), (None, 0) if other is None else row_major(other)
+        weight = pattern.turned(values) if of_inputs else aligned(values)
+        context = context_of(x)
+        options = storage_of(values, plain) | {"skip": how[0], "threshold": limit, "gated": gated}
+        options |= {"activation": activation, "ldr": ldr, "residual": other is not None}
+        product = _C.Product(
+            *(pattern.descriptor, DDS_NT, DTYPES[x.dtype], int(x.is_cuda), x.numel() // pattern.shape[1]),
+            **{"ldx": ld, "ldy": pattern.shape[0], **options},
+        )
+        form = result_form(x, pattern.shape[0], False)
+        call = pattern.call(None, product, DDS_NT, x.itemsize, form, skips=True)
+        if rows is x and others is other:
+            pattern.kept.keep(DDS_NT, x, weight, *added, *beside, product, *allocations(call), *how)
+        result = empty(x, call.form)
+        workspace = x.new_empty(call.workspace) if call.workspace else None
+        bias = None if bias is None else bias.contiguous()
+        first = map(_address, (rows, result, weight, bias, others, workspace))
+        call.run(*first, context[1], 0, _address(scales))
+    return result
+
+
+SKIPPED_TOKENS = 8  # up to as many some kernels skip weights
+
+
+def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Operands) -> bool:
+    """Return True if a kernel skips the weights of neurons that are off; see ``ts_matmul_desc.skip``."""
+    if x.shape[-1] == 0 or x.numel() // x.shape[-1] > SKIPPED_TOKENS or operands.fast is not None:
+        return False
+    if x.dtype not in (torch.float16, torch.bfloat16) and (x.dtype != torch.float32 or x.is_cuda):
+        return False
+    if any(tensor is not None for tensor in (operands.metadata, operands.offsets, operands.compressed)):
+        return False
+    if operands.scales is None:
+        return values.dtype == x.dtype
+    return min(block_shape) >= 32 and (values.dtype == torch.int8 or (x.is_cuda and values.dtype == torch.uint8))
+
+
+def thresholded(x: Tensor, threshold: float) -> Tensor:
+    """Return x with zeros in the place of numbers up to a magnitude; never of NaN or infinities."""
+    return torch.nn.functional.hardshrink(x, limit_of(threshold, x.dtype))
+
+
+@constant_when_compiled
+@cache
+def limit_of(threshold: float | None, dtype: torch.dtype) -> float:
+    """Return the largest finite number of a dtype that is at most the threshold: it gives the same zeros."""
+    most = torch.finfo(dtype).max
+    limit = torch.tensor(most if threshold is None else min(threshold, most), dtype=torch.float64)
+    rounded = limit.to(dtype)
+    if rounded > limit:
+        word = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+        rounded = (rounded.view(word) - 1).view(dtype)
+    return float(rounded)
 
 
 def _address(tensor: Tensor | None) -> int:

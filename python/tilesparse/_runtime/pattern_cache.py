@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._checks import Index, check_index
+from .._checks import Index, check_index, grid_of
 from ..errors import InvalidPatternError, PatternChangedError
 from .device import KNOWN, TENSORS, Run, allocate, exclusive, on, refuse_capture, run_on, scratch
 from .layout import Form, allocation
@@ -40,6 +40,48 @@ class Prepacked:
                 return
             self._of, self._values = of, weakref.ref(values)
         self.product.prepack(values.data_ptr(), self.memory.data_ptr(), self.memory.numel(), stream)
+
+
+class Turned:
+    """Values with each block transposed, made anew in the same memory once they have changed: graphs read it."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, ...] = ()
+        self._values: Callable[[], Tensor | None] = lambda: None
+        self._made: Tensor | None = None
+
+    def get(self, values: Tensor) -> Tensor | None:
+        """Return what was made of these values, unless they have changed."""
+        if self._values() is values and self._of == (values.data_ptr(), values._version):
+            return self._made
+        return None
+
+    def follow(self, values: Tensor, streams: Streams) -> Tensor:
+        """Return those of values whose changes PyTorch counts."""
+        kept = self.get(values)
+        if kept is not None:
+            return kept
+        of = values.data_ptr(), values._version
+        made = with_blocks_transposed(values)
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            return made  # which belongs to the graph
+        before = self._made
+        if values.is_cuda and before is not None and (before.shape, before.dtype) == (made.shape, made.dtype):
+            streams.wait_to_write()
+            made = before.copy_(made)
+        streams.record()
+        self._made, self._of, self._values = made, of, weakref.ref(values)
+        return made
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def with_blocks_transposed(values: Tensor) -> Tensor:
+    """Return values [nnz, bk, bn] of values [nnz, bn, bk]; of uint8, which hold two of int4, likewise."""
+    if values.dtype != torch.uint8:
+        return values.detach().transpose(1, 2).contiguous()
+    apart = torch.stack((values & 15, values >> 4), -1).flatten(-2).transpose(1, 2)
+    return apart[..., 0::2] | apart[..., 1::2] << 4
 
 
 class Derived:
@@ -99,9 +141,11 @@ def block_indices(index: Index) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """View [out, in] as [R, C, bn, bk]."""
+    """View [out, in] as [R, C, bn, bk]; a copy with zeros where blocks reach out of the matrix."""
     (bn, bk), (rows, cols) = block_shape, matrix.shape
-    return matrix.reshape(rows // bn, bn, cols // bk, bk).transpose(1, 2)
+    if rows % bn or cols % bk:
+        matrix = torch.nn.functional.pad(matrix, (0, -cols % bk, 0, -rows % bn))
+    return matrix.reshape(-(-rows // bn), bn, -(-cols // bk), bk).transpose(1, 2)
 
 
 class Streams:
@@ -415,6 +459,7 @@ class Prepared:
         prepacks: True if values are kept prepacked from call to call; see `BlockSparseLinear.prepack`.
         plain: dense blocks that are kept on the CPU.
         scales: scales of the rows of blocks, made from those of output features.
+        blocks_turned: values with each block transposed.
     """
 
     @torch.inference_mode(False)  # tensors made in it could not be written outside of it
@@ -427,10 +472,12 @@ class Prepared:
         self.generation = 0
         self.prepacks = False
         self.plain, self.scales = Derived(), Derived()
+        self.blocks_turned = Turned()
         self._prepacked: dict[tuple[int, int, int], Prepacked] = {}
         self._state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
-        sizes = shape[0] // bn + 1, nnz, nnz, groups * (shape[1] // bk) + 1, nnz, nnz
+        rows, cols = grid_of(shape, (bn, bk))
+        sizes = rows + 1, nnz, nnz, groups * cols + 1, nnz, nnz
         memory = [area.view(torch.int32) for area in allocate((4 * size for size in sizes), self._device)]
         self._snapshot, self._columns = memory[:3], memory[3:]
         row_ptr, col_idx, row_slot, *columns = (tensor.data_ptr() for tensor in memory)
@@ -546,15 +593,28 @@ class Prepared:
         """Have the current stream wait for what another one has yet to write."""
         self._streams.wait()
 
-    def call(self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form) -> Call:
-        """Resolve a product on the current device and stream, and keep it under the key."""
+    def turned(self, values: Tensor) -> Tensor:
+        """Return the values with each block transposed, kept until they change."""
+        with exclusive():
+            made = self.blocks_turned.follow(values, self._streams)
+            self._streams.read(iter((made,)))
+            return made
+
+    def call(
+        self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form, skips: bool = False
+    ) -> Call:
+        """Resolve a product on the current device and stream, and keep it under the key.
+
+        ``skips``: it skips weights, for which there is nothing to choose.
+        """
         with exclusive(), on(self._device):
-            kernel, plan_id = product.resolve()
-            plan_key = _C.plan_key(self.descriptor, kernel, op)
+            kernel, plan_id = (0, 0) if skips else product.resolve()
+            plan_key = 0 if skips else _C.plan_key(self.descriptor, kernel, op)
             if plan_id:
                 memory = self._plans.get(op, kernel, plan_id)
                 product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
-            prepacked = self._prepack(product, op, plan_id, plan_key) if self.prepacks else None
+            packs = self.prepacks and not skips
+            prepacked = self._prepack(product, op, plan_id, plan_key) if packs else None
             workspace_bytes = product.workspace_size()
             self._streams.read(chain(self._snapshot, self._columns, self._plans.memory()))
         if len(self._calls) >= MAX_CALLS:

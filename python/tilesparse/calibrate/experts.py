@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape
-from ..config import BlockSparseConfig
+from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import names_of_modules, set_submodule
 from ..nn.experts import (
@@ -178,11 +178,10 @@ def check_configs_of(experts: Mapping[str, LinearExperts], targets: Mapping[str,
                     f"config: {name!r} and {other!r} are experts of one projection and must agree in {own}, "
                     f"got {getattr(config, own)} and {getattr(wanted, own)}"
                 )
-        if (config.policy, config.activations) != ("sparse", None):
-            raise InvalidArgumentError(
-                f"config: {name!r} is an expert and must have policy 'sparse' and no activations, got "
-                f"{config.policy!r} and {config.activations!r}"
-            )
+        try:
+            check_of_experts(config.policy, config.activations, config.granularity)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"config: {name!r} is an expert: {error}") from error
 
 
 def joined(
@@ -232,7 +231,7 @@ def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
     layer = BlockSparseLinear.from_linear(
         linear, pattern=pattern, nm=config.nm, transposable=config.transposable
     )
-    return layer.to_storage(config.storage, granularity=config.granularity)
+    return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
 
 
 class ExpertMoments:

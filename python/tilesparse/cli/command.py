@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, _belongs, _checks
-from .._checks import BLOCK_SIZES
-from .._progress import logger
+from .._checks import BLOCK_SIDES
+from .._reports import logger
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning.product import KINDS, OPS, Product, default_device, dtype_name
 
@@ -124,12 +124,10 @@ def parse_density(text: str) -> float:
 
 def parse_block(text: str) -> tuple[int, int]:
     """Return the (bn, bk) of "32" or "32x64"."""
-    sizes = {str(size): size for size in BLOCK_SIZES}
+    sizes = {str(size): size for size in BLOCK_SIDES}
     sides = text.split("x")
     if len(sides) > 2 or not set(sides) <= set(sizes):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a block such as 32 or 32x64, of sizes {', '.join(sizes)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not a block such as 32 or 32x64, with sides of 2 to 128")
     return sizes[sides[0]], sizes[sides[-1]]
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._progress import Progress
+from .._reports import Progress
 from ..errors import InvalidArgumentError
-from ..model.patcher import BlockSparseModelPatcher
+from ..model.replace import BlockSparseModelPatcher
 from ..nn.linear import BlockSparseLinear
 from .command import add_device, parse_block, parse_count, parse_density
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .._progress import Progress
+from .._reports import Progress
 from ..errors import InvalidArgumentError
 from ..tuning import measure, store
 from ..tuning.product import Device

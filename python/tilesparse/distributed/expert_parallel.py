@@ -121,7 +121,9 @@ class ExpertsShard(PatternShard):
         stored = stored_of(layer, "parallelize_module")
         slots = slots.to(layer.weight.device)
         tensors = {
-            name: tensor[slots.clamp(min=0)] for name, tensor in stored.tensors.items() if name != "bias"
+            name: tensor if stored.is_by_feature(name) else tensor[slots.clamp(min=0)]
+            for name, tensor in stored.tensors.items()
+            if name != "bias"
         }
         tensors["weight"].view(torch.uint8)[slots < 0] = 0  # which is 0 in every storage
         become(layer, Stored(replace(stored.spec, nnz=pattern.nnz), pattern, tensors))
@@ -129,6 +131,8 @@ class ExpertsShard(PatternShard):
     def tensors(self, layer: ExpertsLinear) -> dict[str, Tensor | None]:
         """Return this process's tensors, by the names that the layer has for them."""
         found = {name: local_of(layer._buffers[name]) for name in STORED_NAMES}
+        if layer.activations is not None:  # scales are those of rows
+            found["scales"] = self._own_rows(found["scales"])
         return {"weight": local_of(layer.weight), "bias": self._bias(layer.bias), **found}
 
     def entered(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -197,6 +201,10 @@ class ExpertsShard(PatternShard):
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         raise NotImplementedError
 
+    def _own_rows(self, of_rows: Tensor) -> Tensor:
+        """Return what belongs to the rows that this process multiplies by, of its local tensor."""
+        raise NotImplementedError
+
 
 class ShardOfExperts(ExpertsShard):
     """Some of the experts, and one more without any block: for the tokens of all others."""
@@ -230,10 +238,10 @@ class ShardOfExperts(ExpertsShard):
         return BlockPattern.from_blocks(blocks, shape=(rows, own.shape[1]), block_shape=own.block_shape)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
-        if bias is None:
-            return None
-        own: Tensor = local_of(bias)
-        return F.pad(own.view(self.experts - 1, -1), (0, 0, 0, 1)).flatten()
+        return None if bias is None else self._own_rows(local_of(bias))
+
+    def _own_rows(self, of_rows: Tensor) -> Tensor:
+        return F.pad(of_rows.view(self.experts - 1, -1), (0, 0, 0, 1)).flatten()
 
 
 class ShardOfRows(ExpertsShard):
@@ -283,8 +291,10 @@ class ShardOfRows(ExpertsShard):
     def _bias(self, bias: Any) -> Tensor | None:
         if bias is None or not isinstance(bias, DTensor):
             return bias
-        whole = bias.to_local(grad_placements=[Partial()])
-        parts = whole.view(self.experts * self._halves, self._mesh.size(), -1)
+        return self._own_rows(bias.to_local(grad_placements=[Partial()]))
+
+    def _own_rows(self, of_rows: Tensor) -> Tensor:
+        parts = of_rows.view(self.experts * self._halves, self._mesh.size(), -1)
         return parts[:, self._mesh.get_local_rank()].flatten()
 
 
@@ -307,3 +317,6 @@ class ShardOfColumns(ExpertsShard):
         if bias is None or not isinstance(bias, DTensor):
             return bias
         return added_once(bias, self._mesh)
+
+    def _own_rows(self, of_rows: Tensor) -> Tensor:
+        return of_rows

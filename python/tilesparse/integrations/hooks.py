@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Mapping
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .._checks import SCALED
 from .._hooks import adapt, when_imported
 from ..errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 _PASSES = "torch._inductor.fx_passes.post_grad"
 
@@ -26,8 +26,9 @@ def register_inductor() -> None:
 def _add_pass(module: Any) -> None:
     matcher: Any = importlib.import_module("torch._inductor.pattern_matcher")
     x, dtype = matcher.KeywordArg("x"), matcher.KeywordArg("dtype")
+    operators = sys.modules["torch"].ops.tilesparse
     for operator, arguments in (("quantize", (x, dtype)), ("quantize_groups", (x,))):
-        pattern = matcher.CallFunction(getattr(torch.ops.tilesparse, operator).default, *arguments)
+        pattern = matcher.CallFunction(getattr(operators, operator).default, *arguments)
         matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(_merge)
 
 
@@ -76,6 +77,8 @@ def _compare_before_planning(module: Any) -> None:
 
 def _check_storages(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError for the weight of a block-sparse layer that is stored in another way."""
+    from .._checks import SCALED
+
     for name, tensor in state_dict.items():
         prefix, _, own = name.rpartition("weight")
         stored = getattr(getattr(saved.get(name), "properties", None), "dtype", None)

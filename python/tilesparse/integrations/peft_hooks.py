@@ -8,9 +8,7 @@ from inspect import signature
 from typing import Any
 
 from .._hooks import adapt, when_imported
-from .._reports import listed, warn_user
 from ..errors import InvalidArgumentError
-from ..nn.experts import ExpertsLinear
 
 
 def register() -> None:
@@ -71,6 +69,8 @@ def _include_in_all_linear(module: Any) -> None:
 
 def _block_sparse_layers(tuner_layer: Any, model: Any) -> set[str]:
     """Return names of layers without an adapter, and without the output embedding, as PEFT has it."""
+    from .._reports import listed, warn_user
+    from ..nn.experts import ExpertsLinear
     from ..nn.linear import BlockSparseLinear
 
     get_output = getattr(model, "get_output_embeddings", None)

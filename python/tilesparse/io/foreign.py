@@ -489,6 +489,17 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_numbers(file: Path) -> None:
+    """Raise ValueError if lines of Matrix Market have more than numbers, which scipy reads over."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.startswith(b"%") and line.translate(None, b"0123456789+-.eEinfatyINFATY \t\r\n"):
+                raise ValueError(f"line {number} must have numbers alone, got {line[:60]!r}")
+
+
+_LARGEST = 1 << 32  # elements of a matrix that is read dense
+
+
 def _load_matrix(file: Path) -> Tensor:
     """Return a matrix of scipy or Matrix Market."""
     import numpy as np
@@ -499,6 +510,7 @@ def _load_matrix(file: Path) -> Tensor:
         if file.suffix == ".npz":
             matrix: Any = scipy.sparse.load_npz(file)
         else:
+            _check_numbers(file)
             matrix = scipy.io.mmread(file)
             symmetry = scipy.io.mminfo(file)[5]
             if symmetry != "general" and scipy.sparse.issparse(matrix):
@@ -507,9 +519,15 @@ def _load_matrix(file: Path) -> Tensor:
                     raise ValueError(f"a {symmetry} matrix must list one triangle, each entry once")
     except Exception as error:
         raise CheckpointError(f"{file.name}: cannot be read: {error}") from error
+    size = f"{file.name}: {' x '.join(map(str, matrix.shape))}"
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        raise CheckpointError(f"{size} of {matrix.dtype}, must be a matrix of real numbers")
+    if math.prod(matrix.shape) > _LARGEST:
+        raise UnsupportedError(
+            f"{size} is too large for a weight, which is read with its zeros; BlockSparseMatrix.from_scipy "
+            "takes what scipy.sparse.load_npz and scipy.io.mmread return"
+        )
     dense = matrix.toarray() if scipy.sparse.issparse(matrix) else matrix
-    if dense.dtype.kind not in "fiub":
-        raise CheckpointError(f"{file.name}: must have real numbers, got {dense.dtype}")
     return torch.from_numpy(
         np.ascontiguousarray(dense, dtype=dense.dtype if dense.dtype.kind == "f" else "f8")
     )

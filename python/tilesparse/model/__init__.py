@@ -1,8 +1,7 @@
 """Whole models: linear layers become block-sparse or dense, MLPs are fused, and reports say what was done."""
 
 from .fuse import fuse_mlps_
-from .patcher import BlockSparseModelPatcher
-from .replace import densify_, sparsify_
-from .report import Report, summary
+from .replace import BlockSparseModelPatcher
+from .report import Report
 
-__all__ = ["BlockSparseModelPatcher", "Report", "densify_", "fuse_mlps_", "sparsify_", "summary"]
+__all__ = ["BlockSparseModelPatcher", "Report", "fuse_mlps_"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .._checks import check_block_shape, shown
-from ..config import BlockSparseConfig, check_flag
+from ..config import BlockSparseConfig, check_flag, check_of_experts
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.dense import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters
@@ -358,13 +358,15 @@ def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str 
         if is_stored_otherwise(weight):
             return reason_not_dense(weight) or f"its {name} is {weight.dtype} of layout {weight.layout}"
     for name, value, only in (
-        ("policy", config.policy, "sparse"),
-        ("activations", config.activations, None),
         ("pattern", options.pattern, None),
         ("reference_layers", options.reference_layers, False),
     ):
         if value != only:
             return f"experts need {name}={only!r}"
+    try:
+        check_of_experts(config.policy, config.activations, config.granularity)
+    except InvalidArgumentError as error:
+        return str(error)
     block = math.prod(check_block_shape(config.block_shape))
     for name in found.names():
         blocks = module.get_parameter(name)[0].numel() // block

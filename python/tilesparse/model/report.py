@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -98,13 +99,17 @@ class Report:
 
     Attributes:
         verb: name of the function.
-        layers: a record of each layer, MLP or product that was changed, or would be.
+        layers: a record of each layer, MLP, product or permutation group that was changed, or would be. All
+            records have a `name`, and one meaning for each other field that they share: `error_before` and
+            `error` are relative errors of the layer's output, `tokens` those of the calibration data that the
+            layer has met, `before` and `after` sizes.
         skipped: those that stay as they are, with the reason.
         before: size of the whole model before; 0 where no tensor changes.
         after: the same afterwards.
         dense: all parameters of two or more dimensions that stay dense, including those of other modules.
         notes: what else there is to say, in sentences.
-        facts: numbers and names behind the notes.
+        facts: numbers and names behind the notes, such as the "stack" of blocks that calibration data went
+            through block by block.
     """
 
     verb: str
@@ -117,7 +122,7 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = _table([layer.row() for layer in self.layers])
+        lines = _table(list(_rows(self.layers)))
         before, after = self.before, self.after
         if before.bytes or after.bytes:
             lines.append(
@@ -130,6 +135,13 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name; records are dictionaries, too."""
         return asdict(self)
+
+
+def _rows(layers: Iterable[Any]) -> Iterator[dict[str, str]]:
+    """Yield the cells of records; experts of one projection are one row."""
+    for _, group in groupby(layers, lambda layer: getattr(layer, "projection", None) or layer.name):
+        first, *others = group
+        yield first.row(*others)
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -261,9 +273,9 @@ def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
         groups.setdefault(layer.reason, []).append(layer)
     for reason, group in groups.items():
         first, counts = group[0], Counter(layer.kind for layer in group)
+        name = first.name or "the model"
         if len(group) == 1:
-            text = f"{first.name or 'the model'} ({first.kind})"
+            text = f"{name} ({first.kind})"
         else:
-            text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-            text += f" ({first.name}, …)" if len(counts) == 1 else ""
+            text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f" ({name}, …)"
         yield f"{text}: {reason}"

@@ -136,6 +136,8 @@ def _reason_not_computed(layer: nn.Module) -> str | None:
         return f"is {type(layer).__name__}, not BlockSparseLinear"
     if layer.storage != "int8" or layer.activations != "int8" or layer.nm is not None:
         return "does not multiply in int8: quantize weight and activations"
+    if layer.threshold is not None:
+        return "has a threshold of activations"
     return None if layer.weight.is_cpu and layer._shard is None else "has no weight on the CPU"
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import Operands, check_block_shape, checked_count
-from .._ops.autograd import autocast
-from .._ops.epilogue import combine, spread, straight_through
+from .._ops.autograd import autocast, records_gradient
+from .._ops.epilogue import combine, spread, spread_in_8_bits, straight_through
 from .._ops.linear import linear_on
-from ..config import LayerSpec, as_nm, check_experts, check_nm, check_storage, checked_granularity
+from .._runtime.select import multiplies_as_decode
+from .._runtime.torch_private import is_any_autocast_enabled
+from ..config import (
+    LayerSpec,
+    as_nm,
+    check_experts,
+    check_nm,
+    check_of_experts,
+    check_quantized_activations,
+    check_storage,
+    checked_granularity,
+)
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
@@ -91,6 +103,7 @@ class BlockSparseExperts(nn.Module):
         transposable: bool = False,
         storage: str = "plain",
         granularity: str = "row",
+        activations: str | None = None,
     ) -> BlockSparseExperts:
         """Return experts with the best blocks of a module of Transformers, and its function.
 
@@ -111,6 +124,7 @@ class BlockSparseExperts(nn.Module):
             transposable: as there.
             storage: as there.
             granularity: as of `BlockSparseLinear.to_storage`.
+            activations: as there.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -128,7 +142,9 @@ class BlockSparseExperts(nn.Module):
         check_nm(nm, transposable)
         check_storage(storage, nm)
         parts = check_parts_beside(patterns, parts)
-        checked_granularity(granularity, None)
+        check_quantized_activations(activations, storage)
+        checked_granularity(granularity, activations)
+        check_of_experts("sparse", activations, granularity)
         layers = []
         for name, own in found.layers().items():
             weight = dense_weight_of(module, name)
@@ -146,7 +162,8 @@ class BlockSparseExperts(nn.Module):
                 experts=len(dense[0]),
             )
             layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
-            layers.append(layer.to_storage(storage, granularity=granularity).train(module.training))
+            layer.to_storage(storage, granularity=granularity, activations=activations)
+            layers.append(layer.train(module.training))
         return experts_like(module, *layers)
 
     def projections(self) -> dict[str, ExpertsLinear]:
@@ -191,21 +208,33 @@ class BlockSparseExperts(nn.Module):
             x, chosen, weights, experts = shard.entered(x, chosen, weights)
         offsets, rows = routing_of(chosen, experts)
         # Choices of no expert get zeros: an expert is finite there, and so is zero times it.
-        x = spread(x, given.to(x.dtype), rows)
-        y = self.down(self._between(x, offsets), offsets)
+        y = self.down(self._between(partial(self._up, x, given, rows, offsets)), offsets)
         norm = self._modules.get(NORM)
         if norm is not None:
             y = norm(y)
         y = combine(y, weights.to(y.dtype), rows).to(hidden_states.dtype)
         return y if shard is None else shard.left(y)
 
-    def _between(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def _up(
+        self, x: Tensor, given: Tensor, rows: Tensor, offsets: Tensor, activation: str = "none"
+    ) -> Tensor:
+        """Return what ``up`` gives [rows, features]; tokens are quantized before there are more rows."""
+        up: Any = self._modules[self.up_name]
+        if isinstance(up, ExpertsLinear) and up.activations is not None and only_called(up, x):
+            like = x.new_empty(1, x.shape[1]).expand(rows.numel(), -1)  # what nothing reads
+            if not multiplies_as_decode(like, layer_index(up)):
+                quantized = spread_in_8_bits(x, given, rows, up.weight.dtype)
+                if quantized is not None:
+                    return up._product_of_experts(like, offsets, None, None, activation, quantized)
+        x = spread(x, given.to(x.dtype), rows)
+        return up(x, offsets, activation=activation)  # type: ignore[no-any-return]
+
+    def _between(self, up: Callable[..., Tensor]) -> Tensor:
         """Return what ``down`` multiplies [rows, intermediate]."""
         name, activation = self.activation_name, self._modules.get("act_fn")
-        up: Any = self._modules[self.up_name]
         if self._apply_gate is None and not self._gated and name is not None:
-            return up(x, offsets, activation=name)  # type: ignore[no-any-return]
-        both = up(x, offsets)
+            return up(activation=name)
+        both = up()
         if self._apply_gate is not None:
             return self._apply_gate(self, both)
         if not self._gated:
@@ -377,6 +406,18 @@ class ExpertsLinear(BlockSparseLinear):
         Returns:
             y [tokens, out].
         """
+        return self._product_of_experts(x, offsets, residual, gate, activation, (None, None))
+
+    def _product_of_experts(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        activation: str,
+        of_x: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        """Compute `forward` from x in 8 bits and its scales, where these are there."""
         if offsets is None:
             raise InvalidArgumentError("offsets must say which tokens each expert has, got None")
         shard: Any = self._shard
@@ -397,7 +438,9 @@ class ExpertsLinear(BlockSparseLinear):
         if tensors["mask"] is not None:
             (weight,) = autocast(weight)
             weight = straight_through(weight, tensors["mask"])
-        operands = Operands(tensors["metadata"], tensors["scales"], offsets=offsets)
+        fast = None if self.activations is None else False
+        own: dict[str, Any] = {"offsets": offsets, "x_values": of_x[0], "x_scales": of_x[1], "fast": fast}
+        operands = Operands(tensors["metadata"], tensors["scales"], **own)
         added = tensors["bias"], activation, residual
         return linear_on(x, weight, index, *added, operands=operands, gate=gate)
 
@@ -418,6 +461,12 @@ class ExpertsLinear(BlockSparseLinear):
     def extra_repr(self) -> str:
         """Return the number of experts, and what `BlockSparseLinear` says."""
         return f"experts={self.experts}, {super().extra_repr()}"
+
+
+def only_called(layer: ExpertsLinear, x: Tensor) -> bool:
+    """Return True if nothing but a call looks at what a layer multiplies: no hook, gradient or cast."""
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or is_any_autocast_enabled()
+    return not (hooks or records_gradient((x, layer.bias)))
 
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -22,14 +22,16 @@ from .._checks import (
     as_integer,
     check_block_shape,
     check_one,
+    check_shapes,
     is_tensor,
     shown,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
-from .._ops.epilogue import activation_code, masked, straight_through
+from .._ops.epilogue import activated, activation_code, masked, straight_through
 from .._ops.linear import combined, linear_on
 from .._ops.products import COMPRESS
 from .._reports import empty_of, warn_user
+from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
@@ -49,7 +51,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern, check_parts_beside
+from ..pattern import BlockPattern, check_parts_beside, zero_outside_
 from ..storage.formats import Form, forms_of, storage_of
 from ..storage.quantize import two_of_four
 from .dense import best_blocks, dense_weight, is_conv1d, reason_not_dense
@@ -158,6 +160,7 @@ class BlockSparseLinear(StoredWeight):
         check_nm(nm, transposable)
         shape = out_features, in_features
         if pattern is None:
+            check_shapes(shape, block_shape)
             pattern = BlockPattern.random(
                 shape, block_shape=block_shape, density=density, generator=generator
             )
@@ -205,6 +208,7 @@ class BlockSparseLinear(StoredWeight):
             dtype=spec.dtype,
             **own,
         ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
+        layer._threshold = spec.threshold
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -519,11 +523,12 @@ class BlockSparseLinear(StoredWeight):
             if is_everywhere(self.weight):
                 declare_shared(self)
         bn, bk = self.block_shape
-        fan_in = self.crow_indices.diff() * bk
+        block_rows, block_columns = self.pattern.block_indices()
+        widths = (self.in_features - block_columns * bk).clamp(max=bk)
+        fan_in = widths.new_zeros(self.pattern.grid[0]).index_add(0, block_rows, widths)
         if self.nm is not None:
             fan_in = fan_in // 2
         bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0)
-        block_rows, _ = self.pattern.block_indices()
         wanted = self.spec
         if not storage_of(wanted.storage).trainable:
             self._allocate(wanted.with_storage("plain"), self.weight.device)
@@ -531,11 +536,12 @@ class BlockSparseLinear(StoredWeight):
         if self.mask is not None:
             fill(self.mask, two_of_four(drawn.abs(), transposable=self.transposable))
         if not sharded:
+            zero_outside_(self.weight, self.pattern)
             self.to_storage(
                 wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
             )
         if self.bias is not None:
-            _draw(self.bias, bound.repeat_interleave(bn, output_size=self.out_features), generator)
+            _draw(self.bias, bound.repeat_interleave(bn)[: self.out_features], generator)
 
     def _random_pattern(self, generator: torch.Generator | None) -> BlockPattern:
         if self._shard is not None:
@@ -560,6 +566,7 @@ class BlockSparseLinear(StoredWeight):
         gate: Tensor | None = None,
         activation: str = "none",
         column_major_output: bool = False,
+        gate_threshold: float | None = None,
     ) -> Tensor:
         """Return y [..., out_features] = x Wᵀ + bias; all else is as in `functional.linear`.
 
@@ -569,6 +576,7 @@ class BlockSparseLinear(StoredWeight):
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
             column_major_output: the layout of the result; that of tensor parallelism is row-major always.
+            gate_threshold: magnitude up to which the activated gate counts as zero, or None.
 
         """
         if self._merged is not None and activation == "none" and not column_major_output:
@@ -584,13 +592,15 @@ class BlockSparseLinear(StoredWeight):
                 if self._needs_own_product():
                     y = self._product(input, None, None, "none", column_major_output)
                     y, residual, gate = autocast(y, residual, gate)
+                    if gate is not None and gate_threshold is not None:
+                        gate, activation = thresholded(activated(gate, activation), gate_threshold), "none"
                     return combined(y, activation, residual, gate)
             if is_compiling():
-                return self._product(input, residual, gate, activation, column_major_output)
+                return self._product(input, residual, gate, activation, column_major_output, gate_threshold)
             # Another thread may load a weight of another size, and PyTorch give size and memory of either.
             while True:
                 loads = self._loads
-                y = self._product(input, residual, gate, activation, column_major_output)
+                y = self._product(input, residual, gate, activation, column_major_output, gate_threshold)
                 if loads == self._loads and not loads & 1:
                     return y
         except InvalidPatternError as error:
@@ -604,8 +614,17 @@ class BlockSparseLinear(StoredWeight):
             raise
 
     def _product(
-        self, x: Tensor, residual: Tensor | None, gate: Tensor | None, activation: str, column_major: bool
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        activation: str,
+        column_major: bool,
+        gate_threshold: float | None = None,
     ) -> Tensor:
+        threshold = self._threshold
+        if threshold is not None and self._needs_own_product():
+            x, threshold = thresholded(x, threshold), None
         if self._shard is not None:
             return self._shard.linear(self, x, residual)
         parameters: dict[str, Any] = self._parameters
@@ -627,9 +646,10 @@ class BlockSparseLinear(StoredWeight):
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
-            if metadata is not None or scales is not None:
+            limits = threshold, gate_threshold
+            if metadata is not None or scales is not None or limits != (None, None):
                 fast = None if self._activations is None else False
-                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast)
+                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast, *limits)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
@@ -673,6 +693,7 @@ class BlockSparseLinear(StoredWeight):
         text += "" if self._nm is None else f", nm={self._nm}"
         text += ", transposable=True" if self._transposable else ""
         text += "" if storage_of(self.storage).trainable else f", storage={self.storage!r}"
+        text += "" if self.threshold is None else f", threshold={self.threshold:.4g}"
         return text + ("" if self.activations is None else f", activations={self.activations!r}")
 
 

@@ -21,7 +21,7 @@ from .weight import Stored, layer_index, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
 # Fields of specs in which layers agree.
-_COMMON = ("dtype", "storage", "nm", "transposable", "granularity", "activations", "policy")
+_COMMON = ("dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold")
 
 
 class _Left(NamedTuple):
@@ -253,6 +253,6 @@ def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
 
 def _kind(layer: BlockSparseLinear) -> dict[str, object]:
     """Return what layers have to agree in."""
-    names = "dtype", "storage", "nm", "transposable", "granularity", "activations", "policy"
+    names = "dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold"
     own = {name: getattr(layer.spec, name) for name in names}
     return {**own, "in_features": layer.in_features, "device": layer.weight.device}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._checks import Index
-from .._runtime.torch_private import is_exporting, transforms_active, version
-from ..errors import InvalidPatternError
+from .._files import chunks
+from .._runtime.torch_private import default_store, is_exporting, transforms_active, version
+from ..errors import InvalidPatternError, UnsynchronizedPatternError
 from ..pattern import BlockPattern
 
 
@@ -96,15 +101,13 @@ class PatternOrigin:
         Raises:
             UnsynchronizedPatternError: another process has drawn another pattern.
         """
-        from .._runtime import agreement
-
         alone = self._is_unchanged(index)
         if self.source is Source.CHANGED and not alone:
             pass  # DistributedDataParallel has broadcast it, or another broadcast has
         elif self.source in (Source.OWN, Source.CHANGED) and alone:
-            agreement.check(index)
+            check_agreement(index)
         else:  # written by a broadcast or read from a file: processes without may have to know
-            agreement.publish(index)
+            publish(index)
         return PatternOrigin(Source.SHARED, index)
 
     def _is_blank(self, index: Index) -> bool:
@@ -128,3 +131,60 @@ def has_peers() -> bool:
     """Return True if other processes may train with this one."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+PATIENCE = timedelta(minutes=2)  # the first step of another process may compile
+_REMEDY = (
+    "call tilesparse.distributed.synchronize_patterns(model) before training, or let DistributedDataParallel "
+    "broadcast buffers"
+)
+_counted: tuple[Any, int] = None, 0  # the store, and how many layers were published in it
+
+
+def publish(index: Index) -> str:
+    """Tell the other processes the checksum of a pattern; return its key, but for the rank at the end.
+
+    Layers are known by the order of their first training steps, which processes of one training share.
+    """
+    global _counted
+    store = default_store()
+    count = _counted[1] if _counted[0] is store else 0
+    _counted = store, count + 1
+    key = f"tilesparse/pattern/{count}/"
+    if store is not None:
+        store.set(f"{key}{dist.get_rank()}", _checksum(index))
+    return key
+
+
+def check_agreement(index: Index) -> None:
+    """Raise UnsynchronizedPatternError unless all processes have this pattern.
+
+    Checksums go through the store of ``torch.distributed``, not through collectives: a process that trains
+    other layers makes the others raise after a while, not wait for ever, and disturbs no collective of the
+    training.
+    """
+    key, store, ranks = publish(index), default_store(), range(dist.get_world_size())
+    if store is None:
+        raise UnsynchronizedPatternError(f"pattern was drawn in this process only; {_REMEDY}")
+    try:
+        store.wait([f"{key}{rank}" for rank in ranks], PATIENCE)
+    except RuntimeError as error:
+        silent = [rank for rank in ranks if not store.check([f"{key}{rank}"])]
+        raise UnsynchronizedPatternError(
+            f"pattern was drawn in this process only, and processes {silent} have not said within "
+            f"{PATIENCE.seconds} s which one they have; {_REMEDY}"
+        ) from error
+    own = store.get(f"{key}{dist.get_rank()}")
+    others = [rank for rank in ranks if store.get(f"{key}{rank}") != own]
+    if others:
+        raise UnsynchronizedPatternError(
+            f"pattern was drawn in this process only, and processes {others} have another one; {_REMEDY}"
+        )
+
+
+def _checksum(index: Index) -> str:
+    found = 0
+    for tensor in index[:3]:
+        for chunk in chunks(tensor.detach().cpu()):
+            found = zlib.crc32(chunk, found)
+    return f"{index.shape} in {index.block_shape}: {len(index.col_indices)} blocks, {found:08x}"

@@ -24,6 +24,7 @@ INDEX_NAMES = ("crow_indices", "col_indices", "slot")
 _STATE = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_storage", "_storage_error"),
     *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws", "_experts"),
+    "_threshold",
 )
 _NOT_COPIED = ("_observe", "_merged", "_origin")
 _OF_MATRICES = (
@@ -74,6 +75,7 @@ class StoredWeight(nn.Module):
     _storage_error = 0.0
     _activations: str | None = None
     _experts: int | None = None
+    _threshold: float | None = None
 
     def __init__(self, pattern: BlockPattern, spec: LayerSpec, device: torch.device) -> None:
         super().__init__()
@@ -103,6 +105,7 @@ class StoredWeight(nn.Module):
             policy=self._policy,
             activations=self._activations,
             experts=self._experts,
+            threshold=self._threshold,
         )
 
     def _describe(self, spec: LayerSpec) -> None:
@@ -111,7 +114,7 @@ class StoredWeight(nn.Module):
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
         self._storage, self._activations = spec.storage, spec.activations
-        self._experts = spec.experts
+        self._experts, self._threshold = spec.experts, spec.threshold
 
     def _assign(self, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> None:
         """Become a layer of this spec, with these tensors as its weight and what is stored beside it."""
@@ -192,6 +195,16 @@ class StoredWeight(nn.Module):
     def activations(self) -> str | None:
         """The dtype in which x is multiplied, "int8" or "float8_e4m3fn"; None is its own."""
         return self._activations
+
+    @property
+    def threshold(self) -> float | None:
+        """Magnitude up to which numbers of x count as zero, see `functional.linear`; None: all are multiplied."""
+        return self._threshold
+
+    @threshold.setter
+    def threshold(self, threshold: float | None) -> None:
+        self._end_merging()
+        self._threshold = replace(self.spec, threshold=threshold).threshold
 
     @property
     def storage_error(self) -> float:

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _progress
+from .. import _reports
 from .._checks import checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._listeners import check_can_change, layers_changed
-from .._reports import aligned, empty_of, empty_texts, listed, warn_user
+from .._reports import empty_of, listed, warn_user
 from ..calibrate.calibration import (
     Calibration,
     Forward,
@@ -39,15 +38,7 @@ from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..model.match import STAYS_DENSE
 from ..model.modules import Target, hidden_attribute, names_of_modules
 from ..model.replace import replace_modules
-from ..model.report import (
-    DenseParameter,
-    Size,
-    SkippedLayer,
-    by_reason,
-    dense_lines,
-    patch_report,
-    warn_of_empty,
-)
+from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
 from ..model.targets import (
     Filter,
     block_shape_of,
@@ -74,7 +65,7 @@ class PrunedLayer:
         shape: (out_features, in_features).
         config: how it is stored. Its density is what was asked for.
         density: kept fraction of the blocks.
-        error_before_refit: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
+        error_before: ‖y - ŷ‖² / ‖X Wᵀ‖² of the kept blocks with their dense weights, where X are the
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
@@ -90,7 +81,7 @@ class PrunedLayer:
     shape: tuple[int, int]
     config: BlockSparseConfig
     density: float
-    error_before_refit: float
+    error_before: float
     error: float
     damping: float
     tokens: int
@@ -98,40 +89,24 @@ class PrunedLayer:
     empty_columns: int
     projection: str | None = None
 
+    def row(self, *others: PrunedLayer) -> dict[str, str]:
+        """Return the cells of a table, by column.
 
-@dataclass(frozen=True)
-class PruneReport:
-    """Result of `prune_`; ``str()`` makes a table of it.
-
-    Attributes:
-        layers: those that were pruned, in the order in which they were.
-        skipped: linear layers that stay dense, and why.
-        stack: the name of the stack of blocks that was pruned block by block, or None.
-        method: how blocks were chosen.
-        before: size of the whole model.
-        after: likewise.
-        dense: all parameters of two dimensions or more that stay dense, also those of other modules.
-    """
-
-    layers: list[PrunedLayer]
-    skipped: list[SkippedLayer]
-    stack: str | None
-    method: str
-    before: Size
-    after: Size
-    dense: list[DenseParameter]
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("layer", "shape", "block", "density", "storage", "tokens", "damping", "before refit", "error")
-        ]
-        for _, group in groupby(self.layers, lambda layer: layer.projection or layer.name):
-            rows.append(_row(list(group)))
-        order = f"block by block of {self.stack!r}" if self.stack is not None else "all layers at once"
-        sizes = f"{self.before.parameters:,} → {self.after.parameters:,} parameters"
-        lines = [*aligned(rows), f"{order}, by {self.method}; {sizes}"]
-        lines += [f"skipped {text}" for text in by_reason(self.skipped)]
-        return "\n".join([*lines, *empty_texts(self.layers), *dense_lines(self.dense)])
+        The experts of a projection share them: means, and the largest damping.
+        """
+        layers = (self, *others)
+        least, most = (function(layer.tokens for layer in layers) for function in (min, max))
+        return {
+            "layer": f"{self.projection}.* ({len(layers)})" if others else self.name,
+            "shape": "{}x{}".format(*self.shape),
+            "block": "{}x{}".format(*block_shape_of(self.config)),
+            "density": f"{fmean(layer.density for layer in layers):.3f}",
+            "storage": storage_of(self.config.storage).describe(self.config.nm, self.config.activations),
+            "tokens": f"{least:,} to {most:,}" if others else f"{least:,}",
+            "damping": f"{max(layer.damping for layer in layers):.2g}",
+            "error before": f"{fmean(layer.error_before for layer in layers):.4f}",
+            "error": f"{fmean(layer.error for layer in layers):.4f}",
+        }
 
 
 def prune_(
@@ -151,7 +126,7 @@ def prune_(
     device: torch.device | str | int | None = None,
     folder: str | os.PathLike[str] | None = None,
     strict: bool = True,
-) -> PruneReport:
+) -> Report:
     """Prune the linear layers of a trained model in place, so that their outputs change least.
 
     Layers are pruned by their inputs on calibration data, see `tilesparse.prune.obs`. A model with a stack of
@@ -284,7 +259,7 @@ def prune_(
             solution.pattern.shape,
             targets[name],
             solution.pattern.density,
-            solution.error_before_refit,
+            solution.error_before,
             solution.error,
             solution.damping,
             solution.tokens,
@@ -294,7 +269,14 @@ def prune_(
         for name, solution in solutions.items()
     ]
     method = method if patterns is None or not made else "given patterns"
-    report = PruneReport(pruned, skipped, stack, method, sizes.before, sizes.after, sizes.dense)
+    order = f"block by block of {stack!r}" if stack is not None else "all layers at once"
+    report = replace(
+        sizes,
+        layers=pruned,
+        skipped=skipped,
+        notes=[f"{order}, by {method}"],
+        facts={"method": method, "stack": stack},
+    )
     if made and (refit or method == "obs"):
         tokens = {layer.name: layer.tokens for layer in pruned}
         warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
@@ -318,7 +300,7 @@ class Run:
     ) -> None:
         self._model, self._calibration, self._targets = model, calibration, targets
         self._damping, self._progress = damping, progress
-        self._said = _progress.Progress(len(targets))
+        self._said = _reports.Progress(len(targets))
         self._done = 0
 
     def pruners(self) -> Iterator[tuple[str, Pruner]]:
@@ -435,23 +417,6 @@ def _check_patterns(
             )
 
 
-def _row(layers: Sequence[PrunedLayer]) -> tuple[str, ...]:
-    """Describe a layer, or all experts of a projection: means, and the largest damping."""
-    first, several = layers[0], len(layers) > 1
-    least, most = (function(layer.tokens for layer in layers) for function in (min, max))
-    return (
-        f"{first.projection}.* ({len(layers)})" if several else first.name,
-        "{}x{}".format(*first.shape),
-        "{}x{}".format(*block_shape_of(first.config)),
-        f"{fmean(layer.density for layer in layers):.3f}",
-        storage_of(first.config.storage).describe(first.config.nm, first.config.activations),
-        f"{least:,} to {most:,}" if several else f"{least:,}",
-        f"{max(layer.damping for layer in layers):.2g}",
-        f"{fmean(layer.error_before_refit for layer in layers):.4f}",
-        f"{fmean(layer.error for layer in layers):.4f}",
-    )
-
-
 def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
     """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
     usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
@@ -465,7 +430,7 @@ def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
 
 
 _FILE = "pruning.json"
-_NUMBERS = ("error_before_refit", "error", "damping", "tokens")
+_NUMBERS = ("error_before", "error", "damping", "tokens")
 
 
 class Progress:

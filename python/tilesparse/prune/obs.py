@@ -46,7 +46,7 @@ _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what 
 class Solution(NamedTuple):
     """Pruned layer: tensors on the host, and the error of its output.
 
-    `error` is that of the layer as it is stored, `error_before_refit` that of the same blocks with the dense
+    `error` is that of the layer as it is stored, `error_before` that of the same blocks with the dense
     weights, both relative, see `ErrorProfiles`. `tokens` is how many were counted.
     """
 
@@ -54,7 +54,7 @@ class Solution(NamedTuple):
     values: Tensor  # [nnz, bn, bk]
     mask: Tensor | None  # likewise, of 2:4
     bias: Tensor | None
-    error_before_refit: float
+    error_before: float
     error: float
     damping: float
     tokens: int

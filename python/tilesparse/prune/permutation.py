@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, shown
-from .._progress import Progress
-from .._reports import aligned
+from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, call_model, check_model, checked_moments, collected
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import names_of_modules, owners_of_parameters
+from ..model.report import Report
 from ..model.targets import block_shape_of, checked_config, checked_configs, shape_of
 from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
 from .obs import Pruner
@@ -309,31 +309,32 @@ DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, rela
 
 @dataclass(frozen=True)
 class PermutedGroup:
-    """A permutation group, the sum of its layers' errors before and after reordering, and if that was taken.
+    """A permutation group, the sum of its layers' errors before and after reordering, and if that was kept.
 
     Both are None where no order was looked for: blocks hold less than two units, or all of a group.
     """
 
     group: PermutationGroup
-    before: float | None
-    after: float | None
-    taken: bool
+    error_before: float | None
+    error: float | None
+    kept: bool
 
+    @property
+    def name(self) -> str:
+        """The group's consumer."""
+        return self.group.consumer
 
-@dataclass(frozen=True)
-class PermutationReport:
-    """Result of `permute_`, by group; ``str()`` makes a table of it."""
-
-    groups: list[PermutedGroup]
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("consumer", "groups", "units", "error", "reordered", "")]
-        for done in self.groups:
-            errors = ("" if error is None else f"{error:.4f}" for error in (done.before, done.after))
-            sizes = str(done.group.groups), str(done.group.units)
-            rows.append((done.group.consumer, *sizes, *errors, "taken" * done.taken))
-        taken = sum(done.taken for done in self.groups)
-        return "\n".join([*aligned(rows), f"{taken} of {len(self.groups)} groups have another order"])
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        before, after = ("" if error is None else f"{error:.4f}" for error in (self.error_before, self.error))
+        return {
+            "layer": self.name,
+            "groups": str(self.group.groups),
+            "units": str(self.group.units),
+            "error before": before,
+            "error": after,
+            "kept": "yes" if self.kept else "no" if after else "",
+        }
 
 
 def permute_(
@@ -345,7 +346,7 @@ def permute_(
     damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
-) -> PermutationReport:
+) -> Report:
     """Reorder the permutation groups of a model in place so that it loses less when pruned.
 
     Units that matter for the same blocks are brought together: by turns the blocks with the highest sums of
@@ -395,7 +396,7 @@ def permute_(
         try:
             for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
                 done.append(_improve(model, group, moments, config, damping))
-            for batch in data if any(one.taken for one in done) else ():
+            for batch in data if any(one.kept for one in done) else ():
                 output = call(model, batch)
                 with swapped(model, before):
                     expected = call(model, batch)
@@ -409,7 +410,8 @@ def permute_(
             for parameter, values in before.items():
                 parameter.copy_(values)
             raise
-    return PermutationReport(done)
+    kept = sum(one.kept for one in done)
+    return Report("permute_", done, [], notes=[f"{kept} of {len(done)} groups have another order"])
 
 
 def _with_moments(

@@ -1,6 +1,1 @@
-"""Layers with weights and activations in 8 bits, with scales chosen on calibration data."""
-
-from .driver import quantize_
-from .report import QuantizedLayer, QuantizeReport
-
-__all__ = ["QuantizeReport", "QuantizedLayer", "quantize_"]
+"""Whole models in 8 and 4 bits, with scales chosen on calibration data; see `tilesparse.quantize_`."""

@@ -16,13 +16,12 @@ from ..config import BlockSparseConfig, check_flag
 from ..errors import InvalidArgumentError
 from ..model.match import STAYS_DENSE, refusal_of, rules_of
 from ..model.modules import matching, names_of_modules, owners_of_parameters
-from ..model.report import SkippedLayer, by_reason
+from ..model.report import Report, SkippedLayer, by_reason
 from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, Task
-from .report import QuantizeReport
+from .plan import ExpertsPlan, Plan, QuantizedExpertsPlan, Task
 from .smooth import SmoothPlan, is_linear
 from .weights import WeightPlan
 
@@ -40,7 +39,7 @@ def quantize_(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | int | None = None,
     strict: bool = True,
-) -> QuantizeReport:
+) -> Report:
     """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
     `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
@@ -105,15 +104,18 @@ def quantize_(
     data = collected(batches)
     targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
     if not targets:
-        return QuantizeReport([], skipped, None)
+        return Report("quantize_", [], skipped)
     check_can_change(model)
-    inputs, weights, of_experts = _by_plan(model, targets)
+    by_plan = _by_plan(model, targets)
+    weights = by_plan[1]
     with observing(model):
         task = Task(
             model, {}, data, forward or call_model, chosen_device(model, device), smooth, clip, weights
         )
-        kinds = (SmoothPlan, inputs), (WeightPlan, weights), (ExpertsPlan, of_experts)
-        plans: list[Plan] = [kind(task._replace(storages=own)) for kind, own in kinds if own]
+        kinds = SmoothPlan, WeightPlan, ExpertsPlan, QuantizedExpertsPlan
+        plans: list[Plan] = [
+            kind(task._replace(storages=own)) for kind, own in zip(kinds, by_plan, strict=True) if own
+        ]
         # Everything that can fail comes before the first change.
         with torch.inference_mode(False), torch.no_grad():
             stored = [pair for plan in plans for pair in plan.stored()]
@@ -125,19 +127,25 @@ def quantize_(
     layers_changed(model)
     found = [layer for plan in plans for layer in plan.layers]
     warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found if layer.name in weights})
-    return QuantizeReport(found, skipped, plans[0].stack)
+    rough = [
+        SkippedLayer(layer.name, "BlockSparseLinear", layer.reason)
+        for layer in found
+        if layer.reason is not None
+    ]
+    notes = [f"not smoothed: {text}" for text in by_reason(rough)]
+    return Report("quantize_", found, skipped, notes=notes, facts={"stack": plans[0].stack})
 
 
 def _by_plan(
     model: nn.Module, targets: Mapping[str, BlockSparseConfig]
 ) -> tuple[dict[str, QuantizedStorage], ...]:
-    """Return the storages of layers with 8-bit activations, with weights alone, and of experts, by name."""
-    inputs, weights, of_experts = plans = tuple[dict[str, QuantizedStorage], ...](({}, {}, {}))
+    """Return storages by name for each kind of plan, in the order of their lists in `quantize_`."""
+    plans: tuple[dict[str, QuantizedStorage], ...] = {}, {}, {}, {}
     for name, config in targets.items():
-        storage, layer = storage_of(config.storage), model.get_submodule(name)
+        storage, experts = storage_of(config.storage), isinstance(model.get_submodule(name), ExpertsLinear)
         assert isinstance(storage, QuantizedStorage)
-        kind = of_experts if isinstance(layer, ExpertsLinear) else weights
-        (kind if config.activations is None else inputs)[name] = storage
+        eight = config.activations is not None
+        plans[2 + eight if experts else 1 - eight][name] = storage
     return plans
 
 
@@ -216,10 +224,6 @@ def _reason_to_skip(
         return f"dense 3-D {' and '.join(stacked)}; sparsify_ makes those of experts block-sparse"
     if not isinstance(module, BlockSparseLinear):
         return "dense; sparsify_ with density=1 makes it block-sparse with all of its blocks"
-    if isinstance(module, ExpertsLinear) and config.activations is not None:
-        return (
-            "weights of experts, which have no products with 8-bit activations; activations=None stores them"
-        )
     check_whole(module, "quantize_")
     if not storage_of(module.storage).trainable:
         stored = storage_of(module.storage).describe(module.nm, module.activations)

@@ -4,19 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._progress import Progress
+from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, naming_layer
 from ..matrix import BlockSparseMatrix
 from ..nn.dense import dense_weight
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import dense_blocks
-from ..storage.formats import QuantizedStorage
-from .report import QuantizedLayer
+from ..storage.formats import QuantizedStorage, storage_of
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer that has 8 or 4 bits now.
+
+    Attributes:
+        name: in the model.
+        shape: (out_features, in_features).
+        block_shape: of its weight.
+        density: kept fraction of the blocks.
+        storage: of the weight.
+        error_before: ‖Y - Ŷ‖² / ‖Y‖² of the layer's product Y = X Wᵀ on the calibration data, as `to_storage`
+            stores the layer. Each row of X is divided by the norm of what all layers with this input give for
+            it, so that a few tokens with large activations do not decide alone. Of experts ‖W - Ŵ‖² / ‖W‖².
+        error: likewise, as the layer is now.
+        tokens: of the calibration data that the layer has met; 0 of experts, whose tokens are not looked at.
+        activations: as of `BlockSparseConfig`; None where the weight alone is quantized.
+        clipped: fraction of the scales, each of an output feature, or with weights alone of a row of a block,
+            that clip the largest weights.
+        smoothed_by: the module that took the inverse of the scales of the layer's input, or None.
+        alpha: strength of the migration from activations into weights; None without.
+        reason: why its input could not be smoothed, or None; None with weights alone.
+        nearest: fraction of the output features whose weights are each rounded to the nearest. 1 with 8-bit
+            activations; with weights alone those where no other rounding was better.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    block_shape: tuple[int, int]
+    density: float
+    storage: str
+    error_before: float
+    error: float
+    tokens: int
+    activations: str | None = None
+    clipped: float = 0.0
+    smoothed_by: str | None = None
+    alpha: float | None = None
+    reason: str | None = None
+    nearest: float = 1.0
+
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        return {
+            "layer": self.name,
+            "shape": "{}x{}".format(*self.shape),
+            "block": "{}x{}".format(*self.block_shape),
+            "density": f"{self.density:.3f}",
+            "storage": storage_of(self.storage).describe(None, self.activations),
+            "smoothed by": self.smoothed_by or "",
+            "alpha": "" if self.alpha is None else f"{self.alpha:g}",
+            "nearest": f"{self.nearest:.0%}",
+            "clipped": f"{self.clipped:.0%}",
+            "tokens": f"{self.tokens:,}" if self.tokens else "",
+            "error before": f"{self.error_before:.2g}",
+            "error": f"{self.error:.2g}",
+        }
 
 
 class Task(NamedTuple):
@@ -109,7 +167,7 @@ class Plan:
     def _note(self, name: str, error_before: float, error: float, tokens: int, **found: Any) -> None:
         """Add a layer to the report."""
         layer, storage = self._task.layer(name), self._task.storages[name].name
-        form = layer.spec.shape, layer.density, storage
+        form = layer.spec.shape, layer.block_shape, layer.density, storage
         self.layers.append(QuantizedLayer(name, *form, error_before, error, tokens, **found))
         self._progress.show(len(self.layers), f"layers quantized, {name} the last")
 
@@ -117,12 +175,27 @@ class Plan:
 class ExpertsPlan(Plan):
     """Projections of experts, stored as `to_storage` does."""
 
+    _in_eight_bits = False  # whether x is multiplied so, too
+
     @torch.no_grad()
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         for name in task.storages:
             error = self._stored(name).storage_error ** 2
-            self._note(name, error, error, 0)
+            self._note(name, error, error, 0, activations=self._activations(name))
+
+    def _activations(self, name: str) -> str | None:
+        return self._task.storages[name].name if self._in_eight_bits else None
+
+    def _stored(self, name: str) -> BlockSparseLinear:
+        storage, activations = self._task.storages[name].name, self._activations(name)
+        return stored_copy(name, self._task.layer(name), storage, activations=activations)
+
+
+class QuantizedExpertsPlan(ExpertsPlan):
+    """The same with 8-bit activations."""
+
+    _in_eight_bits = True
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .distillation import distill_
 from .losses import DistillationLoss
-from .reconstruction import reconstruct_
 
-__all__ = ["DistillationLoss", "distill_", "reconstruct_"]
+__all__ = ["DistillationLoss"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, checked_seed
-from .._progress import Progress
-from .._reports import aligned, listed, warn_user
+from .._reports import Progress, listed, warn_user
 from ..calibrate.stream import (
     Call,
     Stream,
@@ -33,6 +32,7 @@ from ..calibrate.stream import (
     tensor_of,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..model.report import Report, SkippedLayer
 from ..nn.dense import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from .distillation import Forward, autocasting, check_autocast
@@ -51,7 +51,7 @@ def reconstruct_(
     device: torch.device | str | int | None = None,
     autocast: torch.dtype | None = None,
     seed: int = 0,
-) -> ReconstructionReport:
+) -> Report:
     """Fit submodules of a sparse model to those of the dense one, one after the other, in place.
 
     Each is given what it gets in the model as reconstructed so far, and is to give what the dense submodule
@@ -122,12 +122,14 @@ def reconstruct_(
         if idle and (submodules is not None or not pieces):
             raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
         blocks, fitted = run.reconstruct(pieces)
-    skipped += [SkippedSubmodule(name, "does not run in a forward pass") for name in idle]
+    skipped += [_skipped(model, name, "does not run in a forward pass") for name in idle]
     reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
     if reasons:
         texts = (f"{listed(own)} ({reason})" for reason, own in reasons.items())
         warn_user(f"reconstruct did not fit {'; '.join(texts)}")
-    return ReconstructionReport(fitted, skipped, blocks)
+    kept = sum(one.kept for one in fitted)
+    notes = [f"{kept} of {len(fitted)} submodules have new weights"]
+    return Report("reconstruct_", fitted, skipped, notes=notes, facts={"blocks": blocks})
 
 
 class _Piece(NamedTuple):
@@ -358,9 +360,13 @@ def _stacks(model: nn.Module) -> list[list[str]]:
     return found if 2 * held > len(sparse) else []
 
 
+def _skipped(model: nn.Module, name: str, reason: str) -> SkippedLayer:
+    return SkippedLayer(name, type(model.get_submodule(name)).__name__, reason)
+
+
 def _chosen(
     model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None
-) -> tuple[list[str], list[SkippedSubmodule]]:
+) -> tuple[list[str], list[SkippedLayer]]:
     """Return the names to fit, once both models are known to have them, and what is left out."""
     if submodules is None:
         names = _default_names(model)
@@ -381,13 +387,13 @@ def _chosen(
     if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
         raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
     outside = [
-        SkippedSubmodule(name, "outside of the stack of blocks; fitted where submodules names it")
+        _skipped(model, name, "outside of the stack of blocks; fitted where submodules names it")
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
     ]
     skipped = outside if submodules is None else []
     frozen = [name for name in names if not _trained(model.get_submodule(name))]
-    skipped += [SkippedSubmodule(name, "no parameter of it is trained") for name in frozen]
+    skipped += [_skipped(model, name, "no parameter of it is trained") for name in frozen]
     names = [name for name in names if name not in frozen]
     if not names:
         raise InvalidArgumentError(f"submodules must have parameters to train, {frozen[-1]!r} has none")
@@ -446,38 +452,20 @@ def _join(name: str, key: str) -> str:
 class FittedSubmodule:
     """Fitted submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
 
-    `after` is that of the fitted weights, in the model's dtype. They are `kept` where it is below `before`.
+    `error` is that of the fitted weights, in the model's dtype. They are `kept` where it is below
+    `error_before`; otherwise the submodule is as it was.
     """
 
     name: str
-    before: float
-    after: float
+    error_before: float
+    error: float
     kept: bool
 
-
-@dataclass(frozen=True)
-class SkippedSubmodule:
-    """Submodule that was left alone, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReconstructionReport:
-    """Result of `reconstruct_`; ``str()`` makes a table of it.
-
-    `blocks` are the modules that were on the device one at a time; [""] is the whole model.
-    """
-
-    submodules: list[FittedSubmodule]
-    skipped: list[SkippedSubmodule]
-    blocks: list[str]
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("submodule", "error before", "after", "")]
-        for one in self.submodules:
-            fate = "" if one.kept else "left as it was"
-            rows.append((one.name, f"{one.before:.4f}", f"{one.after:.4f}", fate))
-        lines = [line.rstrip() for line in aligned(rows)]
-        return "\n".join([*lines, *(f"skipped {one.name}: {one.reason}" for one in self.skipped)])
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        return {
+            "layer": self.name,
+            "error before": f"{self.error_before:.4f}",
+            "error": f"{self.error:.4f}",
+            "kept": "yes" if self.kept else "no",
+        }

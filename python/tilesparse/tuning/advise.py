@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, checked_fraction, shown
-from .._progress import Progress
-from .._reports import aligned, listed, without_numbers
+from .._reports import Progress, aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .._checks import DTYPES, as_integer, checked_count, is_sequence, shown
-from .._progress import Progress
+from .._reports import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError
 from ..model.targets import check_names, checked_config, checked_configs, dense_layers, described, shape_of

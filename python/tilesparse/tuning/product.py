@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,17 @@ from typing import TypeAlias
 import torch
 
 from .. import _C
-from .._checks import DTYPES, QUANTIZED, check_block_shape, check_shapes, checked_count, checked_fraction
+from .._checks import (
+    DTYPES,
+    QUANTIZED,
+    check_block_shape,
+    check_shapes,
+    checked_count,
+    checked_fraction,
+    grid_of,
+    pattern_block_shape,
+    pattern_shapes,
+)
 from .._runtime.select import DECODE_TOKENS
 from .._runtime.torch_private import tf32_allowed
 from ..config import (
@@ -264,9 +275,9 @@ class Product:
         for name in ("in_features", "out_features", "tokens"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name), most=_MOST))
         object.__setattr__(self, "density", checked_fraction("density", self.density))
-        block_shape = check_block_shape(self.block_shape)
+        shapes = pattern_shapes if self.storage == "plain" and self.nm is None else check_shapes
+        block_shape = shapes((self.out_features, self.in_features), self.block_shape)[1]
         object.__setattr__(self, "block_shape", block_shape)
-        check_shapes((self.out_features, self.in_features), block_shape)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(map(str, DTYPES))}, got {self.dtype}")
         if self.op not in OPS:
@@ -327,12 +338,11 @@ class Product:
     @property
     def blocks(self) -> int:
         """Number of all blocks, kept or not."""
-        bn, bk = self._block_shape
-        return self.out_features // bn * (self.in_features // bk)
+        return math.prod(grid_of((self.out_features, self.in_features), self._block_shape))
 
     @property
     def _block_shape(self) -> tuple[int, int]:
-        return check_block_shape(self.block_shape)
+        return pattern_block_shape(self.block_shape)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
         """Describe the product to the native module, without operands.
@@ -354,7 +364,7 @@ class Product:
             DTYPES[self.dtype] if eight is None else eight,
             device.device,
             self.tokens,
-            precision=int(bool(self.tf32) and on_cuda),
+            precision=int(bool(self.tf32 and eight is None and on_cuda)),
             result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
@@ -383,15 +393,15 @@ class Product:
 
 def product_of_spec(spec: LayerSpec, tokens: int, op: str, activations: str | None) -> Product:
     """Describe a product of a layer; gradients know no 8-bit activations, and that of W no 2:4."""
-    (rows, columns), (bn, bk) = spec.shape, spec.block_shape
-    blocks = rows // bn * (columns // bk)
+    rows, columns = spec.shape
+    blocks = math.prod(spec.grid)
     nm = None if op == "wgrad" else spec.nm
     return Product(
         columns,
         rows,
         tokens,
         spec.nnz / blocks if blocks else 0.0,
-        (bn, bk),
+        spec.block_shape,
         spec.dtype,
         op,
         "plain" if op == "wgrad" else storage_of(spec.storage).multiplied(nm),

