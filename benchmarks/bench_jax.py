@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     jax.config.update("jax_enable_x64", True)
-    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX has it
+    torch.set_float32_matmul_precision("high")  # TF32, as JAX has it
     document["environment"]["jax"] = jax.__version__
     if arguments.device == "cuda":
         warm_up()

@@ -189,8 +189,9 @@ void run(const Call& call, int32_t device) {
     pattern.block_cols = static_cast<int32_t>(values.dims[3]);
     pattern.out_features = given["out_features"];
     pattern.in_features = given["in_features"];
-    const int64_t lines = by_column ? pattern.in_features / std::max(pattern.block_cols, 1)
-                                    : pattern.out_features / std::max(pattern.block_rows, 1);
+    const auto lines_of = [](int64_t size, int32_t side) { return (size + side - 1) / std::max(side, 1); };
+    const int64_t lines = by_column ? lines_of(pattern.in_features, pattern.block_cols)
+                                    : lines_of(pattern.out_features, pattern.block_rows);
     const int32_t* ptr = given.indices(2, lines + 1);
     const int32_t* idx = given.indices(3, pattern.nnz);
     const int32_t* slot = given.indices(4, pattern.nnz);

@@ -43,8 +43,8 @@ class Pattern:
     Args:
         indptr: [R + 1] integers: where the entries of each block row start.
         indices: [nnz] integers: the block column of each entry, ascending in a block row.
-        shape: (rows, columns), multiples of the block shape.
-        block_shape: (rows, columns) of a block, or one number for both.
+        shape: (rows, columns); the last blocks may reach out of them, where values are never read.
+        block_shape: (rows, columns) of a block, each 2 to 128, or one number for both.
 
     Raises:
         InvalidArgumentError: the shapes are invalid.
@@ -63,10 +63,8 @@ class Pattern:
         )
         self._kept: dict[Any, Any] = {}
         self._described()
-        if len(self.indptr) != self.shape[0] // self.block_shape[0] + 1:
-            raise InvalidPatternError(
-                f"indptr must have {self.shape[0] // self.block_shape[0] + 1} entries, got {len(self.indptr)}"
-            )
+        if len(self.indptr) != self.grid[0] + 1:
+            raise InvalidPatternError(f"indptr must have {self.grid[0] + 1} entries, got {len(self.indptr)}")
         if self.is_static:
             rows = self._rows()
             _C.pattern_validate(self._described(*rows))
@@ -75,11 +73,20 @@ class Pattern:
     def from_mask(cls, mask: Any, *, block_shape: int | Sequence[int]) -> Pattern:
         """Make a static pattern of the blocks in which a mask [rows, columns], or a matrix, has a nonzero."""
         mask, (bn, bk) = np.asarray(mask) != 0, _pair("block_shape", block_shape)
-        if mask.ndim != 2 or min(bn, bk) < 1 or mask.shape[0] % bn or mask.shape[1] % bk:
-            raise InvalidArgumentError(f"mask must be 2-D, in whole blocks of {bn}x{bk}, got {mask.shape}")
-        blocks = mask.reshape(mask.shape[0] // bn, bn, -1, bk).any((1, 3))
+        if mask.ndim != 2 or min(bn, bk) < 1:
+            raise InvalidArgumentError(f"mask must be 2-D, in blocks, got {mask.shape} in {bn}x{bk}")
+        rows, cols = mask.shape
+        blocks = (
+            np.pad(mask, ((0, -rows % bn), (0, -cols % bk))).reshape(-(-rows // bn), bn, -1, bk).any((1, 3))
+        )
         indptr = np.concatenate([[0], blocks.sum(1).cumsum()])
         return cls(indptr, blocks.nonzero()[1], shape=mask.shape, block_shape=(bn, bk))
+
+    @property
+    def grid(self) -> Shape:
+        """(R, C): block rows and block columns, of which the last ones may reach out of the matrix."""
+        (rows, cols), (bn, bk) = self.shape, self.block_shape
+        return -(-rows // bn), -(-cols // bk)
 
     @property
     def nnz(self) -> int:
@@ -129,7 +136,7 @@ class Pattern:
         if self.is_static:
             return self.indptr, self.indices, np.arange(self.nnz, dtype=np.int32)
         indptr = jax.lax.cummax(jnp.clip(self.indptr, 0, self.nnz))
-        indices = jnp.clip(self.indices, 0, self.shape[1] // self.block_shape[1] - 1)
+        indices = jnp.clip(self.indices, 0, self.grid[1] - 1)
         return indptr, indices, jnp.arange(self.nnz, dtype=jnp.int32)
 
     def _columns(self) -> tuple[Any, Any, Any]:
@@ -140,7 +147,7 @@ class Pattern:
         xp: Any = np if self.is_static else jnp
         indices = self._rows()[1]
         slot = xp.argsort(indices, stable=True).astype(xp.int32)
-        starts = xp.arange(self.shape[1] // self.block_shape[1] + 1, dtype=xp.int32)
+        starts = xp.arange(self.grid[1] + 1, dtype=xp.int32)
         ptr = xp.searchsorted(indices[slot], starts).astype(xp.int32)
         columns = ptr, self.block_rows()[slot], slot
         if self.is_static:
@@ -228,8 +235,9 @@ class BlockSparse:
         if pattern is None:
             assert block_shape is not None
             pattern = Pattern.from_mask(dense, block_shape=block_shape)
-        (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
-        blocks = dense.reshape(rows // bn, bn, cols // bk, bk).swapaxes(1, 2)
+        (rows, cols), (bn, bk) = pattern.grid, pattern.block_shape
+        padding = (0, rows * bn - dense.shape[0]), (0, cols * bk - dense.shape[1])
+        blocks = jnp.pad(dense, padding).reshape(rows, bn, cols, bk).swapaxes(1, 2)
         return cls(blocks[pattern.block_rows(), pattern.indices], pattern)
 
     @classmethod
@@ -273,10 +281,10 @@ class BlockSparse:
 
     def to_dense(self) -> jax.Array:
         """Return the dense matrix; differentiable."""
-        (rows, cols), (bn, bk) = self.pattern.shape, self.pattern.block_shape
-        blocks = jnp.zeros((rows // bn, cols // bk, bn, bk), self.dtype)
+        shape, (rows, cols), (bn, bk) = self.pattern.shape, self.pattern.grid, self.pattern.block_shape
+        blocks = jnp.zeros((rows, cols, bn, bk), self.dtype)
         blocks = blocks.at[self.pattern.block_rows(), self.pattern.indices].set(self.values)
-        dense = blocks.swapaxes(1, 2).reshape(rows, cols)
+        dense = blocks.swapaxes(1, 2).reshape(rows * bn, cols * bk)[: shape[0], : shape[1]]
         return dense.T if self._transposed else dense
 
     def __matmul__(self, other: Any) -> jax.Array:

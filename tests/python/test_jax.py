@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU is PyTorch's, too
@@ -47,10 +49,10 @@ def dense_matrix(
     rng: np.random.Generator, shape: tuple[int, int] = (ROWS, COLS), block: tuple[int, int] = BLOCK
 ) -> np.ndarray:
     """A matrix with empty block rows and columns, and rows of unequal length."""
-    kept = rng.random((shape[0] // block[0], shape[1] // block[1])) < 0.4
+    kept = rng.random((-(-shape[0] // block[0]), -(-shape[1] // block[1]))) < 0.4
     kept[1], kept[:, 2], kept[0] = False, False, True
     kept[0, 2] = False
-    return np.kron(kept, np.ones(block)) * rng.standard_normal(shape)
+    return np.kron(kept, np.ones(block))[: shape[0], : shape[1]] * rng.standard_normal(shape)
 
 
 def traced(pattern: tsj.Pattern) -> tsj.Pattern:
@@ -74,7 +76,9 @@ def close(result: Any, expected: Any, error: float = 1e-13) -> None:
     ("dtype", "block", "error"),
     [
         ("float64", (16, 16), 1e-13),
+        ("float64", (3, 3), 1e-13),
         ("float32", (32, 64), 1e-5),
+        ("float32", (7, 100), 1e-5),  # which reach out of the matrix
         ("bfloat16", (128, 32), 2**-7),
         ("float16", (64, 64), 2**-10),
     ],
@@ -126,10 +130,13 @@ def test_precision_decides_on_gpus(rng: np.random.Generator) -> None:
     assert errors["highest"] < 1e-4 < errors["default"] < 1e-1
 
 
-@pytest.mark.parametrize("kind", ["static", "traced"])
-def test_derivatives_of_both_orders_in_both_modes(platform: str, rng: np.random.Generator, kind: str) -> None:
-    matrix = kinds(dense_matrix(rng))[kind == "traced"]
-    x, columns = rng.standard_normal((3, ROWS)), rng.standard_normal((COLS, 4))
+@pytest.mark.parametrize(("kind", "block"), [("static", BLOCK), ("traced", BLOCK), ("static", (5, 7))])
+def test_derivatives_of_both_orders_in_both_modes(
+    platform: str, rng: np.random.Generator, kind: str, block: tuple[int, int]
+) -> None:
+    shape = (ROWS, COLS) if block == BLOCK else (12, 24)  # of blocks that reach out of it
+    matrix = kinds(dense_matrix(rng, shape, block), block)[kind == "traced"]
+    x, columns = rng.standard_normal((3, shape[0])), rng.standard_normal((shape[1], 4))
     for function, operands in (
         (lambda v, x: x @ matrix.with_values(v), (matrix.values, x)),
         (lambda v, x: matrix.with_values(v) @ x, (matrix.values, columns)),
@@ -259,6 +266,18 @@ def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) 
     torch.testing.assert_close(jnp.from_dlpack(x) @ back, expected)
 
 
+def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_jax
+
+    monkeypatch.setattr(bench_jax, "SIZES", {"cpu": (32, 128, 128)})
+    monkeypatch.setattr(bench_jax, "FILL", 1e-3)
+    path, precision = tmp_path / "jax.json", torch.get_float32_matmul_precision()
+    assert bench_jax.main(["--device", "cpu", "--rounds", "2", "--output", str(path)]) == 0
+    torch.set_float32_matmul_precision(precision)
+    for case in json.loads(path.read_text())["cases"]:
+        assert all(result["us"] > 0 for result in case["results"])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -276,7 +295,7 @@ def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) 
         ),
         (lambda W: tsj.sddmm(np.ones((96, 3)), W.values[0], W.pattern), InvalidArgumentError, "a and b must"),
         (
-            lambda W: tsj.Pattern.from_mask(np.ones((32, 17)), block_shape=16),
+            lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16),
             InvalidArgumentError,
             "mask must",
         ),
@@ -292,7 +311,7 @@ def test_errors(rng: np.random.Generator, call: Any, error: Any, text: str) -> N
 @pytest.mark.parametrize(
     ("indptr", "indices", "shape", "block", "error", "text"),
     [
-        ([0, 1], [0], (16, 24), 16, InvalidArgumentError, "in_features"),
+        ([0, 1], [0], (16, -1), 16, InvalidArgumentError, "in_features"),
         ([0, 1], [0], (16, 16), 1, InvalidArgumentError, "block_rows"),
         ([0, 1], [0], "ab", 16, InvalidArgumentError, "shape must be two"),
         ([0], [], (16, 16), 16, InvalidPatternError, "2 entries, got 1"),
