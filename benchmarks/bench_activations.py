@@ -2,10 +2,11 @@
 
     python benchmarks/bench_activations.py --output activations.json
 
-Contenders: "dense", PyTorch's product of dense weights; "all", the block-sparse MLP without thresholds; "down",
-with one on what down_proj multiplies; "gate", with one on the activated gate, so that up_proj computes no
-other features and down_proj reads no others; "inputs", with one on x of all three layers. Thresholds are
-quantiles of what is there, so that the fraction is exact. Medians, with a cold L2 cache, contenders in turn.
+Contenders: "dense", PyTorch's product of dense weights; "all", the block-sparse MLP without thresholds;
+"down", with one on what down_proj multiplies; "gate", with one on the activated gate, so that up_proj
+computes no other features and down_proj reads no others; "inputs", with one on x of all three layers.
+Thresholds are quantiles of what is there, so that the fraction is exact. Medians, with a cold L2 cache,
+contenders in turn.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 if density == 1:
                     pairs += [(tokens, off) for tokens in (2, 4, 8) for off in (HALF, 0.9)]
                 for tokens, off in pairs:
-                    case = {
-                        **{"model": name, "block": block, "density": density, "storage": storage},
-                        **{"tokens": tokens, "off": off, "results": []},
+                    case: dict[str, Any] = {
+                        "model": name,
+                        "block": block,
+                        "density": density,
+                        "storage": storage,
+                        "tokens": tokens,
+                        "off": off,
+                        "results": [],
                     }
                     document["cases"].append(case)
                     with recording(case, str({**case, "results": None})), torch.no_grad():
@@ -64,7 +70,9 @@ class MLP:
         self.down = BlockSparseLinear(inner, hidden, **own)
         self.layers = self.gate, self.up, self.down
         torch.manual_seed(0)
-        self.dense = [torch.randn(*layer.spec.shape, device="cuda").bfloat16() * 0.02 for layer in self.layers]
+        self.dense = [
+            torch.randn(*layer.spec.shape, device="cuda").bfloat16() * 0.02 for layer in self.layers
+        ]
         for layer in self.layers:
             layer.to_storage(storage)
 
@@ -110,7 +118,7 @@ def limit(numbers: Tensor, off: float) -> float:
 
 
 def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()

@@ -1,6 +1,6 @@
 """Coefficients of estimates: what they are fitted by, and how kernels that are chosen by them compare.
 
-An estimate is a sum of features times coefficients that are not negative (docs/developers/estimates.md). For
+An estimate is a sum of features times coefficients that are not negative (docs/developers/plans.md). For
 each family of kernels and each block they are found in two steps: non-negative least squares of relative
 errors, in which a family's coefficients for one block stay near those for all blocks, and those for groups
 near those for one weight; then all of them together by L-BFGS-B, which lessens errors and what choices cost.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from table_parts import runs, short, table
+from table_parts import cases, runs, short, table
 
 LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
 
@@ -34,6 +34,44 @@ def kinds() -> str:
     return table(["", "seconds", "kinds of training", *unseen], lines)
 
 
+def activations() -> str:
+    """Perplexity by the fraction of neurons that is off, and the time of the MLPs over that without."""
+    found = {case["contender"]: case for case in cases("cpu_activations.json")}
+    without = {one["dtype"]: one["cpu_us"] for one in found["all"]["results"]}
+    base, lines = found["dense"]["perplexity"], []
+    for name, case in sorted(found.items(), key=lambda pair: pair[1]["off"]):
+        if not case["off"]:
+            continue
+        times = {one["dtype"]: one["cpu_us"] for one in case["results"]}
+        speedups = [f"{without[dtype] / times[dtype]:.2f}×" for dtype in without]
+        line = [name.removesuffix(" off"), f"{case['off']:.0%}", f"{case['perplexity'] / base - 1:+.1%}"]
+        lines.append([*line, *speedups])
+    return table(["fraction", "off", "perplexity", *(f"MLPs, {dtype}" for dtype in without)], lines)
+
+
+STORED = {"plain": "bf16", "int8": "int8", "int4": "int4"}
+
+
+def activations_gpu() -> str:
+    """Speedups of a Llama 3 8B MLP over the same without thresholds, in the last column over dense bf16."""
+    lines = []
+    for case in cases("gpu_activations.json"):
+        us = {one["contender"]: one["us"] for one in case["results"]}
+        if case["off"] not in (0.5, 0.9):
+            continue
+        density = "dense" if case["density"] == 1 else f"{case['block']} at {short(case['density'])}"
+        line = [f"{STORED[case['storage']]}, {density}", str(case["tokens"]), short(case["off"])]
+        line += [
+            f"{us['all']:.0f} us",
+            *(f"{us['all'] / us[name]:.2f}×" for name in ("down", "gate", "inputs")),
+        ]
+        lines.append([*line, f"{us['dense'] / us['gate']:.2f}×"])
+    header = ["weights", "tokens", "off", "without", "`down`", "gate", "all inputs", "gate over dense bf16"]
+    return table(header, lines)
+
+
 LANGUAGE_TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
+    "activations": activations,
+    "activations_gpu": activations_gpu,
 }

@@ -6,6 +6,7 @@
 #include "abi.h"
 #include "descriptors.h"
 #include "error.h"
+#include "threads.h"
 
 namespace ts {
 namespace {
@@ -66,8 +67,19 @@ void validate_transpose(const Pattern& pattern) {
 
 // All in one pass without a branch: this runs before every product.
 void check_entries(const int32_t* entries, const Pattern& pattern, int64_t limit, const char* name) {
-    uint32_t most = 0;  // a negative entry counts as a large one
-    for (int64_t e = 0; e < pattern.nnz; ++e) most = std::max(most, static_cast<uint32_t>(entries[e]));
+    constexpr int64_t kPart = 1 << 20;
+    const auto most_of = [&](int64_t begin) {
+        uint32_t most = 0;  // a negative entry counts as a large one
+        const int64_t end = std::min(begin + kPart, pattern.nnz);
+        for (int64_t e = begin; e < end; ++e) most = std::max(most, static_cast<uint32_t>(entries[e]));
+        return most;
+    };
+    uint32_t most = pattern.nnz > kPart ? 0 : most_of(0);
+    if (pattern.nnz > kPart) {
+        std::vector<uint32_t> parts((pattern.nnz + kPart - 1) / kPart);
+        for_each(static_cast<int64_t>(parts.size()), [&](int64_t i) { parts[i] = most_of(i * kPart); });
+        most = *std::max_element(parts.begin(), parts.end());
+    }
     require_pattern(pattern.nnz == 0 || most < limit, name, " must have entries 0 to ", limit - 1, ", got ",
                     static_cast<int32_t>(most));
 }

@@ -12,7 +12,7 @@
 #include "operands.h"
 #include "pattern.h"
 #include "plan/host_plan.h"
-#include "skip.h"
+#include "neurons.h"
 #include "storage.h"
 
 namespace ts {

@@ -1,7 +1,7 @@
 // Microseconds that products take: a sum of features, each multiplied by a coefficient that is not negative.
 // Features follow from the problem, the traits of the kernel and the limits of the machine alone, and are the
 // same for all kernels; coefficients are fitted to measurements (coefficients.inc). Host code;
-// docs/developers/estimates.md explains both.
+// docs/developers/plans.md explains both.
 #pragma once
 
 #include <array>

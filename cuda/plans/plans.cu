@@ -72,7 +72,11 @@ int32_t build(const Pattern& pattern, Op op, PlanShape shape, void* plan, void* 
 
 size_t transpose_workspace(const Pattern& pattern) {
     Arena arena(nullptr);
-    Transposer(arena, view_of(pattern, Op::dds_nt).as_diagonal());
+    const View view = view_of(pattern, Op::dds_nt).as_diagonal();
+    if (SortingTransposer::suits(view))
+        SortingTransposer(arena, view);
+    else
+        Transposer(arena, view);
     return arena.used();
 }
 
@@ -80,7 +84,11 @@ int32_t transpose(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, in
                   void* workspace, void* stream) {
     Arena arena(workspace);
     Stream enqueued{static_cast<cudaStream_t>(stream)};
-    Transposer(arena, view_of(pattern, Op::dds_nt).as_diagonal()).run(col_ptr, row_idx, col_slot, enqueued);
+    const View view = view_of(pattern, Op::dds_nt).as_diagonal();
+    if (SortingTransposer::suits(view))
+        SortingTransposer(arena, view).run(col_ptr, row_idx, col_slot, enqueued);
+    else
+        Transposer(arena, view).run(col_ptr, row_idx, col_slot, enqueued);
     return enqueued.error;
 }
 

@@ -1,6 +1,8 @@
 // The transpose of a pattern: of each weight, the one after the other.
 #pragma once
 
+#include <cub/device/device_radix_sort.cuh>
+
 #include "plans/sets.cuh"
 
 namespace ts::plans {
@@ -58,6 +60,67 @@ class Transposer {
     View view_;
     Sets rows_;
     Sets columns_;
+};
+
+// One warp for each row: its number, and the column of all weights, of each of its entries.
+static __global__ void list_entries(View view, int* entry_rows, int* columns, int* entries) {
+    const int64_t row = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+    if (row >= view.rows) return;
+    const int first = view.first_col(static_cast<int>(row)), end = __ldg(view.blocks.ptr + row + 1);
+    for (int e = __ldg(view.blocks.ptr + row) + threadIdx.x % 32; e < end; e += 32) {
+        entry_rows[e] = static_cast<int>(row) % view.weight_rows();
+        columns[e] = first + __ldg(view.blocks.idx + e);
+        entries[e] = e;
+    }
+}
+
+// One thread for each entry in the order of columns, and one more.
+static __global__ void write_sorted(View view, const int* entry_rows, const int* columns, const int* entries,
+                                    int* col_ptr, int* row_idx, int* col_slot) {
+    const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i > view.nnz) return;
+    const int before = i == 0 ? -1 : columns[i - 1], column = i == view.nnz ? view.cols : columns[i];
+    for (int c = before + 1; c <= column; ++c) col_ptr[c] = static_cast<int>(i);
+    if (i == view.nnz) return;
+    row_idx[i] = entry_rows[entries[i]];
+    col_slot[i] = __ldg(view.blocks.slot + entries[i]);
+}
+
+// The same by sorting the entries, which keep their order in a column: for patterns whose sets of all blocks,
+// kept or not, would take more memory and time.
+class SortingTransposer {
+  public:
+    SortingTransposer(Arena& arena, const View& view) : view_(view) {
+        entry_rows_ = arena.take<int>(view.nnz);
+        for (int** area : {&columns_, &sorted_columns_, &entries_, &sorted_entries_})
+            *area = arena.take<int>(view.nnz);
+        sort(nullptr, nullptr);
+        scratch_ = arena.take<char>(scratch_bytes_);
+    }
+
+    // Sets of more than 64 MiB.
+    static bool suits(const View& view) { return int64_t{view.rows} * view.cols > int64_t{1} << 29; }
+
+    void run(int* col_ptr, int* row_idx, int* col_slot, Stream& stream) {
+        launch(list_entries, int64_t{32} * view_.rows, 256, stream, view_, entry_rows_, columns_, entries_);
+        if (stream.error == cudaSuccess && view_.nnz > 0) stream.error = sort(scratch_, stream.handle);
+        launch(write_sorted, view_.nnz + 1, 256, stream, view_, entry_rows_, sorted_columns_, sorted_entries_,
+               col_ptr, row_idx, col_slot);
+    }
+
+  private:
+    // Without scratch memory it counts the bytes.
+    cudaError_t sort(void* scratch, cudaStream_t stream) {
+        int bits = 1;
+        while (bits < 31 && view_.cols >> bits != 0) ++bits;
+        return cub::DeviceRadixSort::SortPairs(scratch, scratch_bytes_, columns_, sorted_columns_, entries_,
+                                               sorted_entries_, static_cast<int>(view_.nnz), 0, bits, stream);
+    }
+
+    View view_;
+    int *entry_rows_, *columns_, *sorted_columns_, *entries_, *sorted_entries_;
+    char* scratch_;
+    size_t scratch_bytes_ = 0;
 };
 
 }  // namespace ts::plans

@@ -3,16 +3,17 @@
 // Below, "features" are the columns of the result and k is what is summed over, in either direction.
 // Operands: activations and results row-major or column-major, bf16, fp16, float32 (TF32, or three TF32
 // products with float32's error) or float64; values [nnz, bn, bk] of the same dtype or, NT in 16 bits, 2:4;
-// float32 sums, or float64. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (as fp16 before 8.9, float32
-// sums), times a scale for each token and one for each feature; results row-major or column-major, bf16, fp16
-// or float32. Or float8_e4m3fn with scales inside of the sums, of 128 k of a token and of a block of 128 x
-// 128, which is a step of a tile: its sums are multiplied by both as they are added to the tile's.
+// float32 sums, or float64. NT in 8 bits: X row-major and values int8 (int32 sums) or float8_e4m3fn (as fp16
+// before 8.9, float32 sums), times a scale for each token and one for each feature; results row-major or
+// column-major, bf16, fp16 or float32. Or float8_e4m3fn with scales inside of the sums, of 128 k of a token
+// and of a block of 128 x 128, which is a step of a tile: its sums are multiplied by both as they are added
+// to the tile's.
 // A CTA computes tiles of kTileTokens x 128 features, one after another, in bands of 1024 tokens whose
 // activations stay in L2. A tile's features belong to several block rows (see common/plan.h).
-// Warps: 8, or 16 with half of the sums, which all load and multiply: warps that only load would leave the others 168 registers instead of
-// 255, too few to hide the latency of 64 x 64 sums' fragments. 2:4 has half as much to multiply for what is
-// loaded, and 4 more warps only load: 48 x 64 sums, for which 168 registers suffice, take 0.8 to 0.9 of the
-// time of 64 x 64 sums whose warps load.
+// Warps: 8, or 16 with half of the sums, which all load and multiply: warps that only load would leave the
+// others 168 registers instead of 255, too few to hide the latency of 64 x 64 sums' fragments. 2:4 has half
+// as much to multiply for what is loaded, and 4 more warps only load: 48 x 64 sums, for which 168 registers
+// suffice, take 0.8 to 0.9 of the time of 64 x 64 sums whose warps load.
 // K loop: the plan's steps of 128 bytes, those in which a block row of the tile has a block, through a ring
 // of 2 to 8 stages (cp.async, mbarriers), on into the next tile. Warps skip the parts of W that do not exist.
 // Grouped products: a tile has tokens and features of one group. CTAs count the tiles of each group first,
@@ -90,10 +91,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
                     sums,
                     [&](typename Traits::Sums& to) {
                         Traits::Weight::multiply(to, read_input, stage, read_weight,
-                                                 stage + Traits::kInputBytes, present);
+                                                 stage + Traits::kInputBytes, present,
+                                                 [&] { ring.empty(position.stage).arrive(); });
                     },
                     scales);
-                ring.empty(position.stage).arrive();
                 position.advance(arguments.stages);
             }
         }
@@ -229,8 +230,7 @@ struct Dds {
     // Launches for row-major input, with results of a type.
     template <class Result>
     static Start start_for(const Problem& problem) {
-        using OfResult =
-            DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
+        using OfResult = DdsTraits<WithResult<Math, Result>, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
         if constexpr (kGroups)
             if (problem.grouped())
                 return ts::sm80::launch<dds_kernel<OfResult, true, GroupedSchedule>, DdsArguments>;

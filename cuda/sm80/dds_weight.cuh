@@ -31,10 +31,11 @@ struct DenseWeight : DenseStorage {
     using Reader = sm80::Reader<Tile, Value, Side::b, kTiles>;
 
     // Adds the products of one step, see multiply_step, of an input and a weight in shared memory.
-    template <class Sums, class InputReader, class Reader>
+    template <class Sums, class InputReader, class Reader, class Release>
     __device__ static void multiply(Sums& sums, const InputReader& read_input, uint32_t input,
-                                    const Reader& read_weight, uint32_t weight, uint32_t present) {
-        multiply_step<Math>(sums, read_input, input, read_weight, weight, present);
+                                    const Reader& read_weight, uint32_t weight, uint32_t present,
+                                    Release release) {
+        multiply_step<Math>(sums, read_input, input, read_weight, weight, present, release);
     }
 
     template <int kThreads>

@@ -66,6 +66,7 @@ using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 struct Float8Products {
     static constexpr float kSumUnit = 1;
+    static constexpr int kQuarters = 1;
 
     template <int kRegisters>
     using Operand = Fragment<kRegisters>;

@@ -27,7 +27,8 @@
 
 namespace ts::sm80 {
 
-// One step for the 16 x 16 tiles whose bit row * kNTiles + column is set in `present`.
+// One step for the 16 x 16 tiles whose bit row * kNTiles + column is set in `present`, by instructions of a
+// quarter.
 template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
 __device__ inline void multiply_present(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                         uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
@@ -96,12 +97,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             ring.full(position.stage).wait(position.parity);
             const uint32_t stage = stages + position.stage * Traits::kStageBytes;
             accumulate<Math>(sums, [&](Sums& to) {
-                if (present == kAll)
-                    multiply_all<Math>(to, read_y, stage, read_x, stage + Traits::kYBytes);
-                else if (present != 0)
-                    multiply_present<Math>(to, read_y, stage, read_x, stage + Traits::kYBytes, present);
+                const uint32_t x = stage + Traits::kYBytes;
+                const auto release = [&] { ring.empty(position.stage).arrive(); };
+                if constexpr (Math::kQuarters > 1) {
+                    const auto multiply = [&](auto has) {
+                        multiply_long<Math>(to, read_y, stage, read_x, x, has, release);
+                    };
+                    if (present == kAll) return multiply([](int, int) { return true; });
+                    if (present != 0)
+                        return multiply([&](int m, int n) { return present >> m * kNTiles + n & 1; });
+                } else if (present == kAll) {
+                    multiply_all<Math>(to, read_y, stage, read_x, x);
+                } else if (present != 0) {
+                    multiply_present<Math>(to, read_y, stage, read_x, x, present);
+                }
+                release();
             });
-            ring.empty(position.stage).arrive();
             position.advance(arguments.stages);
         }
         if (present != 0) sdd_store<Traits>(arguments, plan, work, sums, warp_row, warp_column, lane);

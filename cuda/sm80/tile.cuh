@@ -191,6 +191,38 @@ __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sum
     }
 }
 
+// One step of instructions that take several quarters, for the tiles of 16 x 16 that `has(m, n)` says. Calls
+// `release` when the operands are in registers: other warps copy into the stage and come to products of their
+// own while these are computed. Two warps that share a tensor core would otherwise wait for it at the same
+// time, and then both do something else.
+template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB, class Has,
+          class Release>
+__device__ inline void multiply_long(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
+                                     uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b, Has has,
+                                     Release release) {
+#pragma unroll
+    for (int quarter = 0; quarter < kQuarters; quarter += Math::kQuarters) {
+        typename Math::template Operand<4 * Math::kQuarters> a[kMTiles];
+        typename Math::template Operand<2 * Math::kQuarters> b[kNTiles][2];
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) a[m] = load_a<Math>(read_a, tile_a, m, quarter);
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+            load_b<Math>(read_b, tile_b, n, quarter,
+                         [&](int half, const auto& of_half) { b[n][half] = of_half; });
+        if (quarter + Math::kQuarters == kQuarters) release();
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < kMTiles; ++i) {
+                const int m = n % 2 == 0 ? i : kMTiles - 1 - i;
+                if (!has(m, n)) continue;
+                Math::mma(sums[m][n][0], a[m], b[n][0]);
+                Math::mma(sums[m][n][1], a[m], b[n][1]);
+            }
+    }
+}
+
 struct NoScales {};
 
 // Runs `multiply(sums)` for one step, as the accumulation policy has it. `scales`: of scaled sums, for the
@@ -230,12 +262,19 @@ __device__ inline void multiply_all(Accumulators<Sum, kMTiles, kNTiles>& sums, c
 template <int kNTiles>
 constexpr uint32_t kAllPresent = kNTiles == 8 ? 0xffffffffu : (1u << 4 * kNTiles % 32) - 1;
 
-// One step. `present` has bit 4 * tile + quarter for each 16-wide tile of B and quarter of the step.
-template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB>
+// One step. `present` has bit 4 * tile + quarter for each 16-wide tile of B and quarter of the step. Calls
+// `release` when the warp needs the stage no more.
+template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB, class Release>
 __device__ inline void multiply_step(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
                                      uint32_t tile_a, const ReaderB& read_b, uint32_t tile_b,
-                                     uint32_t present) {
-    if (present == kAllPresent<kNTiles>) {
+                                     uint32_t present, Release release) {
+    if constexpr (Math::kQuarters > 1) {
+        const auto multiply = [&](auto has) {
+            multiply_long<Math>(sums, read_a, tile_a, read_b, tile_b, has, release);
+        };
+        if (present == kAllPresent<kNTiles>) return multiply([](int, int) { return true; });
+        if (present != 0) return multiply([&](int, int n) { return present >> 4 * n & 1; });
+    } else if (present == kAllPresent<kNTiles>) {
         multiply_all<Math>(sums, read_a, tile_a, read_b, tile_b);
     } else if (present != 0) {
 #pragma unroll
@@ -244,6 +283,7 @@ __device__ inline void multiply_step(Accumulators<Sum, kMTiles, kNTiles>& sums, 
                 multiply_quarter<Math, false>(sums, read_a, tile_a, read_b, tile_b, quarter,
                                               present >> quarter);
     }
+    release();
 }
 
 }  // namespace ts::sm80

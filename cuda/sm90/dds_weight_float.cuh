@@ -46,8 +46,8 @@ struct FloatWeight : DenseWeight<kOp, Math> {
     __device__ static int offset(const DdsArguments& arguments, int row, int) {
         return row * arguments.row_block * kLine;
     }
-    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to,
-                                char* stage, int offset, int2 corner) {
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
+                                int offset, int2 corner) {
         if (kTransposed)
             load_box(&arguments.values, full, to, stage + offset, 0, corner.y, corner.x / kWidth);
         else

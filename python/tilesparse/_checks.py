@@ -295,6 +295,11 @@ def is_ragged(shape: Sequence[int], block_shape: Sequence[int]) -> bool:
     return shape[0] % block_shape[0] != 0 or shape[1] % block_shape[1] != 0
 
 
+def is_regular(shape: Sequence[int], block_shape: Sequence[int]) -> bool:
+    """Return True for blocks as most kernels need them, which divide the shape."""
+    return {*block_shape} <= {*BLOCK_SIZES} and not is_ragged(shape, block_shape)
+
+
 def check_whole_blocks(what: str, shape: Sequence[int], block_shape: Sequence[int]) -> None:
     """Refuse a shape that blocks do not divide, for what has no other."""
     if is_ragged(shape, block_shape):

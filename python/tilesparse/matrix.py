@@ -121,7 +121,7 @@ class BlockSparseMatrix:
         return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
-    def from_product(cls, a: Tensor, b: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+    def from_product(cls, a: Array, b: Array, pattern: BlockPattern) -> "BlockSparseMatrix":
         """Compute the blocks of a @ b that the pattern keeps, and no others (SDDMM); differentiable.
 
         Args:
@@ -129,14 +129,16 @@ class BlockSparseMatrix:
             b: [n, in_features], or [batch, n, in_features].
             pattern: blocks to compute.
         """
-        if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] > 0:
-            each = zip(a.unbind(), b.unbind(), strict=True)
+        left: Tensor = shared("a", a)
+        right: Tensor = shared("b", b)
+        if left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0] > 0:
+            each = zip(left.unbind(), right.unbind(), strict=True)
             return cls(torch.stack([functional.sdd(y.mT, x, pattern) for y, x in each]), pattern)
-        if a.dim() != 2 or b.dim() != 2:
+        if left.dim() != 2 or right.dim() != 2:
             raise InvalidArgumentError(
-                f"a and b must be matrices, or batches of as many, got {list(a.shape)} and {list(b.shape)}"
+                f"a and b must be matrices or as many of them, got {list(left.shape)} and {list(right.shape)}"
             )
-        return cls(functional.sdd(a.mT, b, pattern), pattern)
+        return cls(functional.sdd(left.mT, right, pattern), pattern)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
@@ -294,22 +296,23 @@ class BlockSparseMatrix:
         size = (*values.shape[:-3], min(self.pattern.grid), *self.block_shape)
         return values.new_zeros(size).index_copy(-3, rows[slots], values.index_select(-3, slots))
 
-    def scale_rows(self, factors: Tensor) -> "BlockSparseMatrix":
+    def scale_rows(self, factors: Array) -> "BlockSparseMatrix":
         """Return the matrix whose rows, or block rows, are multiplied from the left; differentiable.
 
         Args:
             factors: [out_features], a number for each row, or [R, bn, bn], a matrix for each block row.
         """
+        by: Tensor = shared("factors", factors)
         (rows, _), (bn, _) = self.pattern.grid, self.block_shape
         places, values = self.pattern.to(self.device).block_indices()[0], self._inside()
-        if factors.shape == (self.shape[0],):
-            padded = torch.nn.functional.pad(factors, (0, rows * bn - len(factors)))
+        if by.shape == (self.shape[0],):
+            padded = torch.nn.functional.pad(by, (0, rows * bn - len(by)))
             scaled = padded.view(rows, bn, 1).index_select(0, places) * values
-        elif factors.shape == (rows, bn, bn):
-            scaled = factors.index_select(0, places) @ values
+        elif by.shape == (rows, bn, bn):
+            scaled = by.index_select(0, places) @ values
         else:
             raise InvalidArgumentError(
-                f"factors must be [{self.shape[0]}] or [{rows}, {bn}, {bn}], got {list(factors.shape)}"
+                f"factors must be [{self.shape[0]}] or [{rows}, {bn}, {bn}], got {list(by.shape)}"
             )
         return BlockSparseMatrix(scaled.contiguous(), self.pattern)
 

@@ -82,7 +82,7 @@ inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
 inline int64_t groups_of(const ts_pattern& pattern) { return std::max(pattern.groups, 1); }
 
 // A pattern of so many blocks along each dimension, whose block shape and groups are there.
-inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols) {
+inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols, bool ragged = false) {
     pattern.struct_size = sizeof pattern;
     const int64_t groups = groups_of(pattern), group_rows = rows / groups;
     const int density = static_cast<int>(draw(0, 100));
@@ -106,10 +106,15 @@ inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols) {
     }
     pattern.out_features = rows * pattern.block_rows;
     pattern.in_features = cols * pattern.block_cols;
+    if (ragged && rows > 0) pattern.out_features -= draw(0, pattern.block_rows - 1);
+    if (ragged && cols > 0) pattern.in_features -= draw(0, pattern.block_cols - 1);
     pattern.nnz = static_cast<int64_t>(idx.size());
     while (chance(15)) spoil(pattern, kPatternFields);
-    const wide claimed_rows = pattern.out_features / std::max(pattern.block_rows, 1);
-    const wide claimed_cols = pattern.in_features / std::max(pattern.block_cols, 1);
+    const auto blocks = [](wide size, wide side) {
+        return (size + std::max<wide>(side, 1) - 1) / std::max<wide>(side, 1);
+    };
+    const wide claimed_rows = blocks(pattern.out_features, pattern.block_rows);
+    const wide claimed_cols = blocks(pattern.in_features, pattern.block_cols);
     pattern.row_ptr = array(ptr, claimed_rows + 1);
     pattern.col_idx = array(idx, pattern.nnz);
     pattern.row_slot = array(slot, pattern.nnz);
@@ -121,13 +126,13 @@ inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols) {
 }
 
 inline ts_pattern some_pattern() {
-    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128};
+    static constexpr int32_t kBlocks[] = {16, 16, 32, 64, 128, 3, 6, 24};
     ts_pattern pattern{};
     pattern.block_rows = one_of(kBlocks);
     pattern.block_cols = chance(50) ? pattern.block_rows : one_of(kBlocks);
     pattern.groups = static_cast<int32_t>(chance(70) ? draw(0, 1) : draw(2, 4));
     const int64_t groups = groups_of(pattern), group_rows = draw(0, 6 / groups);
-    return pattern_of(pattern, groups * group_rows, draw(0, 6));
+    return pattern_of(pattern, groups * group_rows, draw(0, 6), groups == 1 && chance(30));
 }
 
 inline int64_t size_of(int32_t dtype) {

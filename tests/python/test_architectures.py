@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_packaging import ROOT, run
+from test_packaging import ROOT, copy_for_any_processor, run
 
 from tilesparse import _C
 from tilesparse.tuning import Device
@@ -79,16 +79,8 @@ struct Stub {
 
 
 def copy_sources(target: Path) -> None:
-    """Copy the files that CMake reads, and add an architecture.
-
-    The copy is for a processor that nothing is known of: the kernels of x86 take most of the time to compile.
-    """
-    for name in ("CMakeLists.txt", "cmake", "cpp", "cuda", "third_party/cutlass/CMakeLists.txt"):
-        source = ROOT / name
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target / name)
-    for file in (target / "cpp/src/cpu").iterdir():
-        file.write_text(file.read_text().replace("#ifdef __x86_64__", "#if 0"))
+    """Copy the files that CMake reads, and add an architecture."""
+    copy_for_any_processor(target)
     folder = target / "cuda" / "sm86"
     folder.mkdir()
     for name, text in {"tiles.def": TILES, "stub.cuh": STUB}.items():

@@ -292,6 +292,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "path": lambda: "new",
     "pattern": pattern,
     "policy": lambda: "sparse",
+    "threshold": lambda: 0.5,
     "regex": lambda: ".*",
     "schedule": schedule,
     "scores": values,

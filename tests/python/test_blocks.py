@@ -1,12 +1,19 @@
 """Blocks with sides of 2 to 128, which need not divide the matrix: values, gradients, conversions, layers."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cpu_bounds import Area
+from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import tilesparse as ts
@@ -21,11 +28,32 @@ KERNELS = [kernel.name for kernel in ts._C.kernels() if "_blocks" in kernel.name
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SHAPES = [(3, 3), (6, 3), (3, 6), (5, 5), (8, 8), (12, 12), (24, 24), (48, 16), (2, 128), (100, 7), (16, 16)]
+MORE = [
+    (2, 2),
+    (4, 4),
+    (6, 6),
+    (7, 7),
+    (9, 5),
+    (10, 10),
+    (16, 32),
+    (17, 3),
+    (32, 24),
+    (48, 48),
+    (64, 64),
+    (96, 40),
+    (128, 128),
+]
 
 
-def make_matrix(shape, block_shape, dtype=torch.float64, density=0.4, seed=0, device="cpu"):
+def make_matrix(
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+    dtype: torch.dtype = torch.float64,
+    density: float = 0.4,
+    device: str = "cpu",
+) -> tuple[ts.BlockSparseMatrix, Tensor]:
     """Return a matrix whose padding is NaN, and its dense copy."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows, cols = -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])
     mask = torch.rand(rows, cols, generator=generator) < density
     mask[rows // 2] = False  # an empty row
@@ -40,16 +68,16 @@ def make_matrix(shape, block_shape, dtype=torch.float64, density=0.4, seed=0, de
     return ts.BlockSparseMatrix(poisoned.to(device), pattern.to(device)), dense.to(device)
 
 
-def close(result, expected, scale=1.0):
+def close(result: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     limit = TOLERANCE[result.dtype] * scale
     assert result.shape == expected.shape
     largest = torch.nn.functional.pad(expected.abs().flatten(), (0, 1), value=1.0).max()
     assert torch.allclose(result.double(), expected, rtol=0, atol=limit * float(largest))
 
 
-def check_products(matrix, dense, tokens, seed=1):
+def check_products(matrix: ts.BlockSparseMatrix, dense: Tensor, tokens: int) -> None:
     """Compare the three products in both layouts with float64; results hold nothing of the padding."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     out, into = matrix.shape
     given = torch.randn(tokens, into, generator=generator).to(matrix.dtype).to(matrix.device)
     beside = torch.randn(tokens, out, generator=generator).to(matrix.dtype).to(matrix.device)
@@ -71,7 +99,7 @@ def check_products(matrix, dense, tokens, seed=1):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_products_of_every_block_shape(data):
+def test_products_of_every_block_shape(data: st.DataObject) -> None:
     bn, bk = data.draw(SIDES), data.draw(SIDES)
     grid = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
     cut = data.draw(st.tuples(st.integers(0, bn - 1), st.integers(0, bk - 1)))
@@ -80,9 +108,12 @@ def test_products_of_every_block_shape(data):
     check_products(*make_matrix(shape, (bn, bk), dtype), tokens)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("block_shape", SHAPES, ids=str)
-def test_kernels_for_any_block(name, block_shape):
+@pytest.mark.parametrize(
+    ("name", "block_shape"),
+    [pair for name in KERNELS for pair in product([name], SHAPES + (MORE if "sm" in name else []))],
+    ids=str,
+)
+def test_kernels_for_any_block(name: str, block_shape: tuple[int, int]) -> None:
     (bn, bk), kernel = block_shape, next(k for k in ts._C.kernels() if k.name == name)
     if kernel.device == 1 and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -94,7 +125,36 @@ def test_kernels_for_any_block(name, block_shape):
             check_products(matrix, dense, tokens)
 
 
-def make_ragged(batch=None):
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
+@pytest.mark.parametrize("at_end", [True, False])
+def test_nothing_outside_of_operands_is_touched(name: str, at_end: bool) -> None:
+    """Operands lie beside pages that end the process when they are read or written."""
+    areas: list[Area] = []
+
+    def placed(tensor: Tensor) -> Tensor:
+        areas.append(Area(tensor.numel() * tensor.itemsize, at_end))
+        return areas[-1].tensor(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    for block_shape, dtype, tokens in product(SHAPES, DTYPES, (1, 3, 17)):
+        shape = 3 * block_shape[0] - 1, 4 * block_shape[1] - 1
+        matrix, dense = make_matrix(shape, block_shape, dtype)
+        values, pattern = placed(matrix.values), matrix.pattern
+        x, y = (placed(torch.randn(tokens, size).to(dtype)) for size in reversed(shape))
+        x_t, y_t, out = placed(x.T.contiguous()), placed(y.T.contiguous()), placed(torch.zeros_like(values))
+        scale = max(shape) ** 0.5
+        with use_kernel(name):
+            close(F.dds(x, values, pattern), x.double() @ dense.double().T, scale)
+            close(F.dds(y, values, pattern, transpose=False), y.double() @ dense.double(), scale)
+            close(F.dsd(values, pattern, x_t), dense.double() @ x.double().T, scale)
+            close(F.dsd(values, pattern, y_t, transpose=True), dense.double().T @ y.double().T, scale)
+            for left, right in ((y, x), (y_t.T, x_t.T)):
+                F.sdd(left, right, pattern, out=out)
+                expected = ts.BlockSparseMatrix.from_dense(y.double().T @ x.double(), pattern)
+                close(out, expected.values, tokens**0.5)
+        areas.clear()
+
+
+def make_ragged(batch: int | None = None) -> tuple[Tensor, ts.BlockPattern]:
     """Return clean values of 5 x 3 blocks in a matrix of 13 x 11, with an empty row, and their pattern."""
     matrix, _ = make_matrix((13, 11), (5, 3), density=0.6)
     values = torch.nan_to_num(matrix.values)
@@ -103,11 +163,11 @@ def make_ragged(batch=None):
     return values.requires_grad_(), matrix.pattern
 
 
-def vectors(*size):
+def vectors(*size: int) -> Tensor:
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
     "W x": (lambda w, x: w @ x, (11,)),
     "W X": (lambda w, x: w @ x, (11, 4)),
     "W of a batch": (lambda w, x: w @ x, (2, 11, 4)),
@@ -123,12 +183,14 @@ OPERATIONS = {
 
 @pytest.mark.parametrize(("operation", "size"), OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("batch", [None, 2])
-def test_operations_of_matrices(operation, size, batch):
+def test_operations_of_matrices(
+    operation: Callable[[Any, Tensor], Tensor], size: tuple[int, ...], batch: int | None
+) -> None:
     """Values of dense matrices, and gradients of both orders, of ragged blocks."""
     values, pattern = make_ragged(batch)
     other = vectors(*size)
 
-    def run(values, x):
+    def run(values: Tensor, x: Tensor) -> Tensor:
         return operation(ts.BlockSparseMatrix(values, pattern), x)
 
     assert gradcheck(run, (values, other))
@@ -136,7 +198,7 @@ def test_operations_of_matrices(operation, size, batch):
 
 
 @pytest.mark.parametrize("batch", [None, 2])
-def test_values_of_operations(batch):
+def test_values_of_operations(batch: int | None) -> None:
     """Equal those of dense matrices, whatever the padding holds."""
     values, pattern = make_ragged(batch)
     inside = ts.BlockSparseMatrix.from_dense(torch.ones(13, 11), pattern).values.bool()
@@ -166,7 +228,7 @@ def test_values_of_operations(batch):
     torch.testing.assert_close(matrix.scale_rows(factors).to_dense(), scaled)
 
 
-def test_sampled_product():
+def test_sampled_product() -> None:
     _, pattern = make_ragged()
     a, b = vectors(13, 6), vectors(6, 11)
     sampled = ts.BlockSparseMatrix.from_product(a, b, pattern)
@@ -178,7 +240,7 @@ def test_sampled_product():
     torch.testing.assert_close(both.values[1], 2 * sampled.values)
 
 
-def test_padding_has_no_gradient_and_is_not_drawn():
+def test_padding_has_no_gradient_and_is_not_drawn() -> None:
     values, pattern = make_ragged()
     inside = ts.BlockSparseMatrix.from_dense(torch.ones(13, 11), pattern).values.bool()
     (ts.BlockSparseMatrix(values, pattern) @ vectors(11, 4)).square().sum().backward()
@@ -188,7 +250,7 @@ def test_padding_has_no_gradient_and_is_not_drawn():
     assert layer.weight[~inside].eq(0).all()
 
 
-def test_conversions_need_whole_blocks():
+def test_conversions_need_whole_blocks() -> None:
     values, pattern = make_ragged()
     matrix = ts.BlockSparseMatrix(values, pattern)
     for convert in (matrix.to_bsr, matrix.to_scipy):
@@ -200,7 +262,7 @@ def test_conversions_need_whole_blocks():
     assert ts.BlockSparseMatrix.from_scipy(scipy.sparse.bsr_array(whole.to_scipy())).equal(whole)
 
 
-def test_masks_of_ragged_blocks():
+def test_masks_of_ragged_blocks() -> None:
     _, pattern = make_ragged()
     mask = pattern.to_mask()
     assert mask.shape == (13, 11)
@@ -210,7 +272,7 @@ def test_masks_of_ragged_blocks():
     assert pattern.transpose().to_mask().equal(mask.T)
 
 
-def test_layers_of_any_block(tmp_path):
+def test_layers_of_any_block(tmp_path: Path) -> None:
     """Refuse what is slower than dense, unless a pattern is given; train, save and load it then."""
     with pytest.raises(InvalidArgumentError, match=r"rarely faster than dense.*`pattern`"):
         ts.BlockSparseLinear(12, 12, block_shape=6)

@@ -113,8 +113,8 @@ def test_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_on_grouped_products_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = executed("grouped.md")
-    weights = dense_weight(names["values"], names["pattern"]).view(names["experts"], 64, 128)
+    names = executed("experts.md")
+    weights = dense_weight(names["values"], names["pattern"]).view(names["count"], 64, 128)
     order = names["order"]
     expected = torch.einsum("tk,tnk->tn", names["x"][order].double(), weights[names["expert_of"][order]])
     torch.testing.assert_close(names["y"].detach().double(), expected, atol=1e-4, rtol=1e-4)
@@ -140,7 +140,6 @@ def test_the_page_on_block_matrices_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         "models.md",
         "experts.md",
         "storages.md",
-        "choosing.md",
         "compile.md",
         "checkpoints.md",
         "quantization.md",

@@ -27,6 +27,15 @@ HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
 SYMBOLS = (ROOT / "tests" / "c" / "symbols.txt").read_text().split()
 
 
+def copy_for_any_processor(target: Path) -> None:
+    """Copy what CMake reads, without the kernels of x86, which take most of the time to compile."""
+    for name in ("CMakeLists.txt", "LICENSE", "cmake", "cpp", "cuda", "third_party"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target / name)
+    for file in (target / "cpp/src/cpu").iterdir():
+        file.write_text(file.read_text().replace("#ifdef __x86_64__", "#if 0"))
+
+
 # Says how many threads the process has before and after a product, and which OpenMP runtimes it has loaded.
 COUNT_THREADS = """
 import json, os, torch, tilesparse

@@ -605,7 +605,7 @@ TS_API ts_status_t ts_matmul_estimate(const ts_matmul_desc* desc, const ts_devic
 
 /* The features of an estimate, for programs that fit estimates to measurements: those of a product, a
  * kernel or TS_RUN_DENSE and a device, and the name of the coefficients that they are multiplied by
- * (docs/developers/estimates.md). Where values are dequantized first, the features of that follow, and the
+ * (docs/developers/plans.md). Where values are dequantized first, the features of that follow, and the
  * name of their coefficients after a "+". `count` is the room in `features` and becomes their number, which
  * may differ between versions of the library; 64 suffice. `family` may be NULL. */
 TS_API ts_status_t ts_matmul_features(const ts_matmul_desc* desc, const ts_device_info* device,

@@ -14,7 +14,7 @@
 #include "measurements.h"
 #include "product.h"
 #include "registry.h"
-#include "skip.h"
+#include "neurons.h"
 
 namespace ts {
 namespace {

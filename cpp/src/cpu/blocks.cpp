@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/blocks.h"
 #include "cpu/memory.h"
 #include "cpu/products.h"
 #include "threads.h"
@@ -139,21 +140,36 @@ class BlocksDds {
                                   is_vector_ ? feature * element_ : (feature * output_.ld + token) * element_)
                          : sums;
             const int64_t ld = in_place ? output_.ld : kColumns;
-            for (int64_t done = 0; done < features;) {
+            const int64_t step = (is_vector_ ? 1 : ld) * element_;
+            int64_t done = 0;
+            if (suits_rows(columns)) {
+                const int64_t count = features / rows_.block;
+                multiply(row, count, 0, rows_.block, columns, b, ldb, to, ld, thread);
+                done = count * rows_.block;
+            }
+            while (done < features) {
                 const int64_t block = (feature + done) / rows_.block, within = (feature + done) % rows_.block;
                 const int64_t rows = std::min(rows_.block - within, features - done);
-                multiply(block, within, rows, columns, b, ldb,
-                         offset(to, done * (is_vector_ ? 1 : ld) * element_), ld, thread);
+                multiply(block, 1, within, rows, columns, b, ldb, offset(to, done * step), ld, thread);
                 done += rows;
             }
             if (!in_place) write(feature, features, token, columns, sums);
         }
     }
 
-    // Sums rows [within, within + rows) of a block row.
-    void multiply(int64_t block, int64_t within, int64_t rows, int64_t columns, const void* b, int64_t ldb,
-                  void* to, int64_t ld, int thread) const {
-        const int64_t first = adjacency_.ptr[block], entries = adjacency_.ptr[block + 1] - first;
+    // True if a step may go through several block rows, whose values it reads once.
+    bool suits_rows(int64_t columns) const {
+        if (decodes_ || rows_.block > kBlockRows) return false;
+        int log = 3;
+        while (blocks_.multiply[0][rows_.block - 1][log] == nullptr) --log;
+        return is_vector_ || columns <= int64_t{blocks_.lanes} << log;
+    }
+
+    // Sums rows [within, within + rows) of a block row, or all rows of `count` block rows.
+    void multiply(int64_t block, int64_t count, int64_t within, int64_t rows, int64_t columns, const void* b,
+                  int64_t ldb, void* to, int64_t ld, int thread) const {
+        if (count == 0) return;
+        const int64_t first = adjacency_.ptr[block], entries = adjacency_.ptr[block + count] - first;
         BlockTile tile{};
         tile.a = p_.values.data;
         tile.slot = adjacency_.slot + first;
@@ -163,6 +179,8 @@ class BlocksDds {
         tile.ldb = ldb;
         tile.idx = adjacency_.idx + first;
         tile.entries = entries;
+        tile.count = count;
+        if (count > 1) tile.ptr = adjacency_.ptr + block;
         tile.depth = depths_.block;
         tile.last = depths_.last();
         tile.last_depth = depths_.last_extent();
@@ -225,10 +243,11 @@ class BlocksDds {
     void multiply_vector(BlockTile& tile, int64_t rows) const {
         // As short as a row of a block.
         int log = 0;
-        while (log < 2 && 16 / element_ << log < tile.depth && blocks_.vector[log + 1][0] != nullptr) ++log;
+        while (log < 2 && 16 / element_ << log < tile.depth && blocks_.vector[0][log + 1][0] != nullptr)
+            ++log;
         const int64_t padded = round_up(tile.depth, 16 / element_ << log), left = depths_.size - padded;
         tile.safe_idx = left < 0 ? 0 : left / tile.depth + 1;
-        blocks_.vector[log][rows - 1](tile);
+        blocks_.vector[tile.depth < 16 / element_ << log][log][rows - 1](tile);
     }
 
     void multiply_columns(BlockTile& tile, int64_t within, int64_t rows) const {

@@ -10,6 +10,56 @@
 
 namespace ts::cpu {
 
+// Rows of blocks with sides of any length, of a block row:
+// sums[i][c] = sum over entries e and depths d of A(e, i, d) * b[(idx[e] * depth + d) * ldb + c], where A(e,
+// i, d) is a[slot[e] * entry + i * block_cols + d], or where rows lie side by side a[slot[e] * entry + d *
+// block_cols + i]. Where slot is null it is e itself. Of the block at idx `last` only the first `last_depth`
+// depths are read.
+struct BlockTile {
+    const void* a;
+    const int32_t* slot;
+    int64_t entry, block_cols;
+    const void* b;
+    int64_t ldb;
+    const int32_t* idx;
+    int64_t entries, depth;
+    int64_t last, last_depth;
+    int64_t safe_slots, safe_idx;  // below which a vector may be read beyond a block, of values and of b
+    const int32_t* ptr;  // null, or where the entries of `count` block rows begin: their sums follow
+    int64_t count;       // each other, as many rows as are summed apart
+    bool adds;           // to the sums that are there
+    int64_t columns;     // of which the last vector may have fewer than lanes
+    void* sums;
+    int64_t sums_ld;
+};
+
+// sums[i][c] = sum over tokens t of y[t * y_ld + i] * x[t * x_ld + c].
+struct OuterTile {
+    const void* y;
+    int64_t y_ld;
+    const void* x;
+    int64_t x_ld;
+    int64_t tokens, columns;
+    bool safe;  // whole vectors of x may be read
+    void* sums;
+    int64_t sums_ld;
+};
+
+constexpr int kBlockRows = 8;  // most rows of a block that are summed at once
+
+struct BlockSteps {
+    using Multiply = void (*)(const BlockTile&);
+    using Outer = void (*)(const OuterTile&);
+    int32_t lanes;
+    Multiply multiply[2][kBlockRows]
+                     [4];               // [rows side by side][rows - 1][log2 of vectors]; null: too many sums
+    Multiply square[2][kBlockRows][4];  // likewise, of as many depths as rows
+    Multiply vector[2][3][kBlockRows];  // one column: [fewer depths than lanes][log2 of bytes / 16][rows - 1]
+    Multiply columns[3];                // one column, rows side by side: [log2 of vectors]
+    Outer outer[kBlockRows][2];         // [rows - 1][log2 of vectors]
+    Outer narrow_outer[kBlockRows];     // of half a vector
+};
+
 // Rows x Vectors sums in registers. AcrossRows: rows of the tile lie side by side in a block, else its depths
 // do. Depth: that of a block, or 0 where only `depth` has it.
 template <class Vec, int Rows, int Vectors, bool AcrossRows, int Depth>
@@ -31,9 +81,16 @@ struct BlockRows {
     }
 
     static TS_INLINE void run(const BlockTile& t) {
+        for (int64_t row = 0; row < t.count; ++row) {
+            const int64_t first = t.ptr ? t.ptr[row] - t.ptr[0] : 0;
+            sum(t, first, t.ptr ? t.ptr[row + 1] - t.ptr[0] : t.entries,
+                static_cast<E*>(t.sums) + row * Rows * t.sums_ld);
+        }
+    }
+
+    static TS_INLINE void sum(const BlockTile& t, int64_t first, int64_t end, E* to) {
         constexpr int64_t ahead = 4;  // blocks whose order the processor does not foresee
         constexpr int lanes = lanes_of<Vec>;
-        auto* const to = static_cast<E*>(t.sums);
         Vec sums[Rows][Vectors];
         TS_UNROLL
         for (int i = 0; i < Rows; ++i) {
@@ -42,10 +99,10 @@ struct BlockRows {
                 sums[i][v] =
                     t.adds ? load<Vec>(to + i * t.sums_ld + v * lanes, t.columns - v * lanes) : Vec{};
         }
-        for (int64_t e = 0; e < t.entries; ++e) {
+        for (int64_t e = first; e < end; ++e) {
             const auto* const a = static_cast<const E*>(t.a) + (t.slot ? t.slot[e] : e) * t.entry;
             const auto* const b = static_cast<const E*>(t.b) + t.idx[e] * t.depth * t.ldb;
-            if (e + ahead < t.entries) {
+            if (e + ahead < end) {
                 const auto* const x = static_cast<const E*>(t.b) + t.idx[e + ahead] * t.depth * t.ldb;
                 for (int64_t d = 0; d < t.depth; ++d) __builtin_prefetch(x + d * t.ldb);
                 if (AcrossRows && t.slot) {
@@ -73,56 +130,61 @@ struct BlockRows {
 };
 
 // One column, vectors along the depths of a block. Lanes beyond the end of a block take part in sums of their
-// own.
-template <class Vec, int Rows>
+// own. Short: the depths of a block are fewer than lanes.
+template <class Vec, int Rows, bool Short>
 struct BlockVector {
     using E = element_t<Vec>;
     using Arguments = BlockTile;
 
     static TS_INLINE void run(const BlockTile& t) {
+        for (int64_t row = 0; row < t.count; ++row) {
+            const int64_t first = t.ptr ? t.ptr[row] - t.ptr[0] : 0;
+            sum(t, first, t.ptr ? t.ptr[row + 1] - t.ptr[0] : t.entries,
+                static_cast<E*>(t.sums) + row * Rows);
+        }
+    }
+
+    static TS_INLINE void sum(const BlockTile& t, int64_t first, int64_t end, E* to) {
         constexpr int64_t ahead = 8;
         constexpr int lanes = lanes_of<Vec>;
-        const int64_t whole = t.depth / lanes * lanes;
-        const bool has_rest = whole < t.depth;
+        const int64_t whole = Short ? 0 : t.depth / lanes * lanes;
         Vec sums[Rows] = {}, rests[Rows] = {};
-        for (int64_t e = 0; e < t.entries; ++e) {
+        E ends[Rows] = {};  // of blocks near the end of the operands
+        for (int64_t e = first; e < end; ++e) {
             const int64_t slot = t.slot ? t.slot[e] : e, idx = t.idx[e];
             const auto* const a = static_cast<const E*>(t.a) + slot * t.entry;
             const auto* const x = static_cast<const E*>(t.b) + idx * t.depth;
-            if (e + ahead < t.entries)
-                __builtin_prefetch(static_cast<const E*>(t.b) + t.idx[e + ahead] * t.depth);
-            if (slot >= t.safe_slots || idx >= t.safe_idx) {  // near the end of the operands
+            if (slot >= t.safe_slots || idx >= t.safe_idx) {
                 const int64_t depth = idx == t.last ? t.last_depth : t.depth;
-                for (int64_t d = 0; d < depth; d += lanes) {
-                    const Vec b = load<Vec>(x + d, depth - d);
-                    Vec* const target = d < whole ? sums : rests;
-                    for (int i = 0; i < Rows; ++i)
-                        target[i] += b * load<Vec>(a + i * t.block_cols + d, depth - d);
-                }
+                for (int i = 0; i < Rows; ++i)
+                    for (int64_t d = 0; d < depth; ++d) ends[i] += x[d] * a[i * t.block_cols + d];
                 continue;
             }
-            for (int64_t d = 0; d < whole; d += lanes) {
-                const Vec b = load<Vec>(x + d);
-                TS_UNROLL
-                for (int i = 0; i < Rows; ++i) sums[i] += b * load<Vec>(a + i * t.block_cols + d);
+            __builtin_prefetch(a + ahead * t.entry);
+            if (e + ahead < end) __builtin_prefetch(static_cast<const E*>(t.b) + t.idx[e + ahead] * t.depth);
+            if constexpr (!Short) {
+                for (int64_t d = 0; d < whole; d += lanes) {
+                    const Vec b = load<Vec>(x + d);
+                    TS_UNROLL
+                    for (int i = 0; i < Rows; ++i) sums[i] += b * load<Vec>(a + i * t.block_cols + d);
+                }
             }
-            if (has_rest) {
+            if (Short || whole < t.depth) {
                 const Vec b = load<Vec>(x + whole);
                 TS_UNROLL
                 for (int i = 0; i < Rows; ++i) rests[i] += b * load<Vec>(a + i * t.block_cols + whole);
             }
         }
-        auto* const to = static_cast<E*>(t.sums);
         TS_UNROLL
         for (int i = 0; i < Rows; ++i) {
-            E sum = t.adds ? to[i] : E{};
-            if (whole > 0) {
+            E sum = t.adds ? to[i] + ends[i] : ends[i];
+            if constexpr (!Short) {
                 TS_UNROLL
                 for (int j = 0; j < lanes; ++j) sum += sums[i][j];
             }
-            alignas(64) E rest[lanes];
-            store(rest, rests[i]);
-            for (int64_t j = 0; j < t.depth - whole; ++j) sum += rest[j];
+            TS_UNROLL
+            for (int j = 0; j < lanes - 1; ++j)
+                if (j < t.depth - whole) sum += rests[i][j];
             to[i] = sum;
         }
     }
@@ -135,14 +197,22 @@ struct BlockColumns {
     using Arguments = BlockTile;
 
     static TS_INLINE void run(const BlockTile& t) {
+        for (int64_t row = 0; row < t.count; ++row) {
+            const int64_t first = t.ptr ? t.ptr[row] - t.ptr[0] : 0;
+            sum(t, first, t.ptr ? t.ptr[row + 1] - t.ptr[0] : t.entries,
+                static_cast<E*>(t.sums) + row * t.block_cols);
+        }
+    }
+
+    static TS_INLINE void sum(const BlockTile& t, int64_t first, int64_t end, E* to) {
         constexpr int64_t ahead = 8;
         constexpr int lanes = lanes_of<Vec>;
         Vec sums[2][Vectors] = {};
-        for (int64_t e = 0; e < t.entries; ++e) {
+        for (int64_t e = first; e < end; ++e) {
             const int64_t slot = t.slot ? t.slot[e] : e, idx = t.idx[e];
             const auto* const a = static_cast<const E*>(t.a) + slot * t.entry;
             const auto* const x = static_cast<const E*>(t.b) + idx * t.depth;
-            if (e + ahead < t.entries) {
+            if (e + ahead < end) {
                 __builtin_prefetch(static_cast<const E*>(t.b) + t.idx[e + ahead] * t.depth);
                 if (t.slot) {
                     const auto* const next = static_cast<const E*>(t.a) + t.slot[e + ahead] * t.entry;
@@ -152,10 +222,12 @@ struct BlockColumns {
             }
             const int64_t depth = idx == t.last ? t.last_depth : t.depth;
             if (slot >= t.safe_slots) {
-                for (int64_t d = 0; d < depth; ++d)
+                for (int64_t d = 0; d < depth; ++d) {
+                    TS_UNROLL
                     for (int v = 0; v < Vectors; ++v)
                         sums[0][v] +=
                             load<Vec>(a + d * t.block_cols + v * lanes, t.columns - v * lanes) * x[d];
+                }
                 continue;
             }
             for (int64_t d = 0; d + 1 < depth; d += 2) {
@@ -171,7 +243,6 @@ struct BlockColumns {
                     sums[0][v] += load<Vec>(a + (depth - 1) * t.block_cols + v * lanes) * x[depth - 1];
             }
         }
-        auto* const to = static_cast<E*>(t.sums);
         TS_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             const int64_t count = t.columns - v * lanes;
@@ -251,11 +322,20 @@ constexpr BlockSteps block_steps_of() {
             of_vectors(std::integral_constant<int, 2>{});
             of_vectors(std::integral_constant<int, 3>{});
             // Vectors as short as a row of a block.
-            steps.vector[0][Rows - 1] = Set::template run_with<BlockVector<Vector<E, 16>, Rows>>;
-            if constexpr (bytes >= 32)
-                steps.vector[1][Rows - 1] = Set::template run_with<BlockVector<Vector<E, 32>, Rows>>;
-            if constexpr (bytes >= 64)
-                steps.vector[2][Rows - 1] = Set::template run_with<BlockVector<Vector<E, 64>, Rows>>;
+            const auto of_bytes = [&]<int Bytes, bool Short>(std::integral_constant<int, Bytes>,
+                                                             std::bool_constant<Short>) {
+                constexpr int log = Bytes == 16 ? 0 : Bytes == 32 ? 1 : 2;
+                if constexpr (Bytes <= bytes)
+                    steps.vector[Short][log][Rows - 1] =
+                        Set::template run_with<BlockVector<Vector<E, Bytes>, Rows, Short>>;
+            };
+            const auto of_kind = [&](auto is_short) {
+                of_bytes(std::integral_constant<int, 16>{}, is_short);
+                of_bytes(std::integral_constant<int, 32>{}, is_short);
+                of_bytes(std::integral_constant<int, 64>{}, is_short);
+            };
+            of_kind(std::false_type{});
+            of_kind(std::true_type{});
             steps.narrow_outer[Rows - 1] =
                 Set::template run_with<BlockOuter<Vector<E, (bytes > 16 ? bytes / 2 : 16)>, Rows, 1>>;
         };

@@ -165,39 +165,6 @@ struct Quantizing {
     uint8_t* target;
 };
 
-// Rows of blocks with sides of any length, see blocks.h:
-// sums[i][c] = sum over entries e and depths d of A(e, i, d) * b[(idx[e] * depth + d) * ldb + c], where A(e,
-// i, d) is a[slot[e] * entry + i * block_cols + d], or where rows lie side by side a[slot[e] * entry + d *
-// block_cols + i]. Where slot is null it is e itself. Of the block at idx `last` only the first `last_depth`
-// depths are read.
-struct BlockTile {
-    const void* a;
-    const int32_t* slot;
-    int64_t entry, block_cols;
-    const void* b;
-    int64_t ldb;
-    const int32_t* idx;
-    int64_t entries, depth;
-    int64_t last, last_depth;
-    int64_t safe_slots, safe_idx;  // below which a vector may be read beyond a block, of values and of b
-    bool adds;                     // to the sums that are there
-    int64_t columns;               // of which the last vector may have fewer than lanes
-    void* sums;
-    int64_t sums_ld;
-};
-
-// sums[i][c] = sum over tokens t of y[t * y_ld + i] * x[t * x_ld + c].
-struct OuterTile {
-    const void* y;
-    int64_t y_ld;
-    const void* x;
-    int64_t x_ld;
-    int64_t tokens, columns;
-    bool safe;  // whole vectors of x may be read
-    void* sums;
-    int64_t sums_ld;
-};
-
 // Values as they are summed: target[i] = values[i].
 struct DecodedValues {
     const void* values;
@@ -205,20 +172,7 @@ struct DecodedValues {
     void* target;
 };
 
-constexpr int kBlockRows = 8;  // most rows of a block that are summed at once
-
-struct BlockSteps {
-    using Multiply = void (*)(const BlockTile&);
-    using Outer = void (*)(const OuterTile&);
-    int32_t lanes;
-    Multiply multiply[2][kBlockRows]
-                     [4];               // [rows side by side][rows - 1][log2 of vectors]; null: too many sums
-    Multiply square[2][kBlockRows][4];  // likewise, of as many depths as rows
-    Multiply vector[3][kBlockRows];     // one column: [log2 of bytes of a vector / 16][rows - 1]
-    Multiply columns[3];                // one column, rows side by side: [log2 of vectors]
-    Outer outer[kBlockRows][2];         // [rows - 1][log2 of vectors]
-    Outer narrow_outer[kBlockRows];     // of half a vector
-};
+struct BlockSteps;
 
 // The steps of one instruction set for one dtype.
 struct Steps {
@@ -250,6 +204,7 @@ struct Steps {
     void (*skip_outputs)(const SkipTile&) = nullptr;
 };
 
+// See blocks.h.
 extern const BlockSteps double_blocks_portable, float_blocks_portable;
 #ifdef __x86_64__
 extern const BlockSteps double_blocks_avx2, float_blocks_avx2, double_blocks_avx512, float_blocks_avx512;

@@ -78,7 +78,6 @@ void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void
 }
 
 size_t device_transpose_bytes(const Pattern& pattern) {
-    check_size(pattern);
     return plans::transpose_workspace(pattern);
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._checks import QUANTIZED, Index, check_combination, is_misaligned, shown
+from .._checks import QUANTIZED, Index, check_combination, is_misaligned, is_regular, shown
 from .._runtime import launch
 from .._runtime.device import ACTIVATIONS
 from .._runtime.layout import row_stride
@@ -66,6 +66,8 @@ def weight_and_bias_gradients(grad: Tensor, x: Tensor, index: Index) -> tuple[Te
     """Return both gradients from one pass over ``grad``, or None where each is computed by itself."""
     if not grad.is_cuda or transforms_active() or records_gradient((grad, x)):
         return None
+    if not is_regular(index.shape, index.block_shape):
+        return None
     if not is_plain((grad, x)):
         both: tuple[Tensor, Tensor] = _SDD_TN_WITH_BIAS(grad, x, *index)
         return both
@@ -80,6 +82,8 @@ _SDD_TN_WITH_BIAS = register("sdd_tn_with_bias", 2, launch.sdd_with_bias, sdd_tn
 def sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
     """Return True if the kernel of the activation's gradient also sums that of the bias."""
     if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    if bias.shape[0] % 16:
         return False
     return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= launch.MANY_ELEMENTS
 

@@ -82,7 +82,11 @@ def linear_on(
                 operands = Operands(metadata, scales, operands.offsets, None, None, None, *of_x, False, fast)
     epilogue = Epilogue(bias, residual, code, column_major, gate)
     skipping = operands.threshold is not None or operands.gate_threshold is not None
-    if policy != "sparse" and not skipping and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands))):
+    if (
+        policy != "sparse"
+        and not skipping
+        and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands)))
+    ):
         check_dds("x", x, values, index, epilogue, operands)
         plain = values if operands is DENSE else dequantize_values(values, *operands[:2], x.dtype)
         return combined(_expanded_linear(x, plain, index, epilogue), activation, residual, gate)

@@ -62,7 +62,7 @@ from .layout import (
     row_stride,
     usable,
 )
-from .pattern_cache import Prepared, allocations, blocks_of
+from .pattern_cache import Prepared, allocations, blocks_of, kept_turned, turned
 from .torch_private import constant_when_compiled, current_device, current_stream, tf32_allowed
 
 
@@ -418,9 +418,7 @@ def _dds(
 _SKIP_INPUTS, _SKIP_OUTPUTS = 1, 2  # TS_SKIP_INPUTS and TS_SKIP_OUTPUTS
 
 
-def _skipping(
-    x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands
-) -> Tensor:
+def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands) -> Tensor:
     """Run a product of a small batch that reads the weights of neurons that are on alone.
 
     One of the thresholds is set. Where no kernel skips, zeros are multiplied.
@@ -428,7 +426,7 @@ def _skipping(
     bias, residual, activation, column_major, gate = epilogue
     threshold, gate_threshold, scales = operands.threshold, operands.gate_threshold, operands.scales
     of_inputs, gated = threshold is not None, gate is not None
-    weight = pattern.blocks_turned.get(values) if of_inputs else values
+    weight = kept_turned(pattern, values) if of_inputs else values
     limit: Any = limit_of(threshold if of_inputs else gate_threshold, x.dtype)
     added = bias, gate if gated else residual, activation, column_major
     beside = None, scales, asked_kernel, gated
@@ -448,7 +446,7 @@ def _skipping(
     other = added[1]
     with pattern.launching():
         (rows, ld), (others, ldr) = row_major(x), (None, 0) if other is None else row_major(other)
-        weight = pattern.turned(values) if of_inputs else aligned(values)
+        weight = turned(pattern, values) if of_inputs else aligned(values)
         context = context_of(x)
         options = storage_of(values, plain) | {"skip": how[0], "threshold": limit, "gated": gated}
         options |= {"activation": activation, "ldr": ldr, "residual": other is not None}
@@ -481,7 +479,9 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
         return False
     if operands.scales is None:
         return values.dtype == x.dtype
-    return min(block_shape) >= 32 and (values.dtype == torch.int8 or (x.is_cuda and values.dtype == torch.uint8))
+    return min(block_shape) >= 32 and (
+        values.dtype == torch.int8 or (x.is_cuda and values.dtype == torch.uint8)
+    )
 
 
 def thresholded(x: Tensor, threshold: float) -> Tensor:

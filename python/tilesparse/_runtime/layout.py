@@ -130,4 +130,9 @@ def _lines(matrix: Tensor, tokens: int, layouts: tuple[int, ...]) -> Lines | Non
         ld, layout = feature_stride, 1
     else:
         return None
-    return None if matrix.is_cuda and ld * matrix.itemsize % ALIGNMENT else (tokens, ld, layout)
+    # Contiguous rows are of whole lines, unless blocks have other sides than 16, 32, 64 or 128: their kernels
+    # need no lines.
+    is_dense = layout == 0 and ld == features
+    return (
+        None if matrix.is_cuda and not is_dense and ld * matrix.itemsize % ALIGNMENT else (tokens, ld, layout)
+    )

@@ -43,7 +43,7 @@ class Prepacked:
 
 
 class Turned:
-    """Values with each block transposed, made anew in the same memory once they have changed: graphs read it."""
+    """Values with each block transposed; written anew in the same memory, which graphs read, on a change."""
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
@@ -459,7 +459,6 @@ class Prepared:
         prepacks: True if values are kept prepacked from call to call; see `BlockSparseLinear.prepack`.
         plain: dense blocks that are kept on the CPU.
         scales: scales of the rows of blocks, made from those of output features.
-        blocks_turned: values with each block transposed.
     """
 
     @torch.inference_mode(False)  # tensors made in it could not be written outside of it
@@ -472,7 +471,7 @@ class Prepared:
         self.generation = 0
         self.prepacks = False
         self.plain, self.scales = Derived(), Derived()
-        self.blocks_turned = Turned()
+        self._turned = Turned()
         self._prepacked: dict[tuple[int, int, int], Prepacked] = {}
         self._state: State = ()
         self._tensors = tuple(weakref.ref(tensor) for tensor in index[:3])
@@ -592,13 +591,6 @@ class Prepared:
     def _wait(self) -> None:
         """Have the current stream wait for what another one has yet to write."""
         self._streams.wait()
-
-    def turned(self, values: Tensor) -> Tensor:
-        """Return the values with each block transposed, kept until they change."""
-        with exclusive():
-            made = self.blocks_turned.follow(values, self._streams)
-            self._streams.read(iter((made,)))
-            return made
 
     def call(
         self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form, skips: bool = False
@@ -760,6 +752,19 @@ class Prepared:
             prepacked = self._prepacked[key] = Prepacked(product, memory, plan_key)
         product.use_prepacked(prepacked.memory.data_ptr(), size, prepacked.plan_key)
         return prepacked
+
+
+def kept_turned(pattern: Prepared, values: Tensor) -> Tensor | None:
+    """Return the values with each block transposed, if they are kept and have not changed."""
+    return pattern._turned.get(values)
+
+
+def turned(pattern: Prepared, values: Tensor) -> Tensor:
+    """Return the values with each block transposed, kept until they change."""
+    with exclusive():
+        made = pattern._turned.follow(values, pattern._streams)
+        pattern._streams.read(iter((made,)))
+        return made
 
 
 def allocations(call: Call) -> tuple[Any, Any]:

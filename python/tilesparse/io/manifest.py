@@ -41,7 +41,7 @@ def section(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``{"version": 1, "layers": {name: entry}}`` with `LayerSpec.to_json` of each `BlockSparseLinear` as
         entry. A layer that the model has under several names is listed under the first. With 8-bit
-        activations the version is 2, with experts 3: earlier readers refuse them.
+        activations the version is 2, with experts 3, with a threshold 4: earlier readers refuse them.
     """
     layers = {
         name: module.spec.to_json()

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from .._checks import as_number, shown
 from .._runtime.launch import thresholded
 from ..calibrate.calibration import call_model, check_model, collected
-from ..calibrate.stream import mask_of
+from ..calibrate.stream import first_of, mask_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import ExpertsLinear, projections_of
 from ..nn.linear import BlockSparseLinear, evaluating
-from ..nn.mlp import BlockSparseMLP
+from ..nn.mlp import BlockSparseMLP, down_of
 from .modules import is_linear, names_of_modules
 from .replace import sparsify_
 from .report import Report, SkippedLayer
@@ -69,9 +69,10 @@ def sparsify_activations_(
     """Turn off neurons of MLPs: give the layers that multiply them a threshold, without training.
 
     Numbers that enter ``down_proj`` of an MLP, or whatever it is called, count as zero up to the threshold of
-    the layer, token by token. Up to 8 tokens then read only the weights of neurons that are on. The thresholds
-    share a fraction by what it costs: a layer's is raised where that adds least to the sum over layers of
-    squared relative errors of their results. Exact zeros, as ReLU makes them, cost nothing and are always off.
+    the layer, token by token. Up to 8 tokens then read only weights of neurons that are on. Thresholds share
+    the fraction by its price: that is raised next which adds least to the error of the model's results. This
+    is the layer's own error, times what a run of the first batch with the threshold of this layer alone shows
+    to come of it. Exact zeros, as ReLU makes them, cost nothing: they are off.
 
     Dense layers become `BlockSparseLinear` that keep every block, with ``policy="auto"``. The thresholds are
     attributes of the layers (`BlockSparseLinear.threshold`), part of checkpoints, and can be changed.
@@ -99,7 +100,8 @@ def sparsify_activations_(
         for layer in [layer for layer, sample in samples.items() if not sample.rows]:
             skipped.append(SkippedLayer(names[layer][0], type(layer).__name__, "the batches do not call it"))
             del samples[layer]
-        thresholds = _allocated(samples, number)
+        levels = {layer: sample.levels() for layer, sample in samples.items()}
+        thresholds = _allocated(samples, levels, _effects(model, data[0], levels, number), number)
         measures = {layer: _Measure(layer, thresholds[layer]) for layer in samples}
         _run(model, data, {layer: measure.add for layer, measure in measures.items()}, thresholds)
     records = {names[layer][0]: measure.record(names[layer][0]) for layer, measure in measures.items()}
@@ -136,12 +138,12 @@ def _layers_of_mlps(model: nn.Module) -> tuple[list[Any], list[SkippedLayer]]:
 def _down_of(module: nn.Module) -> nn.Module | None:
     """Return the layer of an MLP that multiplies its neurons, or None."""
     if isinstance(module, BlockSparseMLP):
-        return module._part("down")  # type: ignore[no-any-return]
+        return down_of(module)  # type: ignore[no-any-return]
     children = dict(module.named_children())
     layers = [child for child in children.values() if _is_layer(child)]
     others = [child for child in children.values() if not _is_layer(child)]
     activates = any(callable(getattr(module, name, None)) for name in _ACTIVATIONS)
-    if not 2 <= len(layers) <= 3 or not (activates or isinstance(module, nn.Sequential) and others):
+    if not 2 <= len(layers) <= 3 or not (activates or (isinstance(module, nn.Sequential) and others)):
         return None
     *ups, down = sorted(layers, key=lambda layer: _shape(layer)[1])
     (out_features, hidden), of_ups = _shape(down), [_shape(up) for up in ups]
@@ -223,7 +225,7 @@ class _Sample:
             self.rows.append(x[::step][:room].clone())
 
     def levels(self) -> list[tuple[float, float, float]]:
-        """Return (threshold, fraction that is off, squared relative error), for one fraction after another."""
+        """Return (threshold, fraction that is off, squared relative error), by rising fractions."""
         x = torch.cat(self.rows)
         before = getattr(self.layer, "threshold", None)
         if before is not None:
@@ -245,9 +247,42 @@ class _Sample:
         return found
 
 
-def _allocated(samples: Mapping[Any, _Sample], fraction: float) -> dict[Any, float]:
+_Levels = Mapping[Any, list[tuple[float, float, float]]]  # see `_Sample.levels`
+
+
+def _effects(model: nn.Module, batch: Any, levels: _Levels, fraction: float) -> dict[Any, float]:
+    """Return what the squared relative error of each layer does to that of the model's results.
+
+    Where these are no tensor, or nothing comes of it, all layers count alike.
+    """
+    before = _results(model, batch, levels, {})
+    found = {}
+    for layer, own in levels.items():
+        threshold, _, error = min(own, key=lambda level: abs(level[1] - fraction))
+        after = before if before is None else _results(model, batch, levels, {layer: threshold})
+        change = 0.0 if before is None or after is None else float(_errors(before, after).mean())
+        found[layer] = change / error if error > 0 else 0.0
+    return found if any(found.values()) else dict.fromkeys(levels, 1.0)
+
+
+def _results(
+    model: nn.Module, batch: Any, layers: Iterable[nn.Module], limits: Mapping[nn.Module, float]
+) -> Tensor | None:
+    """Return the model's results [tokens, features], in float32, where these layers have these thresholds."""
+    found: list[Any] = []
+    hook = model.register_forward_hook(lambda *call: found.append(first_of(call[-1])))
+    try:
+        _run(model, [batch], dict.fromkeys(layers, lambda _: None), limits)
+    finally:
+        hook.remove()
+    y = found[0]
+    return y.float().flatten(0, -2) if isinstance(y, Tensor) and y.dim() > 1 else None
+
+
+def _allocated(
+    samples: Mapping[Any, _Sample], levels: _Levels, effects: Mapping[Any, float], fraction: float
+) -> dict[Any, float]:
     """Return a threshold for each layer: that is raised next which costs least for what it turns off."""
-    levels = {layer: sample.levels() for layer, sample in samples.items()}
     at = dict.fromkeys(levels, 0)
     weights = {layer: sample.weight for layer, sample in samples.items()}
     whole = sum(weights.values())
@@ -257,7 +292,7 @@ def _allocated(samples: Mapping[Any, _Sample], fraction: float) -> dict[Any, flo
 
     def price(layer: Any) -> float:
         (_, before, error), (_, after, next_error) = levels[layer][at[layer] : at[layer] + 2]
-        return max(0.0, next_error - error) / (weights[layer] * (after - before))
+        return effects[layer] * max(0.0, next_error - error) / (weights[layer] * (after - before))
 
     while at and off() < fraction:
         rising = [layer for layer in at if at[layer] + 1 < len(levels[layer])]

@@ -99,10 +99,10 @@ class Report:
 
     Attributes:
         verb: name of the function.
-        layers: a record of each layer, MLP, product or permutation group that was changed, or would be. All
-            records have a `name`, and one meaning for each other field that they share: `error_before` and
-            `error` are relative errors of the layer's output, `tokens` those of the calibration data that the
-            layer has met, `before` and `after` sizes.
+        layers: a record of each layer, MLP, product or permutation group that was changed, or would be.
+            Fields that records share have one meaning: `error_before` and `error` are relative errors of the
+            layer's output, `tokens` those of the calibration data that the layer has met, `before` and
+            `after` sizes.
         skipped: those that stay as they are, with the reason.
         before: size of the whole model before; 0 where no tensor changes.
         after: the same afterwards.
@@ -139,7 +139,7 @@ class Report:
 
 def _rows(layers: Iterable[Any]) -> Iterator[dict[str, str]]:
     """Yield the cells of records; experts of one projection are one row."""
-    for _, group in groupby(layers, lambda layer: getattr(layer, "projection", None) or layer.name):
+    for _, group in groupby(layers, lambda layer: getattr(layer, "projection", None) or id(layer)):
         first, *others = group
         yield first.row(*others)
 

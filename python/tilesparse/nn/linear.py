@@ -322,6 +322,16 @@ class BlockSparseLinear(StoredWeight):
         layer = layer_of_dense(cls, spec, pattern, weight, dense.weight, dense.bias, by_weight)
         return layer.to_storage(storage, activations=activations).train(linear.training)
 
+    @property
+    def threshold(self) -> float | None:
+        """Magnitude up to which numbers of x count as zero, see `functional.linear`; None: none does."""
+        return self._threshold
+
+    @threshold.setter
+    def threshold(self, threshold: float | None) -> None:
+        self._end_merging()
+        self._threshold = replace(self.spec, threshold=threshold).threshold
+
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")

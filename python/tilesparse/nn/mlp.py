@@ -218,6 +218,11 @@ class BlockSparseMLP(nn.Module):
         return "" if self._part("activation") is not None else f"activation={self.activation_name!r}"
 
 
+def down_of(mlp: BlockSparseMLP) -> Any:
+    """Return the layer that multiplies the neurons of an MLP, or None."""
+    return mlp._part("down")
+
+
 def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
         needed = name == "up" and gate_up is None

@@ -197,16 +197,6 @@ class StoredWeight(nn.Module):
         return self._activations
 
     @property
-    def threshold(self) -> float | None:
-        """Magnitude up to which numbers of x count as zero, see `functional.linear`; None: all are multiplied."""
-        return self._threshold
-
-    @threshold.setter
-    def threshold(self, threshold: float | None) -> None:
-        self._end_merging()
-        self._threshold = replace(self.spec, threshold=threshold).threshold
-
-    @property
     def storage_error(self) -> float:
         """Error of the last `to_storage`: the Frobenius norm of the change of W, over that of W."""
         return self._storage_error

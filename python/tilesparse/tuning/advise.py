@@ -210,12 +210,15 @@ def call_of(contender: Way, shape: tuple[int, int], x: Tensor) -> Call:
 def _call_of_experts(
     contender: Way, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call:
-    if contender != in_own_dtype(contender):
-        raise UnsupportedError("experts are measured in their own dtype")
-    if not isinstance(contender, BlockSparseConfig):
+    if contender is None:
         return partial(module, *args, **kwargs)
+    if not isinstance(contender, BlockSparseConfig) or (
+        contender != in_own_dtype(contender) and contender.activations is None
+    ):
+        raise UnsupportedError("experts are measured in their own dtype, and sparse ones in 8 bits, too")
+    stored: Any = {"storage": contender.storage, "activations": contender.activations}
     shape = contender.block_shape
-    experts = BlockSparseExperts.from_experts(module, contender.density, block_shape=shape)
+    experts = BlockSparseExperts.from_experts(module, contender.density, block_shape=shape, **stored)
     return partial(experts.eval(), *args, **kwargs)
 
 

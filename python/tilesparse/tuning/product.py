@@ -364,7 +364,7 @@ class Product:
             DTYPES[self.dtype] if eight is None else eight,
             device.device,
             self.tokens,
-            precision=int(bool(self.tf32 and eight is None and on_cuda)),
+            precision=int(bool(self.tf32) and on_cuda),
             result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,

@@ -1,5 +1,5 @@
 // y = x W^T for a small batch of neurons most of which are off. See steps.h for what is multiplied.
-#include "cpu/skip.h"
+#include "cpu/skipping.h"
 
 #include <algorithm>
 #include <cfloat>

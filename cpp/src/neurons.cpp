@@ -1,6 +1,6 @@
-#include "skip.h"
+#include "neurons.h"
 
-#include "cpu/skip.h"
+#include "cpu/skipping.h"
 #include "descriptors.h"
 #include "device.h"
 #include "error.h"
