@@ -113,7 +113,8 @@ class Layer:
         if not torch.backends.cusparselt.is_available() or not self.x.is_cuda:
             raise Unavailable("PyTorch has no cuSPARSELt here")
         packed, x = torch._cslt_compress(self.weight), self.x.t()
-        return partial(torch._cslt_sparse_mm, packed, x, out_dtype=self.result, transpose_result=True)
+        out_dtype = self.result if self.quantized else None  # refused in 16 bits
+        return partial(torch._cslt_sparse_mm, packed, x, out_dtype=out_dtype, transpose_result=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

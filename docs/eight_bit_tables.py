@@ -11,7 +11,7 @@ from table_parts import cases, short, table, times
 
 PRODUCTS = {"H200": "h200_eight_bits.json#products", "H100": "h100_eight_bits.json#products"}
 SCALED = "h200_eight_bits.json#scaled"
-TWO_FOUR = "h100_two_four.json"
+TWO_FOUR = "h200_two_four.json"
 DTYPES = ("int8", "float8")
 
 
