@@ -51,7 +51,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         pattern = neighbours(arguments.rows, block)
         for name, dtype in DTYPES.items():
             seeded = torch.Generator().manual_seed(0)
-            matrix = BlockSparseMatrix.randn(pattern, dtype=dtype, generator=seeded).to(arguments.device)
+            matrix = BlockSparseMatrix.randn(pattern, dtype=dtype, generator=seeded)
+            if arguments.device == "cuda":
+                matrix = BlockSparseMatrix(matrix.values.cuda(), pattern.to("cuda"))
             others = _of_scipy(matrix) if arguments.device == "cpu" else _of_cusparse(matrix)
             for columns in arguments.columns:
                 case: dict[str, Any] = {"block": block, "rows": pattern.shape[0], "blocks": pattern.nnz}
