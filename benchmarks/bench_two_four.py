@@ -82,11 +82,11 @@ class Layer:
         self.values, self.metadata = storage.compress(values, mask)
 
     def ours(self) -> Tensor:
-        given = {"x_values": self.x, "x_scales": self.x_scales, "fast": True} if self.quantized else {}
-        pattern, operands = (
-            prepared(self.pattern.index_on(self.x.device)),
-            Operands(self.metadata, self.scales, **given),
+        given: dict[str, Any] = (
+            {"x_values": self.x, "x_scales": self.x_scales, "fast": True} if self.quantized else {}
         )
+        pattern = prepared(self.pattern.index_on(self.x.device))
+        operands = Operands(self.metadata, self.scales, **given)
         return dds(DDS_NT, self.given, self.values, pattern, operands=operands)
 
     def dense(self) -> Callable[[], Tensor]:
