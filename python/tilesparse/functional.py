@@ -99,8 +99,8 @@ def linear(
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
             lies as the result does.
         threshold: magnitude up to which numbers of x count as zero, token by token; NaN and infinities never
-            do. Up to 8 tokens without a gradient read only the weights of inputs that are on for one of
-            them, see [neurons that are off](../activations.md). None multiplies all numbers.
+            do. One or two tokens without a gradient read only the weights of inputs that are on for one
+            of them, see [neurons that are off](../activations.md). None multiplies all numbers.
         gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
 
     Returns:
