@@ -192,9 +192,8 @@ __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sum
 }
 
 // One step of instructions that take several quarters, for the tiles of 16 x 16 that `has(m, n)` says. Calls
-// `release` when the operands are in registers: other warps copy into the stage and come to products of their
-// own while these are computed. Two warps that share a tensor core would otherwise wait for it at the same
-// time, and then both do something else.
+// `release` when the operands are in registers: other warps may copy into the stage while these are
+// multiplied.
 template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB, class Has,
           class Release>
 __device__ inline void multiply_long(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,
