@@ -21,6 +21,7 @@
 // Chosen where its estimate is least among the kernels that compute the product.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/problem.h"
@@ -175,7 +176,7 @@ struct Dds {
         arguments.row_shift = log2_of_block(problem.row_block());
         arguments.k_shift = log2_of_block(problem.k_block());
         arguments.stages = fit.stages;
-        arguments.lookahead = lookahead<typename Traits::Input>(fit.stages);
+        arguments.lookahead = std::min(lookahead(fit.stages), kMostAhead<typename Traits::Input>);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.metadata = problem.values.metadata;
         arguments.scales = problem.values.scales;

@@ -7,20 +7,7 @@ namespace ts::sm80 {
 
 // How many steps ahead a ring is filled. Two stages fewer than there are let a warp start the next
 // copies before the slowest one is done with the step before: 20 % faster on an H200 than one fewer.
-// Steps in float64 take so long that fewer suffice, and warps may be further apart: 4 to 7 % faster there.
-template <class Input>
-int lookahead(int stages) {
-    const int most = stages > 2 ? stages - 2 : 1;
-    return sizeof(Input) == 8 && most > 3 ? 3 : most;
-}
-
-// True for blocks that 8 warps multiply faster than 16 in float32, as an H200 does.
-template <class Traits>
-bool are_too_wide(const Problem& problem) {
-    return Traits::kWarps == 16 && sizeof(typename Traits::Input) == 4 && problem.pattern.block_rows > 32 &&
-           problem.pattern.block_cols > 32;
-}
-constexpr const char* kTooWide = "its warps are for blocks with a side of 16 or 32";
+inline int lookahead(int stages) { return stages > 2 ? stages - 2 : 1; }
 
 // The most stages of a kernel, up to Traits::kMaxStages, that fit into some bytes of shared memory.
 template <class Traits>

@@ -196,7 +196,7 @@ struct Sdd {
         arguments.row_shift = log2_of_block(problem.pattern.block_rows);
         arguments.col_shift = log2_of_block(problem.pattern.block_cols);
         arguments.stages = stage_count;
-        arguments.lookahead = lookahead<typename Traits::Input>(stage_count);
+        arguments.lookahead = std::min(lookahead(stage_count), kMostAhead<typename Traits::Input>);
         arguments.accumulate = problem.accumulate;
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.offsets = problem.offsets;
