@@ -458,7 +458,7 @@ int32_t launch_as(const Problem& problem, const Arguments& arguments, void* stre
     });
 }
 
-template <class Element, DType kOwn>
+template <class Element, DType kOwnType>
 int32_t launch_of(const Problem& problem, const Arguments& arguments, void* stream) {
     switch (problem.values.dtype) {
         case DType::int8:
@@ -466,7 +466,7 @@ int32_t launch_of(const Problem& problem, const Arguments& arguments, void* stre
         case DType::int4:
             return launch_as<Element, DType::int4>(problem, arguments, stream);
         default:
-            return launch_as<Element, kOwn>(problem, arguments, stream);
+            return launch_as<Element, kOwnType>(problem, arguments, stream);
     }
 }
 
