@@ -9,10 +9,13 @@ from typing import Any
 from table_makers import BLOCKS, DENSITIES, LARGE
 from table_parts import cases, short, table, times
 
-PRODUCTS = {"H200": "h200_eight_bits.json#products", "H100": "h100_eight_bits.json#products"}
+DTYPES = ("int8", "float8")
+PRODUCTS = {
+    "H200": {"int8": "h200_eight_bits.json#products", "float8": "h200_eight_bits.json#float8"},
+    "H100": dict.fromkeys(DTYPES, "h100_eight_bits.json#products"),
+}
 SCALED = "h200_eight_bits.json#scaled"
 TWO_FOUR = "h200_two_four.json"
-DTYPES = ("int8", "float8")
 
 
 def eight_bits() -> str:
@@ -199,13 +202,15 @@ def _quality(measured: list[dict[str, Any]], shown: Callable[[float, float], str
 
 
 def _all() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for gpu, file in PRODUCTS.items():
-        for case in cases(file):
-            yield gpu, case["dtype"], case
+    for gpu, runs in PRODUCTS.items():
+        for dtype, run in runs.items():
+            for case in cases(run):
+                if case["dtype"] == dtype:
+                    yield gpu, dtype, case
 
 
 def _speedups(gpu: str, dtype: str, shapes: tuple[str, ...], density: float, block: int) -> Iterator[float]:
-    for case in cases(PRODUCTS[gpu]):
+    for case in cases(PRODUCTS[gpu][dtype]):
         wanted = dtype, density, [block, block]
         if (case["dtype"], case["requested_density"], case["block_shape"]) == wanted and case[
             "shape"
