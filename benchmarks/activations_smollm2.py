@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import tilesparse as ts
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def off_of(model: nn.Module, inputs: list[Tensor]) -> list[float]:
 
 def times_of(models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: int) -> list[dict[str, float]]:
     """Return the times of each model's MLPs for one token; another one in each turn."""
-    stacks = [[in_dtype(mlp, dtype) for mlp in mlps_of(model)] for model in models]
+    stacks = [[copy.deepcopy(mlp).to(DTYPES[dtype]) for mlp in mlps_of(model)] for model in models]
     taken: list[list[tuple[float, float]]] = [[] for _ in models]
     for turn in range(turns + 2):
         xs = [x[turn % len(x)][None].to(DTYPES[dtype]) for x in inputs]
@@ -124,17 +124,6 @@ def times_of(models: list[nn.Module], inputs: list[Tensor], dtype: str, turns: i
         }
         for times in taken
     ]
-
-
-def in_dtype(mlp: nn.Module, dtype: str) -> nn.Module:
-    """Return a copy in a dtype; of int8 the layers that can be stored so, all of them block-sparse."""
-    result = copy.deepcopy(mlp).to(DTYPES[dtype])
-    if dtype == "int8" and isinstance(result.down_proj, ts.BlockSparseLinear):
-        ts.sparsify_(result, ts.BlockSparseConfig(1.0, (64, 64), policy="sparse"))
-        for layer in layers_of(result):
-            layer.policy = "sparse"
-            layer.to_storage("int8", activations="int8")
-    return result
 
 
 def timed(mlps: list[nn.Module], xs: list[Tensor]) -> tuple[float, float]:

@@ -82,11 +82,11 @@ class Layer:
         self.values, self.metadata = storage.compress(values, mask)
 
     def ours(self) -> Tensor:
-        given = {"x_values": self.x, "x_scales": self.x_scales, "fast": True} if self.quantized else {}
-        pattern, operands = (
-            prepared(self.pattern.index_on(self.x.device)),
-            Operands(self.metadata, self.scales, **given),
+        given: dict[str, Any] = (
+            {"x_values": self.x, "x_scales": self.x_scales, "fast": True} if self.quantized else {}
         )
+        pattern = prepared(self.pattern.index_on(self.x.device))
+        operands = Operands(self.metadata, self.scales, **given)
         return dds(DDS_NT, self.given, self.values, pattern, operands=operands)
 
     def dense(self) -> Callable[[], Tensor]:
@@ -113,7 +113,8 @@ class Layer:
         if not torch.backends.cusparselt.is_available() or not self.x.is_cuda:
             raise Unavailable("PyTorch has no cuSPARSELt here")
         packed, x = torch._cslt_compress(self.weight), self.x.t()
-        return partial(torch._cslt_sparse_mm, packed, x, out_dtype=self.result, transpose_result=True)
+        out_dtype = self.result if self.quantized else None  # refused in 16 bits
+        return partial(torch._cslt_sparse_mm, packed, x, out_dtype=out_dtype, transpose_result=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

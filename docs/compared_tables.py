@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+from expert_tables import of_devices
 from table_makers import LARGE
 from table_parts import cases, short, table
 
@@ -163,6 +164,21 @@ def _experts() -> Iterator[list[str]]:
     yield _line(
         "H100, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
     )
+    for device, measured in of_devices("eight_bits"):
+        eight = {
+            case["density"]: case["results"][0]
+            for case in measured
+            if (case["name"], case["block_shape"], case["routing"], case["dtype"])
+            == ("many-8192", [128, 128], "even", "float8")
+        }
+        one = [eight[density] for density in DENSITIES]
+        ours = [each["whole_us"] for each in one]
+        quantizing = [each["whole_us"] - each["t_us"] for each in one]  # counts for both sides
+        over = [each["grouped_bf16_us"] / us for each, us in zip(one, ours, strict=True)]
+        over_8 = [
+            (each["grouped_us"] + more) / us for each, more, us in zip(one, quantizing, ours, strict=True)
+        ]
+        yield _line(f"{device}, 128 experts, 8192 tokens", "float8", over, over_8)
     layers = {
         case["density"]: one["speedup"]
         for case in cases("h100_experts.json#layer")

@@ -15,7 +15,7 @@ PRODUCTS = {
     "H100": dict.fromkeys(DTYPES, "h100_eight_bits.json#products"),
 }
 SCALED = "h200_eight_bits.json#scaled"
-TWO_FOUR = "h100_two_four.json"
+TWO_FOUR = "h200_two_four.json"
 
 
 def eight_bits() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from table_parts import cases, short, table
+from table_parts import RESULTS, cases, document, short, stored, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
 FILES = {"H100": "h100_experts.json#products"}
@@ -37,18 +37,27 @@ def _dense(result: dict[str, Any]) -> float:
     return float(min(result["grouped_us"], result["loop_us"]))
 
 
+def of_devices(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the devices on which a run of bench_experts.py was measured, with its cases."""
+    for device in ("H100", "H200"):
+        file = f"{device.lower()}_experts.json"
+        if (RESULTS / file).exists() and run in stored.documents(RESULTS / file):
+            yield device, document(f"{file}#{run}")["cases"]
+
+
 def grouped_eight_bits() -> str:
     """Each product of factors in 8 bits beside PyTorch's of dense float8; and a whole one beside bfloat16."""
     header = [
-        *("experts", "rows", "block", "density", "routing", "dense float8"),
-        *("float8", "int8", "dense bfloat16", "bfloat16", "float8 with quantizing x"),
+        *("", "experts", "rows", "block", "density", "routing", "dense float8", "float8", "int8"),
+        *("dense bfloat16", "bfloat16", "float8 with quantizing x"),
     ]
     lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for case in cases("h200_experts.json#eight_bits"):
-        size = f"{case['experts']} × {case['out_features']}×{case['in_features']}"
-        what = size, str(case["rows"]), str(case["block_shape"][0]), short(case["density"]), case["routing"]
-        lines.setdefault(what, {})[case["dtype"]] = case["results"][0]
-    return table(header, ([*what, *_eight_bits(found)] for what, found in lines.items()))
+    for device, found in of_devices("eight_bits"):
+        for case in found:
+            size = device, f"{case['experts']} × {case['out_features']}×{case['in_features']}"
+            what = str(case["rows"]), str(case["block_shape"][0]), short(case["density"]), case["routing"]
+            lines.setdefault((*size, *what), {})[case["dtype"]] = case["results"][0]
+    return table(header, ([*what, *_eight_bits(both)] for what, both in lines.items()))
 
 
 def _eight_bits(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -80,15 +89,21 @@ def experts_layer() -> str:
     """A whole Qwen3-MoE layer beside Transformers' grouped implementation."""
     header = ["", "tokens", "dtype", "block", "density", "dense, forward", "forward", "dense, step", "step"]
     lines = []
-    for case in cases("h100_experts.json#layer"):
-        found = {result["op"].removeprefix("layer "): result for result in case["results"]}
+    found = [
+        (device, case)
+        for run in ("layer", "layer_eight_bits")
+        for device, own in of_devices(run)
+        for case in own
+    ]
+    for device, case in found:
+        ops = {result["op"].removeprefix("layer "): result for result in case["results"]}
         cells = ["-"] * 4  # no step in 8 bits
         for i, op in enumerate(("forward", "step")):
-            if op in found:
-                dense, ours = found[op]["grouped_us"], found[op]["t_us"]
-                cells[2 * i : 2 * i + 2] = f"{dense:.0f}", f"{ours:.0f}, {found[op]['speedup']:.2f}×"
+            if op in ops:
+                dense, ours = ops[op]["grouped_us"], ops[op]["t_us"]
+                cells[2 * i : 2 * i + 2] = f"{dense:.0f}", f"{ours:.0f}, {ops[op]['speedup']:.2f}×"
         block, density = str(case["block_shape"][0]), short(case["density"])
-        lines.append(["H100", str(case["tokens"]), case["dtype"], block, density, *cells])
+        lines.append([device, str(case["tokens"]), case["dtype"], block, density, *cells])
     return table(header, lines)
 
 

@@ -218,8 +218,28 @@ def vllm() -> str:
     return table(["model, density", *headers], lines)
 
 
+def small_blocks_cpu() -> str:
+    """Products of small blocks on a CPU, over scipy."""
+    return _small_blocks("cpu_small_blocks.json", "scipy BSR", "scipy CSR")
+
+
+def _small_blocks(file: str, *others: str) -> str:
+    counts, lines = (1, 8, 64), []
+    found = {(case["block"], case["dtype"], case["columns"]): case for case in cases(file)}
+    for block, dtype in dict.fromkeys(key[:2] for key in found):
+        own = [_result(found[block, dtype, count], "tilesparse") for count in counts]
+        cells = [f"{result['t_us'] / 1e3:.3g}" if result else "-" for result in own]
+        for other in others:
+            for count, result in zip(counts, own, strict=True):
+                beside = _result(found[block, dtype, count], other)
+                cells.append(times([beside["t_us"] / result["t_us"]] if beside and result else []))
+        lines.append([f"{block} × {block}", dtype, *cells])
+    titles = [f"{name}, {n}" for name in ("ms", *(f"over {other}" for other in others)) for n in counts]
+    return table(["blocks", "", *titles], lines)
+
+
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
-OTHER_TABLES = (unequal, packed, captured, quality, host, vllm)
+OTHER_TABLES = (unequal, packed, captured, quality, host, vllm, small_blocks_cpu)
 TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 

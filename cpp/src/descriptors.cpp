@@ -230,8 +230,7 @@ void check_bias(const ts_operand& bias, int32_t accumulate, Problem& problem) {
         problem.bias = bias.data;
         return;
     }
-    if (problem.device == DeviceType::cuda)
-        check_regular(problem.pattern, "the gradient of a bias on a CUDA device");
+    check_regular(problem.pattern, "the gradient of a bias");
     const DType input = problem.input_dtype, dtype = check_own_dtype(bias, input, kActivationDTypes, "bias");
     const bool widens = element_size(input) == 2;
     require(dtype == input || (dtype == DType::float32 && widens), "bias.dtype must be that of x, ",

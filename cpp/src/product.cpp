@@ -9,10 +9,10 @@
 #include "bias_gradient.h"
 #include "descriptors.h"
 #include "error.h"
+#include "neurons.h"
 #include "operands.h"
 #include "pattern.h"
 #include "plan/host_plan.h"
-#include "neurons.h"
 #include "storage.h"
 
 namespace ts {

@@ -164,8 +164,8 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
 
 }  // namespace
 
-// Operations of a multiprocessor in a microsecond. mma.sync multiplies float8 as halves but on 8.9 and 12.x, and
-// the instruction of 8.0 for float64 has half of the rate that those of 9.0 reach.
+// Operations of a multiprocessor in a microsecond. mma.sync multiplies float8 as halves but on 8.9 and 12.x,
+// and the instruction of 8.0 for float64 has half of the rate that those of 9.0 reach.
 double rate_of(const Kernel& kernel, const Problem& problem, const Machine& machine) {
     const bool wgmma = kernel.instructions == Instructions::wgmma;
     double rate = wgmma ? machine.tensor : machine.mma_sync;

@@ -20,7 +20,7 @@ struct Groups {
     int32_t* by_size;       // [count] groups, those with most tokens first
     int32_t* tiles_before;  // [count + 1] in that order: tiles of the groups before each, see PlanStarts
     int32_t* taken;         // 0: how much of the work has been taken
-    int4* spans;            // [most_spans] of each: its group, and of that the spans before, first token and end
+    int4* spans;  // [most_spans] of each: its group, and of that the spans before, first token and end
 
 #ifdef __CUDACC__
     // First token of a group, inside of x and y whatever the offsets are.

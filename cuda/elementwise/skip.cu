@@ -1,10 +1,10 @@
 // dds_nt for a small batch of neurons most of which are off (any GPU; no tensor cores, no plan).
-//   inputs:  Y[M,N] = act(X[M,K] * W[N,K]^T + bias) + residual, values with each block transposed [nnz, bk, bn]
-//   outputs: Y[M,N] = (X[M,K] * W[N,K]^T + bias) * gate[M,N], values [nnz, bn, bk]
-// Operands: activations row-major bf16 or fp16; values of the same dtype, int8 or int4 with scales; float32 sums.
-// A number with |x| <= threshold counts as zero; NaN and infinities never do. What is zero for all tokens is
-// not read: of `inputs` the weights of this k, lines of 32 to 128 bytes of a transposed block; of `outputs` the
-// weights of this feature.
+//   inputs:  Y[M,N] = act(X[M,K] * W[N,K]^T + bias) + residual, values with each block transposed [nnz, bk,
+//   bn] outputs: Y[M,N] = (X[M,K] * W[N,K]^T + bias) * gate[M,N], values [nnz, bn, bk]
+// Operands: activations row-major bf16 or fp16; values of the same dtype, int8 or int4 with scales; float32
+// sums. A number with |x| <= threshold counts as zero; NaN and infinities never do. What is zero for all
+// tokens is not read: of `inputs` the weights of this k, lines of 32 to 128 bytes of a transposed block; of
+// `outputs` the weights of this feature.
 //
 // inputs: a CTA has 16 to 128 features of a block row and a part of its k. Each of its 8 warps takes 64 k at
 // a time, lists those that are on in shared memory, and streams their lines, several at a time. Sums of
@@ -12,8 +12,8 @@
 // outputs: a CTA has up to 32 features of a block row, and lists those that are on. A warp has four of them
 // and a quarter of k, in steps of 256.
 //
-// All sums are added in a fixed order. Multiplying by the CUDA cores is enough: at 8 tokens of 16 bits on an
-// H100 it takes a third of the time of reading the weight.
+// All sums are added in a fixed order. The CUDA cores multiply: by their peak, 8 tokens of 16 bits take an
+// H100 a third of the time of reading the weight.
 #include "elementwise/skip.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace ts::skip {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kUnit = 64;  // k that a warp lists at a time
+constexpr int kUnit = 64;   // k that a warp lists at a time
 constexpr int kVector = 8;  // weights that a lane loads at a time
 
 struct Arguments {
@@ -74,7 +74,9 @@ __device__ inline void read_once(const void* from, uint4& raw) {
                  : "l"(from));
 }
 __device__ inline void read_once(const void* from, uint2& raw) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "l"(from));
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(raw.x), "=r"(raw.y)
+                 : "l"(from));
 }
 __device__ inline void read_once(const void* from, uint32_t& raw) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(raw) : "l"(from));
@@ -160,8 +162,8 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
     const int unit_shift = W::kScaled && k_shift < 6 ? k_shift : 6;
     const int all = entries << k_shift, units = (all + (1 << unit_shift) - 1) >> unit_shift;
     const int in_block = feature & ((1 << row_shift) - 1);
-    const char* const values = static_cast<const char*>(arguments.values) +
-                               W::bytes(in_block + lane % kLanes * kVector);
+    const char* const values =
+        static_cast<const char*>(arguments.values) + W::bytes(in_block + lane % kLanes * kVector);
     const int64_t line_bytes = W::bytes(int64_t{1} << row_shift);
     auto& rows = shared.lists.rows[warp];
     auto& listed = shared.lists.x[warp];
@@ -277,9 +279,9 @@ __global__ void __launch_bounds__(kThreads) add_parts(const __grid_constant__ Ar
 
 // ---- outputs ----
 
-constexpr int kRows = 4;          // of a warp
+constexpr int kRows = 4;           // of a warp
 constexpr int kMostFeatures = 32;  // of a CTA
-constexpr int kShares = 4;        // of k
+constexpr int kShares = 4;         // of k
 
 template <class Element, DType kDType, int kTokens>
 __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__ Arguments arguments) {
@@ -288,7 +290,8 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
     __shared__ float sums[kShares][kMostFeatures][kTokens];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row_shift = arguments.row_shift, k_shift = arguments.k_shift;
-    const int features = min(kMostFeatures, 1 << row_shift), feature = static_cast<int>(blockIdx.x) * features;
+    const int features = min(kMostFeatures, 1 << row_shift),
+              feature = static_cast<int>(blockIdx.x) * features;
     const auto* const gates = static_cast<const Element*>(arguments.other);
     bool is_on = false;
     if (lane < features)
@@ -326,9 +329,8 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
                 W::decode(raw[r], weights[r]);
                 if constexpr (W::kScaled) {
                     const int64_t row = row_at[r] >> k_shift;
-                    const float scale = __ldg(arguments.scales + (arguments.scale_step
-                                                                      ? slot * arguments.scale_step + row
-                                                                      : slot));
+                    const float scale = __ldg(
+                        arguments.scales + (arguments.scale_step ? slot * arguments.scale_step + row : slot));
 #pragma unroll
                     for (int i = 0; i < kVector; ++i) weights[r][i] *= scale;
                 }
@@ -368,7 +370,8 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
             const float gate = to_float(gates[token * arguments.other_ld + feature + lane]);
             result *= is_off(gate, arguments.threshold) ? 0.0f : gate;
         }
-        static_cast<Element*>(arguments.y)[token * arguments.y_ld + feature + lane] = from_float<Element>(result);
+        static_cast<Element*>(arguments.y)[token * arguments.y_ld + feature + lane] =
+            from_float<Element>(result);
     }
 }
 
@@ -382,10 +385,11 @@ int features_of(const Problem& problem) {
 
 // Enough CTAs for each multiprocessor to have several, each with something to do for all of its warps.
 int parts_of(const Problem& problem, const Device& device) {
-    constexpr int kCtas = 4;  // of a multiprocessor (measured on an H100)
+    constexpr int kCtas = 4;  // of a multiprocessor, a guess: no other number was timed
     const Pattern& pattern = problem.pattern;
     const int64_t tiles = pattern.out_features / features_of(problem);
-    const int64_t units = pattern.nnz * pattern.block_cols / (pattern.out_features / pattern.block_rows) / kUnit;
+    const int64_t units =
+        pattern.nnz * pattern.block_cols / (pattern.out_features / pattern.block_rows) / kUnit;
     const int64_t most = std::max<int64_t>(1, units / kWarps);
     return static_cast<int>(std::clamp<int64_t>(kCtas * device.multiprocessors / tiles, 1, most));
 }
@@ -454,7 +458,7 @@ int32_t launch_as(const Problem& problem, const Arguments& arguments, void* stre
     });
 }
 
-template <class Element, DType kOwn>
+template <class Element, DType kOwnType>
 int32_t launch_of(const Problem& problem, const Arguments& arguments, void* stream) {
     switch (problem.values.dtype) {
         case DType::int8:
@@ -462,7 +466,7 @@ int32_t launch_of(const Problem& problem, const Arguments& arguments, void* stre
         case DType::int4:
             return launch_as<Element, DType::int4>(problem, arguments, stream);
         default:
-            return launch_as<Element, kOwn>(problem, arguments, stream);
+            return launch_as<Element, kOwnType>(problem, arguments, stream);
     }
 }
 

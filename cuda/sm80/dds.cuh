@@ -21,6 +21,7 @@
 // Chosen where its estimate is least among the kernels that compute the product.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/problem.h"
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const typename Traits::WeightReader read_weight(warp_feature, lane);
     RingPosition position;
     bool ready = false;  // the stage of that position, as far as is known to threads that only compute
-    for (TileWalk walk; walk.index() < schedule.size(); walk.next()) {
-        const auto work = schedule.at(walk.index());
+    for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
+        const auto work = schedule.at(index);
         const int2 steps = plan.tile<int2>(work.row_tile);
         typename Traits::Sums sums = {};
         for (int step = steps.x; step < steps.x + steps.y; ++step) {
@@ -134,6 +135,7 @@ struct Dds {
     }
 
     static const char* refuses(const Problem& problem, const Device& device) {
+        if (are_too_wide<Traits>(problem)) return kTooWide;
         if (!Traits::kColumnMajorInput && problem.input().layout == Layout::column_major)
             return "it reads row-major x only";
         if (problem.pattern.value_count() / Traits::kChunk > UINT32_MAX)
@@ -174,7 +176,7 @@ struct Dds {
         arguments.row_shift = log2_of_block(problem.row_block());
         arguments.k_shift = log2_of_block(problem.k_block());
         arguments.stages = fit.stages;
-        arguments.lookahead = lookahead(fit.stages);
+        arguments.lookahead = std::min(lookahead(fit.stages), kMostAhead<typename Traits::Input>);
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.metadata = problem.values.metadata;
         arguments.scales = problem.values.scales;

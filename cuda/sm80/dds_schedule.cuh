@@ -7,7 +7,9 @@
 
 namespace ts::sm80 {
 
-// Tiles in the order CTAs take them: tokens in bands whose input stays in L2 while the rows of W pass.
+// Tiles in the order CTAs take them: tokens in bands whose input stays in L2 while the rows of W pass. These
+// come with the most steps first, and last in every other band, so that no CTA has the longest tiles of all
+// bands.
 class DdsTiles {
   public:
     struct Place {
@@ -22,7 +24,8 @@ class DdsTiles {
     __device__ Place at(int index) const {
         const int band = index / (width_ * row_tiles_), within = index % (width_ * row_tiles_);
         const int width = min(width_, token_tiles_ - band * width_);
-        return {within / width, band * width_ + within % width};
+        const int row = within / width;
+        return {band % 2 == 0 ? row : row_tiles_ - 1 - row, band * width_ + within % width};
     }
 
   private:
@@ -131,27 +134,12 @@ class GroupedDdsSchedule {
     DdsTiles tiles_;
 };
 
-// The tiles of this CTA: there and back, since those with many steps come before those with few.
-class TileWalk {
-  public:
-    __device__ int index() const {
-        return first_ + static_cast<int>(back_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    }
-    __device__ void next() {
-        first_ += gridDim.x;
-        back_ = !back_;
-    }
-
-  private:
-    int first_ = 0;
-    bool back_ = false;
-};
-
 // Walks the steps of all tiles of this CTA.
 template <class Schedule>
 class DdsCursor {
   public:
-    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan) : schedule_(schedule), plan_(plan) {
+    __device__ DdsCursor(const Schedule& schedule, const PlanView& plan)
+        : schedule_(schedule), plan_(plan), index_(blockIdx.x) {
         find_step();
     }
     __device__ bool done() const { return step_ >= last_; }
@@ -159,16 +147,16 @@ class DdsCursor {
     __device__ int first_token() const { return first_token_; }
     __device__ void next() {
         if (++step_ < last_) return;
-        walk_.next();
+        index_ += gridDim.x;
         find_step();
     }
 
   private:
-    // The first step from that tile on; tiles without blocks have none.
+    // The first step from the tile `index_` on; tiles without blocks have none.
     __device__ void find_step() {
         step_ = last_ = 0;
-        for (; walk_.index() < schedule_.size(); walk_.next()) {
-            const auto work = schedule_.at(walk_.index());
+        for (; index_ < schedule_.size(); index_ += gridDim.x) {
+            const auto work = schedule_.at(index_);
             const int2 steps = plan_.tile<int2>(work.row_tile);
             step_ = steps.x;
             last_ = steps.x + steps.y;
@@ -179,8 +167,7 @@ class DdsCursor {
 
     const Schedule& schedule_;
     const PlanView& plan_;
-    TileWalk walk_;
-    int step_, last_, first_token_;
+    int index_, step_, last_, first_token_;
 };
 
 }  // namespace ts::sm80

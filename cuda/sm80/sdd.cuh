@@ -131,6 +131,7 @@ struct Sdd {
     static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
 
     static const char* refuses(const Problem& problem, const Device& device) {
+        if (are_too_wide<Traits>(problem)) return kTooWide;
         if (problem.pattern.block_rows > kTileRows) return "its tile has fewer rows than a block";
         return stages(device) < Traits::kMinStages ? "the device has too little shared memory" : nullptr;
     }
@@ -195,7 +196,7 @@ struct Sdd {
         arguments.row_shift = log2_of_block(problem.pattern.block_rows);
         arguments.col_shift = log2_of_block(problem.pattern.block_cols);
         arguments.stages = stage_count;
-        arguments.lookahead = lookahead(stage_count);
+        arguments.lookahead = std::min(lookahead(stage_count), kMostAhead<typename Traits::Input>);
         arguments.accumulate = problem.accumulate;
         arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
         arguments.offsets = problem.offsets;

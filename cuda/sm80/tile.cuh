@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/problem.h"
 #include "sm80/async.cuh"
 #include "sm80/math.cuh"
 
@@ -41,6 +42,19 @@ struct Tile {
         return sizeof(Element) == 8 || (!kContiguousK && sizeof(Element) == 4) ? (line & 3) << 1 : line & 7;
     }
 };
+
+// Steps ahead that a ring is filled at most. Those in float64 take so long that fewer suffice, and warps may
+// be further apart: 4 to 7 % faster on an H200.
+template <class Element>
+constexpr int kMostAhead = sizeof(Element) == 8 ? 3 : 8;
+
+// True for blocks that 8 warps multiply faster than 16 in float32, as an H200 does.
+template <class Traits>
+bool are_too_wide(const Problem& problem) {
+    return Traits::kWarps == 16 && sizeof(typename Traits::Input) == 4 && problem.pattern.block_rows > 32 &&
+           problem.pattern.block_cols > 32;
+}
+constexpr const char* kTooWide = "its warps are for blocks with a side of 16 or 32";
 
 // How many threads, eight to a line, share the lines of a tile: a thread's lines and panels are so many
 // apart.
@@ -192,9 +206,8 @@ __device__ inline void multiply_quarter(Accumulators<Sum, kMTiles, kNTiles>& sum
 }
 
 // One step of instructions that take several quarters, for the tiles of 16 x 16 that `has(m, n)` says. Calls
-// `release` when the operands are in registers: other warps copy into the stage and come to products of their
-// own while these are computed. Two warps that share a tensor core would otherwise wait for it at the same
-// time, and then both do something else.
+// `release` when the operands are in registers: other warps may copy into the stage while these are
+// multiplied.
 template <class Math, class Sum, int kMTiles, int kNTiles, class ReaderA, class ReaderB, class Has,
           class Release>
 __device__ inline void multiply_long(Accumulators<Sum, kMTiles, kNTiles>& sums, const ReaderA& read_a,

@@ -62,8 +62,7 @@ class DdsConsumer {
     using WeightPosition = typename Ring<Traits::kWeightStages>::Position;
     static constexpr int kWarpSize = 32;
     static constexpr int kTurns = 3;  // the first of two barriers; see multiply_scaled
-    static constexpr bool kPromotes =
-        !Traits::kCarries && Traits::Math::kAccumulation != Accumulation::kept;
+    static constexpr bool kPromotes = !Traits::kCarries && Traits::Math::kAccumulation != Accumulation::kept;
 
     __device__ Work next_work(DdsEpilogue<Traits>& epilogue) {
         const Work work = shared_.schedule.pop(next_, lane_);
@@ -139,7 +138,8 @@ class DdsConsumer {
             if constexpr (Traits::kCarries) {
                 if (carry_times_.are_due() && carries_) {
                     release_multiplied(sums);
-                    // Always true. But for a condition the compiler would move all of that before the release.
+                    // Always true. But for a condition the compiler would move all of that before the
+                    // release.
                     if (arguments_.carried_products > 0) carried_.carry(sums, carry_times_.factor());
                 }
                 carry_times_.add(Traits::Weight::kStepProducts);
@@ -162,8 +162,8 @@ class DdsConsumer {
         weight_.advance();
     }
 
-    // In turn: while the sums of one warpgroup's step are scaled and added, the other one's products are under
-    // way, which otherwise would share the tensor cores and end at the same time.
+    // In turn: while the sums of one warpgroup's step are scaled and added, the other one's products are
+    // under way, which otherwise would share the tensor cores and end at the same time.
     __device__ void multiply_scaled(Sum (&sums)[Traits::kSums], const char* stage, uint32_t tokens) {
         // Before its products: once they have ended, another warp may give the stage back.
         const float block = shared_.scales.blocks[warpgroup_][weight_.stage];

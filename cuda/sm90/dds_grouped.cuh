@@ -18,4 +18,5 @@ using GroupedWeight =
 }  // namespace ts::sm90
 
 #define TS_INSTANCE(name, kernel, op, math, token_ranks, row_ranks, tile_tokens) \
-    TS_SM90_ROW(name, Dds<Op::op, math, token_ranks, row_ranks, tile_tokens, GroupedWeight<Op::op, math>, true>)
+    TS_SM90_ROW(name,                                                            \
+                Dds<Op::op, math, token_ranks, row_ranks, tile_tokens, GroupedWeight<Op::op, math>, true>)

@@ -96,8 +96,8 @@ struct Dds {
         groups.span_shift = static_cast<int>(cutlass::find_log2(kSpanTokens));
         // At least so many that all clusters have work in one, and no more than there are.
         const int least = (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1;
-        groups.band_spans = static_cast<int>(
-            std::min<int64_t>(std::max(band_spans(arguments.k_size, device), least), spans));
+        groups.band_spans =
+            static_cast<int>(std::min<int64_t>(std::max(band_spans(arguments.k_size, device), least), spans));
         groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
         if (const int32_t error =
                 groups::list(groups.groups, problem, kSpanTokens, {}, spans, workspace, stream))

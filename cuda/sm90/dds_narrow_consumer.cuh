@@ -117,7 +117,8 @@ class NarrowConsumer {
                 multiply_step(sums, __shfl_sync(~0u, masks.x, i), __shfl_sync(~0u, masks.y, i));
         }
         if constexpr (Traits::kCarries)
-            if (carried_) each_carried(sums, [](float& a, float& b, uint32_t pair) { add_carried(a, b, pair); });
+            if (carried_)
+                each_carried(sums, [](float& a, float& b, uint32_t pair) { add_carried(a, b, pair); });
     }
 
     // Calls visit(first sum, second sum, what is carried of both), and keeps what is carried afterwards.

@@ -45,11 +45,11 @@ class PromotedSums {
     Sum step_[kPromotes ? kSums : 1];
 };
 
-// Sums of float8 have two parts (Accumulation::carried). Beside a sum, tensor cores keep about 13 bits of each
-// product that they add to it, so the sum has to stay small: after some products most of it is carried over to
-// where bfloat16 holds it, two sums to a word, and tensor cores go on with the rest, which is exact. The second
-// sum of a word has the bits of the first below its own; that saves instructions, and costs nothing, because
-// the rest is what the word lacks as a float.
+// Sums of float8 have two parts (Accumulation::carried). Beside a sum, tensor cores keep about 13 bits of
+// each product that they add to it, so the sum has to stay small: after some products most of it is carried
+// over to where bfloat16 holds it, two sums to a word, and tensor cores go on with the rest, which is exact.
+// The second sum of a word has the bits of the first below its own; that saves instructions, and costs
+// nothing, because the rest is what the word lacks as a float.
 __device__ inline void add_carried(float& first, float& second, uint32_t pair) {
     first += __uint_as_float(pair << 16);
     second += __uint_as_float(pair);

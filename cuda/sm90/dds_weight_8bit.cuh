@@ -53,7 +53,8 @@ struct ScaledByteWeight : ByteWeight<Math> {
             cute::warpgroup_arrive();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                wgmma<Atom>(step_, arguments.weight.at(weight, i), arguments.tokens_by_k.at(tokens, i), i > 0);
+                wgmma<Atom>(step_, arguments.weight.at(weight, i), arguments.tokens_by_k.at(tokens, i),
+                            i > 0);
                 if (i >= 2) cute::warpgroup_commit_batch();
             }
         }

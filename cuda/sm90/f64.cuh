@@ -15,17 +15,8 @@ struct Of16x8x8 {
                                                     b[1], c[0], c[1], c[2], c[3]);
     }
 };
-struct Of16x8x16 {
-    __device__ static void fma(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
-        cute::SM90::MMA_16x8x16_F64F64F64F64_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], a[4],
-                                                     a[5], a[6], a[7], b[0], b[1], b[2], b[3], c[0], c[1],
-                                                     c[2], c[3]);
-    }
-};
 
-// The longer one needs more registers and fewer instructions.
 using f64_k8 = sm80::Float64<Of16x8x8, 2>;
-using f64_k16 = sm80::Float64<Of16x8x16, 4>;
 
 // A row of sm80 whose code is for 9.0 alone.
 template <class Host>
@@ -36,7 +27,6 @@ struct Float64Row {
     }
     static constexpr Kernel row(const char* name) {
         Kernel row = Host::row(name);
-        if (Host::Traits::kWarps < 16) row.variant = "_9_0";
         row.min_compute_capability = 90;
         row.refuses = refuses;
         return row;

@@ -35,7 +35,8 @@ struct GroupedSdd {
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem)) return error;
         if (const int32_t error = groups::list(arguments.groups, problem, Traits::kStep,
-                                               {arguments.plan, arguments.plan_key, arguments.plan_report}, 0, workspace, stream))
+                                               {arguments.plan, arguments.plan_key, arguments.plan_report}, 0,
+                                               workspace, stream))
             return error;
         const auto start = problem.result_dtype == Math::kResult
                                ? ClusterLauncher<sdd_grouped_kernel<Traits>, SddArguments>::launch

@@ -184,8 +184,8 @@ Allocation allocation(const std::optional<Recipe>& recipe) {
 Request quantized(nb::handle x, nb::handle x_values, nb::handle x_scales, nb::handle values,
                   nb::handle scales, nb::handle bias, nb::handle residual, int32_t activation,
                   bool column_major, int32_t kernel, bool gated, bool fast, nb::handle metadata) {
-    return {TS_DDS_NT, x_values, values, bias, residual, activation, column_major, metadata,
-            scales,    kernel,   gated,  0,    0,        x_scales,   x,            fast};
+    return {TS_DDS_NT, x_values, values, bias, residual, activation, column_major, metadata, scales,
+            kernel,    gated,    0,      0,    x_scales, x,          fast};
 }
 
 }  // namespace

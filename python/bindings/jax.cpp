@@ -37,9 +37,12 @@ void check_call(ts_status_t status) {
                   std::string("tilesparse: ") + ts_last_error()};
 }
 
-// Errors of XLA's own functions have no text that can be read here without more of the interface.
-void check_xla(Error* error, const char* what) {
-    if (error != nullptr) throw Failure{exhausted, std::string("tilesparse: XLA cannot ") + what};
+// How the text of an error of XLA's own functions is read differs between its releases.
+void check_xla(const Call& call, Error* error, const char* what) {
+    if (error == nullptr) return;
+    DestroyError given{sizeof given, nullptr, error};
+    call.api->destroy_error(&given);
+    throw Failure{exhausted, std::string("tilesparse: XLA cannot ") + what};
 }
 
 int32_t dtype_of(DataType dtype) {
@@ -106,7 +109,7 @@ class Scratch {
         for (size_t i = 0; i < count_; ++i) {
             const auto [data, bytes] = taken_[i];
             if (device_ == TS_CPU) {
-                ::operator delete(data, std::align_val_t(256));
+                ::operator delete(data, std::align_val_t(kAlignment));
                 continue;
             }
             Free given{sizeof given, nullptr, call_.context, bytes, data};
@@ -116,19 +119,23 @@ class Scratch {
 
     void* take(size_t bytes) {
         if (bytes == 0) return nullptr;
-        void* data = nullptr;
         if (device_ == TS_CPU) {
-            data = ::operator new(bytes, std::align_val_t(256));
-        } else {
-            Allocate wanted{sizeof wanted, nullptr, call_.context, bytes, 256, nullptr};
-            check_xla(call_.api->allocate(&wanted), "allocate the workspace");
-            data = wanted.data;
+            void* data = ::operator new(bytes, std::align_val_t(kAlignment));
+            taken_[count_++] = {data, bytes};
+            return data;
         }
-        taken_[count_++] = {data, bytes};
-        return data;
+        bytes += kAlignment - kAlignmentOfXla;
+        Allocate wanted{sizeof wanted, nullptr, call_.context, bytes, kAlignmentOfXla, nullptr};
+        check_xla(call_, call_.api->allocate(&wanted), "allocate the workspace");
+        taken_[count_++] = {wanted.data, bytes};
+        const auto first = reinterpret_cast<uintptr_t>(wanted.data);
+        return pointer<void>((first + kAlignment - 1) / kAlignment * kAlignment);
     }
 
   private:
+    static constexpr size_t kAlignment = 256;
+    static constexpr size_t kAlignmentOfXla = 16;  // the largest that it takes
+
     struct Taken {
         void* data;
         size_t bytes;
@@ -212,7 +219,7 @@ void run(const Call& call, int32_t device) {
     ts_stream_t stream = nullptr;
     if (device == TS_CUDA) {
         GetStream wanted{sizeof wanted, nullptr, call.context, nullptr};
-        check_xla(call.api->get_stream(&wanted), "name its stream");
+        check_xla(call, call.api->get_stream(&wanted), "name its stream");
         stream = static_cast<ts_stream_t>(wanted.stream);
         if (desc.kernel == TS_KERNEL_DEFAULT) {
             auto info = make<ts_device_info>();

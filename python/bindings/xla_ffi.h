@@ -53,6 +53,12 @@ struct CreateError {
     ErrorCode code;
 };
 
+struct DestroyError {
+    size_t struct_size;
+    Extension* extensions;
+    Error* error;
+};
+
 struct GetStream {
     size_t struct_size;
     Extension* extensions;
@@ -84,7 +90,7 @@ struct Api {
     const void* internal;
     Error* (*create_error)(CreateError*);
     void* of_errors;
-    void (*destroy_error)(void*);
+    void (*destroy_error)(DestroyError*);
     void* register_handler;
     Error* (*get_stream)(GetStream*);
     void* of_types_and_states[4];

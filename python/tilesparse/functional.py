@@ -99,8 +99,8 @@ def linear(
             the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
             lies as the result does.
         threshold: magnitude up to which numbers of x count as zero, token by token; NaN and infinities never
-            do. Up to 8 tokens without a gradient read only the weights of inputs that are on for one of
-            them, see [neurons that are off](../activations.md). None multiplies all numbers.
+            do. One or two tokens without a gradient read only the weights of inputs that are on for one
+            of them, see [neurons that are off](../activations.md). None multiplies all numbers.
         gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
 
     Returns:
@@ -335,6 +335,8 @@ def sdd(
     y: Tensor, x: Tensor, pattern: BlockPattern, *, out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
     """Return the blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ, if y is that of x Wᵀ.
+
+    ``sdd(a.T, b, pattern)`` are those of a @ b, a sampled product (SDDMM).
 
     Args:
         y: [..., out_features].

@@ -441,7 +441,7 @@ def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
 _primitive = Primitive(_TARGET)
 
 
-@functools.cache
+@functools.lru_cache(1024)  # of calls without jit
 def _compiled(**params: Any) -> Callable[..., Any]:
     compiled: Callable[..., Any] = jax.jit(functools.partial(_primitive.bind, **params))
     return compiled

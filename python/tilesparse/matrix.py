@@ -49,17 +49,6 @@ class BlockSparseMatrix:
         self.pattern = pattern
 
     @classmethod
-    def zeros(
-        cls,
-        pattern: BlockPattern,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> "BlockSparseMatrix":
-        """Make a matrix whose kept elements are 0, with PyTorch's defaults of dtype and device."""
-        return cls(torch.zeros(pattern.nnz, *pattern.block_shape, dtype=dtype, device=device), pattern)
-
-    @classmethod
     def randn(
         cls,
         pattern: BlockPattern,
@@ -121,26 +110,6 @@ class BlockSparseMatrix:
         return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
-    def from_product(cls, a: Array, b: Array, pattern: BlockPattern) -> "BlockSparseMatrix":
-        """Compute the blocks of a @ b that the pattern keeps, and no others (SDDMM); differentiable.
-
-        Args:
-            a: [out_features, n], or [batch, out_features, n].
-            b: [n, in_features], or [batch, n, in_features].
-            pattern: blocks to compute.
-        """
-        left: Tensor = shared("a", a)
-        right: Tensor = shared("b", b)
-        if left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0] > 0:
-            each = zip(left.unbind(), right.unbind(), strict=True)
-            return cls(torch.stack([functional.sdd(y.mT, x, pattern) for y, x in each]), pattern)
-        if left.dim() != 2 or right.dim() != 2:
-            raise InvalidArgumentError(
-                f"a and b must be matrices or as many of them, got {list(left.shape)} and {list(right.shape)}"
-            )
-        return cls(functional.sdd(left.mT, right, pattern), pattern)
-
-    @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
         """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; duplicates are summed.
 
@@ -179,16 +148,6 @@ class BlockSparseMatrix:
     def block_shape(self) -> tuple[int, int]:
         """(bn, bk)."""
         return self.pattern.block_shape
-
-    @property
-    def nnz(self) -> int:
-        """Number of stored blocks."""
-        return self.pattern.nnz
-
-    @property
-    def density(self) -> float:
-        """Stored fraction of the blocks."""
-        return self.pattern.density
 
     @property
     def dtype(self) -> torch.dtype:
@@ -245,7 +204,11 @@ class BlockSparseMatrix:
         return scipy.sparse.bsr_array(arrays, shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
-        """Convert the values by ``values.to(...)`` to another dtype or device."""
+        """Convert the values by ``values.to(...)`` to another dtype or device.
+
+        The pattern stays where it is: of one on the CPU, a product on a GPU looks for changes in every call,
+        which takes the host 12 ms for ten million blocks, see `BlockPattern.to`.
+        """
         return BlockSparseMatrix(self.values.to(*args, **kwargs), self.pattern)
 
     @property

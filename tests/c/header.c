@@ -11,6 +11,6 @@ _Static_assert(sizeof(ts_pattern) == 88, "ts_pattern has changed");
 _Static_assert(sizeof(ts_matrix) == 24, "ts_matrix has changed");
 _Static_assert(sizeof(ts_operand) == 56, "ts_operand has changed");
 _Static_assert(sizeof(ts_prepared) == 24, "ts_prepared has changed");
-_Static_assert(sizeof(ts_matmul_desc) == 504, "ts_matmul_desc has changed");
+_Static_assert(sizeof(ts_matmul_desc) == 512, "ts_matmul_desc has changed");
 _Static_assert(sizeof(ts_device_info) == 88, "ts_device_info has changed");
 _Static_assert(sizeof(ts_kernel_info) == 116, "ts_kernel_info has changed");

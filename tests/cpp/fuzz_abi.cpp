@@ -43,7 +43,7 @@ void call_pattern() {
     const ts_pattern pattern = some_pattern();
     check_status("ts_pattern_validate", ts_pattern_validate(as_caller_has_it(pattern)));
     const wide nnz = pattern.nnz,
-               cols = wide(pattern.in_features / std::max(pattern.block_cols, 1)) * groups_of(pattern);
+               cols = blocks_of(pattern.in_features, pattern.block_cols) * groups_of(pattern);
     auto* const col_ptr = reinterpret_cast<int32_t*>(take_some((cols + 1) * 4));
     auto* row_idx = reinterpret_cast<int32_t*>(take_some(nnz * 4));
     auto* const col_slot = reinterpret_cast<int32_t*>(take_some(nnz * 4));

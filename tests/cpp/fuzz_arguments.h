@@ -81,6 +81,12 @@ inline const int32_t* array(const std::vector<int32_t>& valid, wide size) {
 
 inline int64_t groups_of(const ts_pattern& pattern) { return std::max(pattern.groups, 1); }
 
+// Blocks of a side, of which the last may reach out of the size.
+inline wide blocks_of(wide size, wide side) {
+    side = std::max<wide>(side, 1);
+    return (size + side - 1) / side;
+}
+
 // A pattern of so many blocks along each dimension, whose block shape and groups are there.
 inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols, bool ragged = false) {
     pattern.struct_size = sizeof pattern;
@@ -110,11 +116,8 @@ inline ts_pattern pattern_of(ts_pattern pattern, int64_t rows, int64_t cols, boo
     if (ragged && cols > 0) pattern.in_features -= draw(0, pattern.block_cols - 1);
     pattern.nnz = static_cast<int64_t>(idx.size());
     while (chance(15)) spoil(pattern, kPatternFields);
-    const auto blocks = [](wide size, wide side) {
-        return (size + std::max<wide>(side, 1) - 1) / std::max<wide>(side, 1);
-    };
-    const wide claimed_rows = blocks(pattern.out_features, pattern.block_rows);
-    const wide claimed_cols = blocks(pattern.in_features, pattern.block_cols);
+    const wide claimed_rows = blocks_of(pattern.out_features, pattern.block_rows);
+    const wide claimed_cols = blocks_of(pattern.in_features, pattern.block_cols);
     pattern.row_ptr = array(ptr, claimed_rows + 1);
     pattern.col_idx = array(idx, pattern.nnz);
     pattern.row_slot = array(slot, pattern.nnz);

@@ -290,7 +290,7 @@ void test_patterns() {
         [] { ts::Pattern::from_mask({}, {INT64_MAX, 0}, {16, 32}); });
     throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "row_ptr must have 4 entries for this shape, got 3",
                                      [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, {0, 1, 1}, {0}); });
-    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "out_features",
+    throws<ts::InvalidArgumentError>(TS_INVALID_ARGUMENT, "mask must have 2 entries for this shape, got 1",
                                      [] { ts::Pattern::from_mask({1}, {40, 32}, {32, 32}); });
     throws<ts::InvalidPatternError>(TS_INVALID_PATTERN, "col_idx",
                                     [] { ts::Pattern({kOut, kIn}, {kRows, kCols}, row_ptr, {1, 0, 1}); });

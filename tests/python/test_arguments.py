@@ -382,6 +382,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockSparseMatrix.from_dense": lambda: {"block_shape": BLOCK},
     "BlockSparseMatrix.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
     "BlockSparseMatrix.equal": lambda: {"other": matrix()},
+    "BlockSparseMatrix.scale_rows": lambda: {"factors": torch.ones(matrix().shape[0])},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
     "prune.allocate": lambda: {
         "profiles": {"0": {CONFIG: 0.1}},

@@ -222,7 +222,7 @@ def test_an_interrupt_ends_quietly(
 
 
 def test_bad_input_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info", "--in-features", "100"]) == 2
+    assert cli.main(["info", "--in-features", "4294967296"]) == 2
     output = capsys.readouterr()
     assert output.err.startswith("tilesparse info: in_features") and output.err.count("\n") == 1
 

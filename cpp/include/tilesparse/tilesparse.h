@@ -142,17 +142,18 @@ enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
 enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
 
 /* Neurons that are off, in TS_DDS_NT of at most 8 tokens. Numbers whose magnitude is at most the threshold
- * count as zeros, NaN and infinities never do:
+ * count as zeros; NaN and infinities never do.
  *
- * TS_SKIP_INPUTS   those of x. Of the weight, columns of which x is zero for all tokens are not read. `values`
- *                  has each block transposed, [nnz, bk, bn], and scales as they are without
- * TS_SKIP_OUTPUTS  those of the gate, which is there and has no activation. The results are 0, and rows of the
- *                  weight whose gate is zero for all tokens are not read
+ * With TS_SKIP_INPUTS these are numbers of x. Columns of the weight that meet zeros of all tokens are not
+ * read. `values` has each block transposed, [nnz, bk, bn], and its scales as they are otherwise.
  *
- * x and y are TS_ROW_MAJOR, of one dtype: TS_FLOAT16, TS_BFLOAT16, on TS_CPU also TS_FLOAT32. Values are dense
- * blocks of that dtype or TS_INT8, on TS_CUDA also TS_INT4, which need blocks of 32 or more; weights are not
- * rounded to the dtype of x. group_offsets and kernel are null and 0, and no plan, policy or preference
- * counts. A result does not depend on the order of tokens, nor on which others there are but for rounding. */
+ * With TS_SKIP_OUTPUTS these are numbers of the gate, which must be there and has no activation. Their
+ * results are 0, and rows of the weight whose gate is zero for all tokens are not read.
+ *
+ * x and y are TS_ROW_MAJOR, of one dtype: TS_FLOAT16, TS_BFLOAT16, on TS_CPU also TS_FLOAT32. Values are
+ * dense blocks of that dtype or TS_INT8, on TS_CUDA also TS_INT4, which need blocks of 32 or more; weights
+ * are not rounded to the dtype of x. group_offsets is null and kernel 0; plan, policy and prefer do not
+ * count. A result does not depend on the order of tokens, nor on which others there are but for rounding. */
 enum { TS_SKIP_NOTHING = 0, TS_SKIP_INPUTS = 1, TS_SKIP_OUTPUTS = 2 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */

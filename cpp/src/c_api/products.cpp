@@ -12,9 +12,9 @@
 #include "dispatch.h"
 #include "encoder.h"
 #include "measurements.h"
+#include "neurons.h"
 #include "product.h"
 #include "registry.h"
-#include "neurons.h"
 
 namespace ts {
 namespace {

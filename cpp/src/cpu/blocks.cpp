@@ -61,7 +61,7 @@ class BlocksDds {
                  (is_vector_ ? stride_of_features(input_) == 1 : input_.layout == Layout::column_major)),
           threads_(std::min(max_threads(), device.multiprocessors)),
           workspace_(memory) {
-        const int64_t line = depths_.size * element_, lanes = blocks_.lanes;
+        const int64_t line = std::max<int64_t>(depths_.size, 1) * element_, lanes = blocks_.lanes;
         whole_ = reads_ && !is_vector_ ? p_.tokens / lanes * lanes : 0;
         const int64_t rest = p_.tokens - whole_;
         wave_ = is_vector_

@@ -30,7 +30,8 @@ TS_INLINE void skip_inputs(const SkipTile& s, int64_t token, int64_t first) {
     V sums[Tokens][Count] = {};
     for (int64_t e = 0; e < s.entries; ++e) {
         const int64_t k = s.idx[e] * s.columns;
-        const auto* const block = static_cast<const Stored*>(s.values) + s.slot[e] * s.rows * s.columns + first;
+        const auto* const block =
+            static_cast<const Stored*>(s.values) + s.slot[e] * s.rows * s.columns + first;
         const float* x = s.x + k * s.tokens + token;
         const uint8_t* const on = s.on + k;
         const int64_t count = s.counts[k / kMinRows];
@@ -64,7 +65,8 @@ TS_INLINE void skip_inputs(const SkipTile& s, int64_t token, int64_t first) {
     TS_UNROLL
     for (int t = 0; t < Tokens; ++t) {
         TS_UNROLL
-        for (int j = 0; j < Count; ++j) store(s.sums + (token + t) * kTaskFeatures + first + j * lanes, sums[t][j]);
+        for (int j = 0; j < Count; ++j)
+            store(s.sums + (token + t) * kTaskFeatures + first + j * lanes, sums[t][j]);
     }
 }
 
@@ -124,8 +126,8 @@ TS_INLINE void skip_outputs(const SkipTile& s, int64_t token, int64_t group) {
     for (int t = 0; t < Tokens; ++t) {
         TS_UNROLL
         for (int r = 0; r < kSkipRows; ++r)
-            s.sums[(token + t) * kTaskFeatures + row[r]] =
-                combined(sums[t][r], [](const V& a, const V& b) __attribute__((always_inline)) { return a + b; })[0];
+            s.sums[(token + t) * kTaskFeatures + row[r]] = combined(
+                sums[t][r], [](const V& a, const V& b) __attribute__((always_inline)) { return a + b; })[0];
     }
 }
 

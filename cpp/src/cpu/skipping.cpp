@@ -53,8 +53,8 @@ class SkippingProduct {
     bool is_off(float x) const { return std::fabs(x) <= threshold_; }
 
     void to_floats(const Matrix& from, int64_t feature, int64_t features, float* to, int64_t ld) const {
-        pack_rectangle(of_x_, p_.input_dtype, from, {feature, features, 0, p_.tokens, p_.tokens}, true, false, to,
-                       ld);
+        pack_rectangle(of_x_, p_.input_dtype, from, {feature, features, 0, p_.tokens, p_.tokens}, true, false,
+                       to, ld);
     }
 
     // Takes the x of a column of blocks; of `inputs` lists those that are on for any token.
@@ -85,7 +85,8 @@ class SkippingProduct {
         int32_t count = 0;
         for (int64_t t = 0; t < p_.tokens; ++t)
             std::memcpy(gate_at(t, feature),
-                        offset(p_.residual.data, (t * p_.residual.ld + feature) * element_), width_ * element_);
+                        offset(p_.residual.data, (t * p_.residual.ld + feature) * element_),
+                        width_ * element_);
         for (int64_t i = 0; i < width_; ++i) {
             bool is_on = false;
             for (int64_t t = 0; t < p_.tokens; ++t) {
@@ -128,9 +129,21 @@ class SkippingProduct {
                             sums};
         (inputs_ ? of_values_.skip_inputs : of_values_.skip_outputs)(tile);
         const auto at = [&](const void* data) { return data ? offset(data, feature * element_) : nullptr; };
-        of_x_.finish({sums, kTaskFeatures, p_.tokens, width_, at(p_.y.data), p_.y.ld, false, at(p_.bias), true,
-                      p_.activation, inputs_ ? at(p_.residual.data) : gate_at(0, feature),
-                      inputs_ ? p_.residual.ld : p_.features(), p_.gated, p_.gate_activation, {}});
+        of_x_.finish({sums,
+                      kTaskFeatures,
+                      p_.tokens,
+                      width_,
+                      at(p_.y.data),
+                      p_.y.ld,
+                      false,
+                      at(p_.bias),
+                      true,
+                      p_.activation,
+                      inputs_ ? at(p_.residual.data) : gate_at(0, feature),
+                      inputs_ ? p_.residual.ld : p_.features(),
+                      p_.gated,
+                      p_.gate_activation,
+                      {}});
     }
 
     const Problem& p_;
@@ -140,16 +153,18 @@ class SkippingProduct {
     const int64_t width_;                    // features of a task
     const float threshold_;
     Workspace workspace_;
-    float* x_;         // [tokens, k]
-    uint8_t* on_;      // in each block (task) the k (features) that are on, first of all
-    int32_t* counts_;  // of these, at the number of the block's (task's) first 16
-    float* listed_x_ = nullptr;   // in each block of k [on, tokens]
+    float* x_;                   // [tokens, k]
+    uint8_t* on_;                // in each block (task) the k (features) that are on, first of all
+    int32_t* counts_;            // of these, at the number of the block's (task's) first 16
+    float* listed_x_ = nullptr;  // in each block of k [on, tokens]
     std::byte* gate_ = nullptr;  // [tokens, features]
 };
 
 }  // namespace
 
-size_t skip_workspace_size(const Problem& problem) { return SkippingProduct(problem, nullptr).workspace_size(); }
+size_t skip_workspace_size(const Problem& problem) {
+    return SkippingProduct(problem, nullptr).workspace_size();
+}
 
 void skip(const Problem& problem, const Device& device, void* workspace) {
     SkippingProduct(problem, workspace).run(device);

@@ -98,8 +98,8 @@ struct DecodeTile {
 
 // Features of a block row for a small batch. What is off is not read: for skip_inputs, whose blocks are
 // transposed,
-//   sums[t][f] = sum over entries e and the first counts[k / kMinRows] numbers i, k being idx[e] * columns, of
-//   x[k * tokens + i * tokens + t] * values[slot[e] * rows * columns + on[k + i] * rows + f];
+//   sums[t][f] = sum over entries e and the first counts[k / kMinRows] numbers i, k being idx[e] * columns,
+//   of x[k * tokens + i * tokens + t] * values[slot[e] * rows * columns + on[k + i] * rows + f];
 // for skip_outputs, of the features f that are the first counts[0] numbers `on`,
 //   sums[t][f] = sum over entries e and d below columns of
 //   x[t * x_ld + idx[e] * columns + d] * values[slot[e] * rows * columns + f * columns + d].

@@ -77,9 +77,7 @@ void build_device_plan(const Pattern& pattern, Op op, const Kernel& kernel, void
                    [&] { return plans::build(pattern, op, kernel.plan, plan, workspace, stream); });
 }
 
-size_t device_transpose_bytes(const Pattern& pattern) {
-    return plans::transpose_workspace(pattern);
-}
+size_t device_transpose_bytes(const Pattern& pattern) { return plans::transpose_workspace(pattern); }
 
 void transpose_on_device(const Pattern& pattern, int32_t* col_ptr, int32_t* row_idx, int32_t* col_slot,
                          void* workspace, size_t workspace_bytes, void* stream) {

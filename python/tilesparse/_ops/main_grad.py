@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .._checks import ALIGNMENT, Index, is_misaligned
+from .._checks import ALIGNMENT, Index, is_misaligned, is_regular
 from .._runtime.launch import write_sdd
 from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import is_leaf_added_to, transforms_active
@@ -68,10 +68,12 @@ class _Adding(torch.autograd.Function):
         of_bias = _NOWHERE
         if ctx.needs_input_grad[2]:
             of_bias = _target("bias.main_grad", ctx.bias, nodes[2][0], grad)
+        together = False
         if of_weight.memory is not None:
-            adds, adds_bias = of_weight.adds, of_bias.adds
-            write_sdd(grad, x, of_weight.memory, pattern, adds, of_bias.memory, adds_bias)
-        elif of_bias.memory is not None:
+            together = is_regular(pattern.shape, pattern.block_shape)
+            beside = (of_bias.memory, of_bias.adds) if together else ()
+            write_sdd(grad, x, of_weight.memory, pattern, of_weight.adds, *beside)
+        if of_bias.memory is not None and not together:
             _sum(grad, of_bias.memory, of_bias.adds)
         return grad, of_weight.given(), of_bias.given(), None, None
 

@@ -69,7 +69,7 @@ def sparsify_activations_(
     """Turn off neurons of MLPs: give the layers that multiply them a threshold, without training.
 
     Numbers that enter ``down_proj`` of an MLP, or whatever it is called, count as zero up to the threshold of
-    the layer, token by token. Up to 8 tokens then read only weights of neurons that are on. Thresholds share
+    the layer, token by token. One or two tokens then read only weights of neurons that are on. They share
     the fraction by its price: that is raised next which adds least to the error of the model's results. This
     is the layer's own error, times what a run of the first batch with the threshold of this layer alone shows
     to come of it. Exact zeros, as ReLU makes them, cost nothing: they are off.

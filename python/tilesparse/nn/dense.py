@@ -75,13 +75,13 @@ def best_blocks(
         raise InvalidArgumentError(
             "linear must not be on the meta device, where there is nothing to score; give pattern"
         )
+    grid = check_shapes(weight.shape, block_shape)[2]
     if scores is None:
         if bool(weight.isnan().any()):
             raise InvalidArgumentError(
                 "linear must not hold NaN in its weight, which cannot be ranked; give pattern"
             )
         return BlockPattern.from_dense(weight, block_shape=block_shape, density=density, parts=parts)
-    grid = check_shapes(weight.shape, block_shape)[2]
     if scores.shape == weight.shape:
         precision = torch.promote_types(scores.dtype, torch.float32)
         scores = blocks_of(scores, block_shape).sum((2, 3), dtype=precision)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._checks import check_activations, is_tensor, shown
+from .._runtime.launch import thresholded
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize_activations
 from ..storage.formats import storage_of
@@ -37,12 +38,14 @@ class ReferenceBlockSparseLinear(nn.Module):
     block_rows: Tensor
     block_cols: Tensor
     activations: str | None = None
+    threshold: float | None = None
 
     def __init__(self, layer: BlockSparseLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.block_shape, self.density = layer.block_shape, layer.density
         self.storage_error, self.activations = layer.storage_error, layer.activations
+        self.threshold = layer.threshold
         self._grid = layer.pattern.grid
         self._grouped = layer.activations is not None and layer.spec.granularity == "block"
         for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
@@ -60,7 +63,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         if not is_tensor(input):
             raise InvalidTypeError(f"input must be a dense tensor, got {shown(input)}")
         check_activations("input", input, self.in_features)
-        x = input
+        x = input if self.threshold is None else thresholded(input, self.threshold)
         if self.activations is not None:
             x = _rounded(x, storage_of(self.activations).dtype, self._grouped)
         y = F.linear(x, self._dense_weight(), self.bias)
