@@ -123,7 +123,7 @@ static void test_long_structures(void) {
     pattern.unknown[23] = 0;
     desc.unknown[0] = 1;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT,
-          "desc must be 0 beyond the 504 bytes that this library (ABI 1) knows, got a nonzero byte 504");
+          "desc must be 0 beyond the 512 bytes that this library (ABI 1) knows, got a nonzero byte 512");
     desc.known.struct_size = UINT32_MAX;
     FAILS(ts_matmul_workspace_size(&desc.known, &bytes), TS_INVALID_ARGUMENT, "desc.struct_size");
 
