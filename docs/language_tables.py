@@ -55,7 +55,7 @@ STORED = {"plain": "bf16", "int8": "int8", "int4": "int4"}
 def activations_gpu() -> str:
     """Speedups of a Llama 3 8B MLP over the same without thresholds, in the last column over dense bf16."""
     lines = []
-    for case in cases("gpu_activations.json"):
+    for case in cases("h200_activations.json"):
         us = {one["contender"]: one["us"] for one in case["results"]}
         if case["off"] not in (0.5, 0.9):
             continue

@@ -43,10 +43,10 @@ void check_skip(const ts_matmul_desc& desc, Problem& problem) {
     refuse(problem.result_dtype != problem.input_dtype, "y.dtype must be that of x");
     const Values& values = problem.values;
     refuse(values.is_compressed(), "values.storage must be ", TS_STORAGE_DENSE);
-    refuse(values.dtype == DType::float8_e4m3fn || (is_cpu && values.dtype == DType::int4),
-           "values.dtype must be that of x", is_cpu ? " or int8" : ", int8 or int4");
+    refuse(is_quantized(values.dtype) && !(is_cpu && values.dtype == DType::int8),
+           "values.dtype must be that of x", is_cpu ? " or int8" : "");
     refuse(is_quantized(values.dtype) && (problem.pattern.block_rows < 32 || problem.pattern.block_cols < 32),
-           "blocks of 8 or 4 bits must have 32 rows and columns or more");
+           "blocks of int8 must have 32 rows and columns or more");
     refuse(problem.pattern.nnz > kMostRows / problem.pattern.block_cols,
            "pattern.nnz must be less than 2^31 columns of blocks");
     if (problem.skip == Skip::inputs) return;

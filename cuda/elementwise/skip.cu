@@ -1,12 +1,12 @@
 // dds_nt for a small batch of neurons most of which are off (any GPU; no tensor cores, no plan).
 //   inputs:  Y[M,N] = act(X[M,K] * W[N,K]^T + bias) + residual, values with each block transposed [nnz, bk,
 //   bn] outputs: Y[M,N] = (X[M,K] * W[N,K]^T + bias) * gate[M,N], values [nnz, bn, bk]
-// Operands: activations row-major bf16 or fp16; values of the same dtype, int8 or int4 with scales; float32
-// sums. A number with |x| <= threshold counts as zero; NaN and infinities never do. What is zero for all
-// tokens is not read: of `inputs` the weights of this k, lines of 32 to 128 bytes of a transposed block; of
-// `outputs` the weights of this feature.
+// Operands: activations row-major bf16 or fp16; values of the same dtype; float32 sums. A number with
+// |x| <= threshold counts as zero; NaN and infinities never do. What is zero for all tokens is not read: of
+// `inputs` the weights of this k, lines of 32 to 128 bytes of a transposed block; of `outputs` the weights of
+// this feature.
 //
-// inputs: a CTA has 16 to 128 features of a block row and a part of its k. Each of its 8 warps takes 64 k at
+// inputs: a CTA has 16 to 64 features of a block row and a part of its k. Each of its 8 warps takes 64 k at
 // a time, lists those that are on in shared memory, and streams their lines, several at a time. Sums of
 // warps are added in the CTA, those of CTAs by a second kernel, which finishes the results.
 // outputs: a CTA has up to 32 features of a block row, and lists those that are on. A warp has four of them
@@ -33,8 +33,6 @@ struct Arguments {
     const void* x;
     int64_t x_ld;
     const void* values;
-    const float* scales;  // [nnz, scale_step] of rows of blocks, or of blocks
-    int scale_step;       // rows of a block, or 0 for scales of blocks
     Adjacency rows;
     float threshold;
     int tokens;
@@ -53,33 +51,10 @@ struct Arguments {
 
 // ---- eight neighbouring weights ----
 
-template <int kBytes>
-struct RawOf;
-template <>
-struct RawOf<16> {
-    using Type = uint4;
-};
-template <>
-struct RawOf<8> {
-    using Type = uint2;
-};
-template <>
-struct RawOf<4> {
-    using Type = uint32_t;
-};
-
 __device__ inline void read_once(const void* from, uint4& raw) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
                  : "l"(from));
-}
-__device__ inline void read_once(const void* from, uint2& raw) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(raw.x), "=r"(raw.y)
-                 : "l"(from));
-}
-__device__ inline void read_once(const void* from, uint32_t& raw) {
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(raw) : "l"(from));
 }
 
 __device__ inline float2 floats_of(uint32_t pair, __nv_bfloat16) {
@@ -89,37 +64,20 @@ __device__ inline float2 floats_of(uint32_t pair, __half) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// `kDType`: of values.
-template <class Element, DType kDType>
+template <class Element>
 struct Weights {
-    static constexpr bool kScaled = is_quantized(kDType);
-    static constexpr int kBytes = kVector * (kScaled ? 1 : 2) / values_of_element(kDType);
-    using Raw = typename RawOf<kBytes>::Type;
+    using Raw = uint4;
 
     // Bytes of so many weights.
-    __device__ static int64_t bytes(int64_t count) { return count * kBytes / kVector; }
+    __device__ static int64_t bytes(int64_t count) { return count * static_cast<int64_t>(sizeof(Element)); }
 
     __device__ static void decode(const Raw& raw, float (&weights)[kVector]) {
-        // In the lowest bits of 2^23 a number has no fraction.
-        constexpr uint32_t kWhole = 0x4b000000;
-        if constexpr (kDType == DType::int8) {
-            const uint32_t words[] = {raw.x ^ 0x80808080, raw.y ^ 0x80808080};
+        const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-            for (int i = 0; i < kVector; ++i)
-                weights[i] = __uint_as_float(__byte_perm(words[i / 4], kWhole, 0x7440 + i % 4)) - 8388736.0f;
-        } else if constexpr (kDType == DType::int4) {
-            const uint32_t word = raw ^ 0x88888888;
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-                weights[i] = __uint_as_float((word >> 4 * i & 15) | kWhole) - 8388616.0f;
-        } else {
-            const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = floats_of(words[i], Element());
-                weights[2 * i] = pair.x;
-                weights[2 * i + 1] = pair.y;
-            }
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = floats_of(words[i], Element());
+            weights[2 * i] = pair.x;
+            weights[2 * i + 1] = pair.y;
         }
     }
 };
@@ -140,9 +98,9 @@ __device__ inline float finished(const Arguments& arguments, float sum, int toke
 // ---- inputs ----
 
 // `kLanes`: of a warp, that read a line together.
-template <class Element, DType kDType, int kLanes, int kTokens>
+template <class Element, int kLanes, int kTokens>
 __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ Arguments arguments) {
-    using W = Weights<Element, kDType>;
+    using W = Weights<Element>;
     constexpr int kFeatures = kVector * kLanes, kLines = 32 / kLanes, kUnroll = kLanes;
     struct Lists {
         int rows[kWarps][kUnit];  // of k in the values
@@ -159,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
     const int first = __ldg(arguments.rows.ptr + (feature >> row_shift));
     const int entries = __ldg(arguments.rows.ptr + (feature >> row_shift) + 1) - first;
     // Scales are those of one block.
-    const int unit_shift = W::kScaled && k_shift < 6 ? k_shift : 6;
+    constexpr int unit_shift = 6;
     const int all = entries << k_shift, units = (all + (1 << unit_shift) - 1) >> unit_shift;
     const int in_block = feature & ((1 << row_shift) - 1);
     const char* const values =
@@ -201,8 +159,6 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
             count += __popc(mask);
         }
         __syncwarp();
-        float own[kTokens][kVector] = {};
-        auto& to = W::kScaled ? own : sums;
         for (int i = 0; i < count; i += kLines * kUnroll) {
             typename W::Raw raw[kUnroll];
 #pragma unroll
@@ -221,21 +177,7 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
                 for (int t = 0; t < kTokens; ++t) {
                     const float x = line < count ? listed[t][line] : 0.0f;
 #pragma unroll
-                    for (int f = 0; f < kVector; ++f) to[t][f] = fmaf(x, weights[f], to[t][f]);
-                }
-            }
-        }
-        if constexpr (W::kScaled) {
-            if (count > 0) {
-                const int64_t slot = rows[0] >> k_shift;
-                const int place = in_block + lane % kLanes * kVector;
-                const float* const scales =
-                    arguments.scales + (arguments.scale_step ? slot * arguments.scale_step + place : slot);
-#pragma unroll
-                for (int f = 0; f < kVector; ++f) {
-                    const float scale = __ldg(scales + (arguments.scale_step ? f : 0));
-#pragma unroll
-                    for (int t = 0; t < kTokens; ++t) sums[t][f] = fmaf(own[t][f], scale, sums[t][f]);
+                    for (int f = 0; f < kVector; ++f) sums[t][f] = fmaf(x, weights[f], sums[t][f]);
                 }
             }
         }
@@ -283,9 +225,9 @@ constexpr int kRows = 4;           // of a warp
 constexpr int kMostFeatures = 32;  // of a CTA
 constexpr int kShares = 4;         // of k
 
-template <class Element, DType kDType, int kTokens>
+template <class Element, int kTokens>
 __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__ Arguments arguments) {
-    using W = Weights<Element, kDType>;
+    using W = Weights<Element>;
     __shared__ int listed[kMostFeatures];
     __shared__ float sums[kShares][kMostFeatures][kTokens];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -327,13 +269,6 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 W::decode(raw[r], weights[r]);
-                if constexpr (W::kScaled) {
-                    const int64_t row = row_at[r] >> k_shift;
-                    const float scale = __ldg(
-                        arguments.scales + (arguments.scale_step ? slot * arguments.scale_step + row : slot));
-#pragma unroll
-                    for (int i = 0; i < kVector; ++i) weights[r][i] *= scale;
-                }
             }
 #pragma unroll
             for (int t = 0; t < kTokens; ++t) {
@@ -341,7 +276,7 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
                 const uint4 xs = *reinterpret_cast<const uint4*>(static_cast<const Element*>(arguments.x) +
                                                                  t * arguments.x_ld + column);
                 float x[kVector];
-                Weights<Element, DType::float16>::decode(xs, x);
+                W::decode(xs, x);
 #pragma unroll
                 for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -379,7 +314,7 @@ __global__ void __launch_bounds__(kThreads) skip_outputs(const __grid_constant__
 
 // Features of a CTA for `inputs`: lines of 128 bytes, or those of a block.
 int features_of(const Problem& problem) {
-    const int most = problem.values.dtype == problem.input_dtype ? 64 : 128;
+    constexpr int most = 64;
     return std::min<int>(problem.pattern.block_rows, most);
 }
 
@@ -401,8 +336,6 @@ Arguments arguments_of(const Problem& problem, const Device& device, void* works
     arguments.x = problem.x.data;
     arguments.x_ld = problem.x.ld;
     arguments.values = values.data;
-    arguments.scales = values.scales;
-    arguments.scale_step = values.scales_per == ScalesPer::row ? pattern.block_rows : 0;
     arguments.rows = pattern.rows;
     arguments.threshold = std::min(problem.threshold, FLT_MAX);
     arguments.tokens = static_cast<int>(problem.tokens);
@@ -431,43 +364,26 @@ int32_t with_choice(int value, Run run) {
     return result;
 }
 
-template <class Element, DType kDType>
+template <class Element>
 int32_t launch_as(const Problem& problem, const Arguments& arguments, void* stream) {
     return with_choice<1, 2, 4, 8>(arguments.tokens, [&](auto tokens) -> int32_t {
         constexpr int kTokens = decltype(tokens)::value;
         if (problem.skip == Skip::outputs)
-            return launch_kernel(&skip_outputs<Element, kDType, kTokens>,
+            return launch_kernel(&skip_outputs<Element, kTokens>,
                                  arguments.features / std::min(kMostFeatures, 1 << arguments.row_shift),
                                  kThreads, stream, arguments);
         const int features = features_of(problem);
         const int64_t ctas = int64_t{arguments.features / features} * arguments.parts;
         const auto run = [&](auto lanes) -> int32_t {
             constexpr int kLanes = decltype(lanes)::value;
-            return launch_kernel(&skip_inputs<Element, kDType, kLanes, kTokens>, ctas, kThreads, stream,
-                                 arguments);
+            return launch_kernel(&skip_inputs<Element, kLanes, kTokens>, ctas, kThreads, stream, arguments);
         };
-        int32_t error;
-        if constexpr (is_quantized(kDType))
-            error = with_choice<4, 8, 16>(features / kVector, run);
-        else
-            error = with_choice<2, 4, 8>(features / kVector, run);
+        const int32_t error = with_choice<2, 4, 8>(features / kVector, run);
         if (error != cudaSuccess) return error;
         const int64_t results = int64_t{arguments.tokens} * arguments.features;
         return launch_kernel(&add_parts<Element>, (results + kThreads - 1) / kThreads, kThreads, stream,
                              arguments);
     });
-}
-
-template <class Element, DType kOwnType>
-int32_t launch_of(const Problem& problem, const Arguments& arguments, void* stream) {
-    switch (problem.values.dtype) {
-        case DType::int8:
-            return launch_as<Element, DType::int8>(problem, arguments, stream);
-        case DType::int4:
-            return launch_as<Element, DType::int4>(problem, arguments, stream);
-        default:
-            return launch_as<Element, kOwnType>(problem, arguments, stream);
-    }
 }
 
 }  // namespace
@@ -479,9 +395,8 @@ size_t workspace_size(const Problem& problem, const Device& device) {
 
 int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
     const Arguments arguments = arguments_of(problem, device, workspace);
-    return problem.input_dtype == DType::bfloat16
-               ? launch_of<__nv_bfloat16, DType::bfloat16>(problem, arguments, stream)
-               : launch_of<__half, DType::float16>(problem, arguments, stream);
+    return problem.input_dtype == DType::bfloat16 ? launch_as<__nv_bfloat16>(problem, arguments, stream)
+                                                  : launch_as<__half>(problem, arguments, stream);
 }
 
 }  // namespace ts::skip
