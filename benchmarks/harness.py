@@ -242,7 +242,7 @@ def warm_up() -> None:
 
 def relative_error(result: Tensor, exact: Tensor) -> float | None:
     """Frobenius norm of the difference over that of the exact result; None if it is not finite."""
-    error = float((result.float() - exact).norm() / exact.norm())
+    error = float((result.double() - exact).norm() / exact.norm())
     return error if math.isfinite(error) else None
 
 

@@ -223,6 +223,11 @@ def small_blocks_cpu() -> str:
     return _small_blocks("cpu_small_blocks.json", "scipy BSR", "scipy CSR")
 
 
+def small_blocks_gpu() -> str:
+    """The same on a GPU, over cuSPARSE."""
+    return _small_blocks("h200_small_blocks.json", "cuSPARSE BSR (PyTorch)", "cuSPARSE CSR (CuPy)")
+
+
 def _small_blocks(file: str, *others: str) -> str:
     counts, lines = (1, 8, 64), []
     found = {(case["block"], case["dtype"], case["columns"]): case for case in cases(file)}
@@ -239,7 +244,7 @@ def _small_blocks(file: str, *others: str) -> str:
 
 
 PRODUCT_TABLES = (summary, tokens, sizes, products, cpu, models, efficiency)
-OTHER_TABLES = (unequal, packed, captured, quality, host, vllm, small_blocks_cpu)
+OTHER_TABLES = (unequal, packed, captured, quality, host, vllm, small_blocks_cpu, small_blocks_gpu)
 TABLES: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in (*PRODUCT_TABLES, *OTHER_TABLES)}
 
 
