@@ -216,7 +216,11 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
     operands = Operands(row, problem)
     before = operands.output.bits.clone()
     product = make_product(row, problem, operands)
-    workspace = torch.empty(make_product(row, problem, operands).workspace_size() + 256, dtype=torch.uint8)
+    needed = make_product(row, problem, operands).workspace_size()
+    if needed == 0:  # of a gradient of the weight in small blocks
+        assert row.op == SDD_TN and "blocks" in row.name
+        return run(product, problem, operands, 0)
+    workspace = torch.empty(needed + 256, dtype=torch.uint8)
     aligned = workspace[-workspace.data_ptr() % 256 :].data_ptr()
     with pytest.raises(InvalidArgumentError, match="workspace_bytes"):
         run(product, problem, operands, aligned)
