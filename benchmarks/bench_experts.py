@@ -197,7 +197,8 @@ class LayerCase:
             dense = Qwen3MoeSparseMoeBlock(config).to(DTYPES[self.dtype])
         for parameter in dense.parameters():
             nn.init.normal_(parameter, std=0.02)
-        sparse, stored = copy.deepcopy(dense), {}
+        sparse = copy.deepcopy(dense)
+        stored: dict[str, Any] = {}
         if self.dtype in EIGHT:
             name = str(EIGHT[self.dtype]).removeprefix("torch.")
             stored = {"storage": name, "activations": name}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from table_parts import RESULTS, cases, document, short, stored, table
+import stored
+from table_parts import RESULTS, cases, document, short, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
 FILES = {"H100": "h100_experts.json#products"}

@@ -265,7 +265,8 @@ def test_8_bit_activations_are_set_and_unset(storage: str) -> None:
     layer = ExpertsLinear(64, 4 * 64, experts=4, block_shape=32, storage=storage, activations=storage)
     assert layer.scales is not None and layer.scales.shape == (4 * 64,)
     plain = dense_blocks(layer)
-    for there in ({"activations": None}, {"activations": storage}, {"storage": "plain"}):
+    ways: tuple[dict[str, Any], ...] = ({"activations": None}, {"activations": storage}, {"storage": "plain"})
+    for there in ways:
         layer.to_storage(**{"storage": storage, **there})
         assert layer.activations == there.get("activations")
         close(dense_blocks(layer), plain, 0.05)
@@ -722,7 +723,8 @@ def test_dense_experts_come_back() -> None:
 
 
 def test_what_does_not_know_experts_says_so() -> None:
-    model, policy = ZOO["mixtral"].make(), {"policy": "auto", "block_shape": BLOCK}
+    model = ZOO["mixtral"].make()
+    policy: dict[str, Any] = {"policy": "auto", "block_shape": BLOCK}
     for config, reason in (
         (ts.BlockSparseConfig(**policy), "policy must be 'sparse' with experts"),
         (

@@ -126,7 +126,8 @@ def test_a_server_gets_what_the_layers_give(method: Any, form: str, device: str)
 
 def captured(apply: Any, x: Tensor) -> Any:
     """The call in a CUDA graph, as a server captures it for each number of tokens."""
-    stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
+    stream: Any = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         apply(x)
