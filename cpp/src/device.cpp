@@ -168,6 +168,8 @@ void check_launch(int32_t code, const char* kernel, const LastError& last_error)
 
 namespace {
 
+std::atomic<int32_t*> reported = nullptr;  // once a product with a plan was launched
+
 // A word of host memory that every device writes to: the number of a kernel, or 0.
 int32_t* stale_kernel() {
     static int32_t* const word = [] {
@@ -180,7 +182,7 @@ int32_t* stale_kernel() {
             cudaHostAlloc(&memory, sizeof(int32_t), cudaHostAllocPortable | cudaHostAllocMapped);
         check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "plans", last_error);
         check_launch(error, "plans", last_error);
-        return new (memory) int32_t{0};
+        return reported = new (memory) int32_t{0};
     }();
     return word;
 }
@@ -190,7 +192,9 @@ int32_t* stale_kernel() {
 PlanReport plan_report(int32_t kernel) { return {stale_kernel(), kernel}; }
 
 void check_plans() {
-    const std::atomic_ref<int32_t> word(*stale_kernel());
+    int32_t* const found = reported;
+    if (found == nullptr) return;
+    const std::atomic_ref<int32_t> word(*found);
     if (word.load(std::memory_order_relaxed) == 0) return;
     const int32_t kernel = word.exchange(0);
     if (kernel == 0) return;  // another thread has it

@@ -297,6 +297,7 @@ struct Blocks {
     static constexpr bool kIsWide = kType == DType::float64 || kType == DType::float32;
 
     static const char* refuses(const Problem& problem, const Device&) {
+        if (problem.pattern.is_regular()) return "it is for blocks that tensor cores have no tiles for";
         const bool widens = problem.result_dtype != problem.input_dtype;
         return widens && problem.op != Op::sdd_tn ? "it writes float32 instead of 16 bits only for sdd_tn"
                                                   : nullptr;

@@ -248,7 +248,9 @@ static void test_select_few_tokens(void) {
         SUCCEEDS(ts_kernel_get(i, &few));
         if (few.max_tokens == 0 || few.device != TS_CUDA) continue;
         int32_t kernel = -1;
-        o.desc.x.dtype = o.desc.y.dtype = few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16 : TS_BFLOAT16;
+        o.desc.x.dtype = o.desc.y.dtype = few.dtypes >> TS_FLOAT64 & 1   ? TS_FLOAT64
+                                          : few.dtypes >> TS_FLOAT16 & 1 ? TS_FLOAT16
+                                                                         : TS_BFLOAT16;
         o.desc.values.storage = few.storages >> TS_STORAGE_DENSE & 1 ? TS_STORAGE_DENSE : TS_STORAGE_2_4;
         o.desc.values.dtype = few.values_dtypes >> TS_INT8 & 1   ? TS_INT8
                               : few.values_dtypes >> TS_INT4 & 1 ? TS_INT4

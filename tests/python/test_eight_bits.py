@@ -964,7 +964,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
         (f'"scales": "{scales}"', '"scales": "row"'),
         (f'"scales": "{scales}"', f'"scales": "{"feature" if scales == "block" else "block"}"'),
         ('"version": 2', '"version": 1'),
-        ('"version": 2', '"version": 4'),
+        ('"version": 2', '"version": 5'),
     ):
         assert before in text
         file.write_text(text.replace(before, after))

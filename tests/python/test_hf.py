@@ -582,7 +582,7 @@ def _with_a_plan(folder: Path) -> Any:
 
 def _newer(folder: Path) -> Any:
     config = written(folder / "sparse")
-    config["quantization_config"]["version"] = 4
+    config["quantization_config"]["version"] = 5
     (folder / "sparse/config.json").write_text(json.dumps(config))
     return _load(folder / "sparse")
 

@@ -475,6 +475,7 @@ def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() 
     with pytest.raises(UnsupportedError, match=r"activation must be known when torch.fx.symbolic_trace"):
         torch.fx.symbolic_trace(layer)
     others = {"residual": None, "gate": None, "activation": "none", "column_major_output": False}
+    others["gate_threshold"] = None
     assert torch.equal(torch.fx.symbolic_trace(layer, others)(x, *others.values()), layer(x))
 
 

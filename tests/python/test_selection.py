@@ -682,7 +682,7 @@ def test_the_cpu_has_no_estimates() -> None:
     answer = choose(Product(64, 64, 4, block_shape=32), "cpu")
     assert answer.kernel is not None and answer.kernel.startswith("cpu_")
     assert answer.microseconds is None and answer.dense_microseconds is None
-    assert answer.candidates[-1].kernel == "cpu_portable" and "no estimate" in str(answer)
+    assert answer.candidates[-1].kernel.startswith("cpu_portable") and "no estimate" in str(answer)
 
 
 def test_kernels_are_those_of_the_library() -> None:
@@ -726,8 +726,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"column_major": "x"}, "column_major must be True or False"),
         ({"tf32": "x"}, "tf32 must be True, False or None"),
         ({"density": 2}, "density"),
-        ({"block_shape": 24}, "block_shape"),
-        ({"in_features": 40}, "multiple"),
+        ({"block_shape": 129}, "block_shape"),
         ({"dtype": torch.int8}, "dtype"),
         ({"op": "backward"}, "op must be one of"),
         ({"storage": "int2"}, "storage"),

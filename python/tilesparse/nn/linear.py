@@ -657,7 +657,8 @@ class BlockSparseLinear(StoredWeight):
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
             limits = threshold, gate_threshold
-            if metadata is not None or scales is not None or limits != (None, None):
+            limited = threshold is not None or gate_threshold is not None
+            if metadata is not None or scales is not None or limited:
                 fast = None if self._activations is None else False
                 stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast, *limits)
             y = linear_on(
