@@ -26,6 +26,7 @@ void call_constants() {
     check("ts_abi_version", ts_abi_version() == TS_ABI_VERSION);
     check("ts_version", std::strcmp(ts_version(), TS_VERSION) == 0);
     check("ts_architectures", std::strncmp(ts_architectures(), "cpu", 3) == 0);
+    check_status("ts_plan_check", ts_plan_check());
 }
 
 void call_get() {
