@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import stored
-from table_parts import RESULTS, cases, document, short, table
+from table_parts import RESULTS, cases, document, short, stored, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
 FILES = {"H100": "h100_experts.json#products"}
