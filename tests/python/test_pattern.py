@@ -185,7 +185,7 @@ def test_waste_needs_a_mask_that_is_covered() -> None:
         pattern.waste(torch.ones(16, 32))
     with pytest.raises(InvalidArgumentError, match=r"mask must have shape \(16, 32\), got \(16, 16\)"):
         pattern.waste(torch.ones(16, 16))
-    assert BlockPattern.from_mask(torch.ones(16, 24)).shape == (16, 24)  # which no block of 16 or more divides
+    assert BlockPattern.from_mask(torch.ones(16, 24)).shape == (16, 24)  # which no block divides
 
 
 @pytest.mark.parametrize("device", DEVICES)
