@@ -34,7 +34,7 @@ class LastError {
     int32_t before_;
 };
 
-// Where a kernel, by its number, reports that its plan was another one; memory of the process.
+// The place where a kernel, by its number, reports that its plan was another one; memory of the process.
 PlanReport plan_report(int32_t kernel);
 
 // Throws TS_STALE_PLAN, once, if a kernel that has run reported one. Waits for none.

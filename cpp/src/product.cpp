@@ -18,7 +18,7 @@
 namespace ts {
 namespace {
 
-// What has no plan finds blocks by the pattern's arrays.
+// Kernels without a plan find blocks by the pattern's arrays.
 void check_pattern_arrays(const Problem& problem, DeviceType device, const std::string& reader) {
     const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
     for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {

@@ -27,7 +27,7 @@ enum class Precision : int32_t { highest = 0, tf32 = 1, fast = tf32 };
 enum class ScalesPer : int32_t { block = 0, row = 1, feature = 2 };
 // How the weights of the kept blocks lie in memory.
 enum class Storage : int32_t { dense = 0, two_of_four = 1 };
-// What a small batch skips of the weights: what meets zeros of x, or gives features whose gate is zero.
+// Weights that a small batch skips: those that meet zeros of x, or give features whose gate is zero.
 enum class Skip : int32_t { nothing = 0, inputs = 1, outputs = 2 };
 // How the products of a tile are summed over k: in the same registers throughout (kept), or each step apart
 // and then added to other registers (promoted), which rounds where tensor cores cut off; or added times the
@@ -148,7 +148,7 @@ struct BiasGradient {
     bool accumulate;
 };
 
-// Where a kernel that finds another plan than its own writes its number: a word of the host's memory.
+// A kernel that finds another plan than its own writes its number there: a word of the host's memory.
 struct PlanReport {
     int32_t* at;
     int32_t kernel;

@@ -114,7 +114,7 @@ struct Dds {
     using Weight = WeightFormat<kOp, Math, kTileFeatures>;
     using Traits = DdsTraits<Math, Weight, kTileTokens, kWarpTokens, kWarpFeatures>;
     static constexpr PlanShape kPlan = {kTileFeatures, Traits::kStep};
-    // Whether it computes grouped products, too: in 8 bits not by the largest tiles, which few groups fill.
+    // True if it computes grouped products, too: in 8 bits not by the largest tiles, which few groups fill.
     static constexpr bool kGroups = !Traits::kScaled && (!Traits::kQuantized || kTileTokens <= 128);
 
     struct Occupancy {

@@ -1,4 +1,4 @@
-// dds in float64 for few tokens, which is bound by reading W (sm_80, mma.sync).
+// dds in float64 for small batches, which is bound by reading W (sm_80, mma.sync).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
 // Operands: activations row-major, values [nnz, bn, bk], results row-major or column-major, all float64.
 // A CTA computes 16 features of one block row (NN: block column) for 8 or 16 tokens at a time. It walks no

@@ -94,7 +94,7 @@ struct NarrowTraits : DdsRanks<kTokenRanks, 2 / kTokenRanks, 128> {
     struct Shared {
         // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].
         alignas(1024) char input[kStages][kInputBytes];
-        // What is carried of the sums of each thread, in vectors of 8. Registers have no room for it.
+        // The carried part of each thread's sums, in vectors of 8. Registers have no room for it.
         [[no_unique_address]] std::conditional_t<kCarries, uint4[kWarpgroups][kSums / 8][128], NoCarriedSums>
             carried;
         // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].

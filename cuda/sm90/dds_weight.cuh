@@ -54,7 +54,7 @@ __device__ inline void add_carried(float& first, float& second, uint32_t pair) {
     first += __uint_as_float(pair << 16);
     second += __uint_as_float(pair);
 }
-// What is carried is the sum times `factor`, what it will be halfway to the next time if it grows as before:
+// The carried part is the sum times `factor`, what it will be halfway to the next time if it grows as before:
 // the rest then goes from below zero to above it, and is half as large at most.
 __device__ inline void carry(float& first, float& second, uint32_t& pair, float factor) {
     add_carried(first, second, pair);
@@ -88,7 +88,7 @@ class CarryTimes {
     int next_;
 };
 
-// What is carried of a tile's sums, in registers.
+// The carried part of a tile's sums, in registers.
 template <int kSums>
 class CarriedSums {
   public:

@@ -18,7 +18,7 @@ namespace {
 
 using namespace xla_ffi;
 
-// What becomes an error of XLA.
+// Becomes an error of XLA.
 struct Failure {
     ErrorCode code;
     std::string text;

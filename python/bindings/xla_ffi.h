@@ -34,7 +34,7 @@ struct Version {
     int32_t minor;
 };
 
-// What XLA asks for before the first call.
+// XLA asks for this before the first call.
 struct Metadata {
     size_t struct_size;
     Version version;

@@ -1,4 +1,4 @@
-"""What users are told: tables and short lists in reports and warnings, and progress on stderr.
+"""Words for users: tables and short lists in reports and warnings, and progress on stderr.
 
 Messages go through the logger "tilesparse", so a program can silence or redirect them. It writes to stderr by
 default: long steps say how far they are without being asked.

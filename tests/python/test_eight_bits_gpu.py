@@ -169,7 +169,7 @@ def test_every_product_of_two_numbers_of_float8(row: Row) -> None:
     indirect=True,
 )
 def test_long_sums_of_positive_numbers_of_float8(row: Row) -> None:
-    """What tensor cores cut off of sums adds up where all products have one sign."""
+    """Tensor cores cut off parts of sums, which add up where all products have one sign."""
     for block_shape in accepted_shapes(row)[-1:]:
         problem = Problem(make_pattern("full", (2, 16384 // block_shape[1]), block_shape), 130)
         operands = Operands(row, problem)

@@ -390,7 +390,7 @@ def test_8_bits_match_float64_expert_by_expert(
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_expert_has_the_bits_of_its_8_bit_product_alone(device: str, name: str) -> None:
-    """Of int8 on every device, whose sums are exact; of float8 where one kernel adds them."""
+    """In int8 on every device, whose sums are exact; in float8 where one kernel adds them."""
     counts = [90, 0, 1, 170, 75]
     case = Case(counts, torch.bfloat16, device, (32, 32))
     stored, _ = in_8_bits(case, name)

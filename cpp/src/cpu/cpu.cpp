@@ -67,7 +67,7 @@ int32_t launch(const Problem& problem, const Device& device, const Decision& dec
     return 0;
 }
 
-// What the steps of blocks of any size need: those of the dtype, and those of its sums.
+// Steps that blocks of any size need: those of the dtype, and those of its sums.
 template <const InstructionSet& set>
 const Steps& steps_of_sums(const Problem& problem) {
     return set.steps[static_cast<int>(problem.accumulator_dtype())];

@@ -43,7 +43,7 @@ class Prepacked:
 
 
 class Turned:
-    """Values with each block transposed; written anew in the same memory, which graphs read, on a change."""
+    """Values with each block transposed; written again in the same memory, which graphs read, on a change."""
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()

@@ -303,7 +303,7 @@ def _allocated(
 
 
 class _Measure:
-    """What a threshold does to a layer that has it, on all tokens."""
+    """The effect of a threshold on the layer that has it, over all tokens."""
 
     def __init__(self, layer: Any, threshold: float) -> None:
         self.layer, self.threshold = layer, threshold
