@@ -435,8 +435,8 @@ def test_8_bits_have_the_epilogue_of_others(device: str, name: str, other: str) 
         options: dict[str, Any] = {"offsets": case.offsets, "metadata": metadata}
         x = case.x.detach()
         plain = functional.quantized_linear(x, *arguments, **options)
-        options[other] = added
-        fused = functional.quantized_linear(x, *arguments, activation="gelu", **options)
+        others: dict[str, Any] = {other: added, "activation": "gelu"}
+        fused = functional.quantized_linear(x, *arguments, **options, **others)
         gelu = torch.nn.functional.gelu
         expected = plain * gelu(added) if other == "gate" else gelu(plain) + added
         torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
