@@ -20,8 +20,6 @@ from .linear import BlockSparseLinear, layer_like
 from .weight import Stored, layer_index, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
-# Fields of specs in which layers agree.
-_COMMON = ("dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold")
 
 
 class _Left(NamedTuple):
