@@ -16,16 +16,7 @@ from .._ops.epilogue import combine, spread, spread_in_8_bits, straight_through
 from .._ops.linear import linear_on
 from .._runtime.select import multiplies_as_decode
 from .._runtime.torch_private import is_any_autocast_enabled
-from ..config import (
-    LayerSpec,
-    as_nm,
-    check_experts,
-    check_nm,
-    check_of_experts,
-    check_quantized_activations,
-    check_storage,
-    checked_granularity,
-)
+from ..config import LayerSpec, check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import gated
 from ..matrix import BlockSparseMatrix
@@ -139,30 +130,19 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        check_nm(nm, transposable)
-        check_storage(storage, nm)
         parts = check_parts_beside(patterns, parts)
-        check_quantized_activations(activations, storage)
-        checked_granularity(granularity, activations)
-        check_of_experts("sparse", activations, granularity)
         layers = []
         for name, own in found.layers().items():
-            weight = dense_weight_of(module, name)
+            weight, experts = dense_weight_of(module, name), len(module.get_parameter(name))
             pattern = None if patterns is None else patterns[own]
             if pattern is None:
-                experts = len(module.get_parameter(name))
                 of_all = experts * parts[0], parts[1]
                 pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
             dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-            spec = LayerSpec.of(
-                pattern,
-                weight.dtype,
-                nm=as_nm(nm),
-                transposable=transposable,
-                experts=len(dense[0]),
-            )
+            two_of_four: Any = {"nm": nm, "transposable": transposable}
+            spec = LayerSpec.of(pattern, weight.dtype, experts=experts, **two_of_four)
+            spec = spec.with_storage(storage, granularity, activations)
             layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
-            layer.to_storage(storage, granularity=granularity, activations=activations)
             layers.append(layer.train(module.training))
         return experts_like(module, *layers)
 

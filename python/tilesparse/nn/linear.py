@@ -35,15 +35,7 @@ from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
-from ..config import (
-    LayerSpec,
-    as_nm,
-    check_nm,
-    check_nm_blocks,
-    check_quantized_activations,
-    check_storage,
-    checked_granularity,
-)
+from ..config import LayerSpec
 from ..errors import (
     InvalidArgumentError,
     InvalidPatternError,
@@ -157,7 +149,6 @@ class BlockSparseLinear(StoredWeight):
         generator: torch.Generator | None = None,
     ) -> None:
         refuse_fakes("a layer")
-        check_nm(nm, transposable)
         shape = out_features, in_features
         if pattern is None:
             check_shapes(shape, block_shape)
@@ -167,13 +158,8 @@ class BlockSparseLinear(StoredWeight):
         elif pattern.shape != shape:
             raise InvalidArgumentError(f"pattern must have shape {shape}, got {pattern.shape}")
         like = torch.empty(0, device=device, dtype=dtype)
-        spec = LayerSpec.of(
-            pattern,
-            like.dtype,
-            nm=as_nm(nm),
-            transposable=transposable,
-            policy=policy,
-        ).with_storage(storage, activations=activations)
+        spec = LayerSpec.of(pattern, like.dtype, nm=nm, transposable=transposable, policy=policy)
+        spec = spec.with_storage(storage, activations=activations)
         super().__init__(pattern, spec, like.device)
         self.register_parameter("bias", nn.Parameter(like.new_empty(spec.shape[0])) if bias else None)
         self.reset_parameters(generator)
@@ -207,8 +193,9 @@ class BlockSparseLinear(StoredWeight):
             device="meta",
             dtype=spec.dtype,
             **own,
-        ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
-        layer._threshold = spec.threshold
+        )
+        if spec != layer.spec:
+            layer._convert(spec)
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -308,19 +295,11 @@ class BlockSparseLinear(StoredWeight):
                     f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
                     f"and {columns} block columns (inputs that nothing reads) empty"
                 )
-        check_nm(nm, transposable)
-        check_storage(storage, nm)
-        check_quantized_activations(activations, storage)
-        spec = LayerSpec.of(
-            pattern,
-            weight.dtype,
-            nm=as_nm(nm),
-            transposable=transposable,
-            policy=policy,
-        )
+        spec = LayerSpec.of(pattern, weight.dtype, nm=nm, transposable=transposable, policy=policy)
+        spec = spec.with_storage(storage, activations=activations)
         by_weight = scores if scores is not None and scores.shape == weight.shape else None
         layer = layer_of_dense(cls, spec, pattern, weight, dense.weight, dense.bias, by_weight)
-        return layer.to_storage(storage, activations=activations).train(linear.training)
+        return layer.train(linear.training)
 
     @property
     def threshold(self) -> float | None:
@@ -410,13 +389,13 @@ class BlockSparseLinear(StoredWeight):
             InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
                 layer is as it was.
         """
-        check_nm(nm, transposable)
         check_whole(self, "set_nm")
         check_trainable(self, "set_nm")
-        check_nm_blocks(nm, transposable, self._block_shape)
-        self._end_merging()
-        self.mask = None if nm is None else chosen_mask(self.weight, scores, transposable)
-        self._nm, self._transposable = as_nm(nm), transposable
+        wanted: Any = {"nm": nm, "transposable": transposable}
+        spec = replace(self.spec, **wanted)
+        mask = None if spec.nm is None else chosen_mask(self.weight, scores, transposable)
+        self._describe(spec)
+        self.mask = mask
         return self
 
     @torch.no_grad()
@@ -475,13 +454,13 @@ class BlockSparseLinear(StoredWeight):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_granularity(granularity, activations, self._block_shape)
         spec = self.spec.with_storage(storage, granularity, activations)
         if spec != self.spec or limits is not None or values is not None:
             self._convert(spec, limits, values)
         return self
 
-    def _convert(self, spec: LayerSpec, limits: Tensor | None, values: Tensor | None) -> None:
+    def _convert(self, spec: LayerSpec, limits: Tensor | None = None, values: Tensor | None = None) -> None:
+        """Store the weight as another spec says."""
         storage = storage_of(spec.storage)
         for name, given in (("limits", limits), ("values", values)):
             if given is not None and not storage.granularities:
@@ -547,9 +526,8 @@ class BlockSparseLinear(StoredWeight):
             fill(self.mask, two_of_four(drawn.abs(), transposable=self.transposable))
         if not sharded:
             zero_outside_(self.weight, self.pattern)
-            self.to_storage(
-                wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
-            )
+            if wanted != self.spec:
+                self._convert(wanted)
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn)[: self.out_features], generator)
 
@@ -745,22 +723,24 @@ def layer_of_dense(
     bias: Tensor | None,
     scores: Tensor | None = None,
 ) -> _Layer:
-    """Return a layer of copies of a dense weight's blocks and of its bias, by a spec that is stored plain.
+    """Return a layer of copies of a dense weight's blocks and of its bias, stored as the spec says.
 
     ``weight`` is the parameter whose W [out_features, in_features] is ``dense``; 2:4 chooses by ``scores`` of
     that shape, by default by magnitudes.
     """
     if pattern.shape != dense.shape:
         raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
-    on_device = pattern.to(dense.device)
+    plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
     tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
     if spec.nm is not None:
         by_block = None if scores is None else BlockSparseMatrix.from_dense(scores, on_device).values
         tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
     if bias is not None:
         tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)
-    layer = _layer_of(cls, Stored(spec, pattern, tensors), weight, bias)
+    layer = _layer_of(cls, Stored(plain, pattern, tensors), weight, bias)
     layer._origin = PatternOrigin(Source.MISSING if dense.is_meta else Source.OWN, layer_index(layer))
+    if spec != plain:
+        layer._convert(spec)
     return layer
 
 
