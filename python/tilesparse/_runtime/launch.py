@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -48,7 +48,6 @@ from .device import (
     SCALES_PER_ROW,
     SDD_TN,
     on,
-    run_on,
 )
 from .layout import (
     Lines,
@@ -695,11 +694,9 @@ def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
     """Return y ⊙ activation(by), or that of the halves of y; `multiplies_by_gate` must hold."""
     tokens, features, gate_rows, rows = _operands(y, by)
     result = y.new_empty(*y.shape[:-1], features)
-    run, stream = _C.gate, current_stream(y.get_device())
-    if y.get_device() != current_device():
-        run = run_on(y.device, run)
-    code, here = DTYPES[y.dtype], (result.data_ptr(), features)
-    run(code, activation, tokens, features, gate_rows, rows, here, stream)
+    code, here, stream = DTYPES[y.dtype], (result.data_ptr(), features), current_stream(y.get_device())
+    with on(y.device):
+        _C.gate(code, activation, tokens, features, gate_rows, rows, here, stream)
     return result
 
 
@@ -710,13 +707,12 @@ def gate_gradient(
     tokens, features, gate_rows, rows = _operands(y, by)
     of_y, of_by = y.new_empty(y.shape), None if by is None else by.new_empty(by.shape)
     *_, of_gate, of_factor = _operands(of_y, of_by)
-    run, stream = _C.gate_gradient, current_stream(y.get_device())
-    if y.get_device() != current_device():
-        run = run_on(y.device, run)
     stride = row_stride(grad)
     assert stride is not None
-    given = grad.data_ptr(), stride
-    run(DTYPES[y.dtype], activation, tokens, features, gate_rows, rows, given, of_gate, of_factor, stream)
+    code, given, stream = DTYPES[y.dtype], (grad.data_ptr(), stride), current_stream(y.get_device())
+    written = of_gate, of_factor
+    with on(y.device):
+        _C.gate_gradient(code, activation, tokens, features, gate_rows, rows, given, *written, stream)
     return of_y, of_by
 
 
@@ -833,8 +829,7 @@ def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None
         return
     features = x.shape[-1]
     x, stride = row_major(x)
-    here = not x.is_cuda or x.get_device() == current_device()
-    with nullcontext() if here else on(x.device):
+    with on(x.device):
         _C.quantize(
             int(x.is_cuda),
             DTYPES[x.dtype],
