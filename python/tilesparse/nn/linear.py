@@ -46,7 +46,7 @@ from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside, zero_outside_
 from ..storage.formats import Form, forms_of, storage_of
 from ..storage.quantize import two_of_four
-from .dense import best_blocks, dense_weight, is_conv1d, reason_not_dense
+from .dense import best_blocks, dense_weight, is_conv1d, linear_of, reason_not_dense
 from .loading import load
 from .origin import AVERAGES, PatternOrigin, Source, checked_pattern
 from .parameters import fill, is_everywhere, is_sharded
@@ -187,15 +187,11 @@ class BlockSparseLinear(StoredWeight):
             spec.shape[0],
             bias,
             pattern=BlockPattern.from_index(Index(crow, col, slot, spec.shape, spec.block_shape)),
-            policy=spec.policy,
-            nm=spec.nm,
-            transposable=spec.transposable,
             device="meta",
             dtype=spec.dtype,
             **own,
         )
-        if spec != layer.spec:
-            layer._convert(spec)
+        layer._allocate(spec, layer.weight.device)
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -232,7 +228,7 @@ class BlockSparseLinear(StoredWeight):
                 f"tensors must have {spec.nnz} blocks, as spec.nnz says, got {pattern.nnz}"
             )
         own = {name: _fitting(name, tensors[name], form) for name, form in forms.items()}
-        return _layer_of(cls, Stored(spec, pattern, own))
+        return layer_of(cls, Stored(spec, pattern, own))
 
     @classmethod
     @with_normal_tensors
@@ -253,25 +249,15 @@ class BlockSparseLinear(StoredWeight):
     ) -> _Layer:
         """Return a layer with the best blocks of a dense one: same values, dtype, device and mode.
 
+        ``linear`` is a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
         Nothing is rescaled. Parameters are copied, with their ``requires_grad``. A warning says how many
         block rows and columns are left empty, unless `pattern` is given.
 
-        Args:
-            linear: a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
-            scores: what to keep, higher is better: one number per block [out_features / bn,
-                in_features / bk], or one per weight [out_features, in_features], which are summed
-                over each block, and by which ``nm`` chooses. None scores blocks by their Frobenius norm,
-                and weights by their magnitude.
-            parts: (r, c): keep as many blocks of each part, for tensor parallelism over r or c processes, see
-                `BlockPattern.random`; (1, 1) beside `pattern`.
-            density: see the class, as for the arguments below.
-            block_shape: as there.
-            pattern: as there.
-            policy: as there.
-            nm: as there.
-            transposable: as there.
-            storage: as there.
-            activations: as there.
+        ``scores`` say what to keep, higher is better: one number per block [out_features / bn,
+        in_features / bk], or one per weight [out_features, in_features], which are summed over each block,
+        and by which ``nm`` chooses. None scores blocks by their Frobenius norm, weights by their magnitude.
+        With ``parts`` (r, c) each part keeps as many blocks, for tensor parallelism over r or c processes,
+        see `BlockPattern.random`; they are (1, 1) beside `pattern`. All else is as for the class.
 
         Raises:
             InvalidArgumentError: `linear` is neither of the two or cannot be cut into these blocks, its
@@ -313,12 +299,7 @@ class BlockSparseLinear(StoredWeight):
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense = BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense()
-        linear.weight = nn.Parameter(dense, self.weight.requires_grad)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
-        return linear.train(self.training)
+        return linear_of(BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense(), self)
 
     def to_semi_structured(self) -> Tensor:
         """Return the weight [out_features, in_features] as PyTorch's 2:4 tensor, for a pattern without gaps.
@@ -695,7 +676,7 @@ def representation(layer: Any) -> str:
     )
 
 
-def _layer_of(
+def layer_of(
     cls: type[_Layer], stored: Stored, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> _Layer:
     """Return a layer of these parts, with ``requires_grad`` as these parameters have it."""
@@ -710,7 +691,7 @@ def _layer_of(
 
 def layer_like(layer: _Layer, stored: Stored) -> _Layer:
     """Return a layer of these parts that is trained, or not, as another one."""
-    return _layer_of(type(layer), stored, layer.weight, layer.bias).train(layer.training)
+    return layer_of(type(layer), stored, layer.weight, layer.bias).train(layer.training)
 
 
 @torch.no_grad()
@@ -737,7 +718,7 @@ def layer_of_dense(
         tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
     if bias is not None:
         tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)
-    layer = _layer_of(cls, Stored(plain, pattern, tensors), weight, bias)
+    layer = layer_of(cls, Stored(plain, pattern, tensors), weight, bias)
     layer._origin = PatternOrigin(Source.MISSING if dense.is_meta else Source.OWN, layer_index(layer))
     if spec != plain:
         layer._convert(spec)
