@@ -87,14 +87,9 @@ class BlockSparseConfig:
         _check_form(self, block_shape)
         granularity = checked_granularity(self.granularity, self.activations, block_shape)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
-        own = {
-            "density": density,
-            "block_shape": block_shape,
-            "nm": as_nm(self.nm),
-            "granularity": granularity,
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            density=density, block_shape=block_shape, nm=as_nm(self.nm), granularity=granularity
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -193,10 +188,9 @@ class LayerSpec:
             check_of_experts(self.policy, self.activations, self.granularity)
             if self.threshold is not None:
                 raise InvalidArgumentError(f"threshold must be None with experts, got {self.threshold}")
+        threshold = checked_threshold("threshold", self.threshold)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
-        own |= {"threshold": checked_threshold("threshold", self.threshold)}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(own, threshold=threshold)
 
     @property
     def grid(self) -> tuple[int, int]:
