@@ -174,7 +174,8 @@ class LayerSpec:
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
         _check_form(self, block_shape, shape[1])
-        allowed = traits_of(self.storage).granularities or (None,)
+        has_scales = traits_of(self.storage).dtype is not None
+        allowed: tuple[str | None, ...] = GRANULARITIES if has_scales else (None,)
         if self.activations is not None:
             inside = _may_be_inside(self.activations, block_shape)
             allowed = (PER_FEATURE, "block") if inside else (PER_FEATURE,)
@@ -220,7 +221,7 @@ class LayerSpec:
         check_storage(storage, self.nm)
         check_quantized_activations(activations, storage)
         checked = checked_granularity(granularity, activations, self.block_shape)
-        own = checked if traits_of(storage).granularities else None
+        own = None if traits_of(storage).dtype is None else checked
         return replace(self, storage=storage, granularity=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:

@@ -444,7 +444,7 @@ class BlockSparseLinear(StoredWeight):
         """Store the weight as another spec says."""
         storage = storage_of(spec.storage)
         for name, given in (("limits", limits), ("values", values)):
-            if given is not None and not storage.granularities:
+            if given is not None and storage.dtype is None:
                 raise InvalidArgumentError(
                     f"{name} must be None with storage {spec.storage!r}, which has no scales"
                 )

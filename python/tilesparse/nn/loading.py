@@ -15,7 +15,7 @@ from .._runtime.pattern_cache import update_of
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from ..storage.formats import STORED_NAMES, forms_of, storage_of
+from ..storage.formats import STORED_NAMES, forms_of, granularity_of, storage_of
 from ..storage.traits import STORED_DTYPES
 from .origin import PatternOrigin, checked_pattern
 from .parameters import align, is_sharded
@@ -68,9 +68,7 @@ def _checked(
     spec, pattern = layer.spec, None
     if there:
         pattern = _checked_pattern(layer, state, there[0])
-        granularity = spec.granularity
-        if layer.activations is None:
-            granularity = storage_of(spec.storage).granularity_of(state.get("scales", layer.scales))
+        granularity = granularity_of(state.get("scales", layer.scales), layer.activations)
         spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=granularity)
         if layer._shard is not None:
             layer._shard.check(pattern)
