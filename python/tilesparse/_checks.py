@@ -517,15 +517,6 @@ def check_sdd(
             _check_alike("out", out, "x", x)
 
 
-def check_separate(out: Tensor, y: Tensor, x: Tensor) -> None:
-    """Check the memory that a product of y and x is written to."""
-    for name, operand in (("y", y), ("x", x)):
-        if _overlap(operand, out):
-            raise InvalidArgumentError(f"out must not share memory with {name}")
-    if is_misaligned(out):
-        raise InvalidArgumentError(f"out must be aligned to {ALIGNMENT} bytes")
-
-
 def check_activations(name: str, matrix: Tensor, features: int) -> None:
     """Check the features, layout and dtype of activations."""
     shape = matrix.shape
@@ -676,19 +667,6 @@ def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> Non
 def check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.device != like.device:
         raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
-
-
-def _overlap(operand: Tensor, out: Tensor) -> bool:
-    """Return True if the address ranges of two tensors overlap."""
-    first, second = _range(operand), _range(out)
-    return first[0] < second[1] and second[0] < first[1]
-
-
-def _range(tensor: Tensor) -> tuple[int, int]:
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 _FEATURES = 16  # of which kernels read multiples

@@ -17,6 +17,7 @@ from ._checks import (
     check_block_shape,
     check_compressible,
     check_exact_sums,
+    check_flag,
     check_policy,
     check_shapes,
     checked_count,
@@ -83,23 +84,12 @@ class BlockSparseConfig:
         if not 0 <= density <= 1:
             raise InvalidArgumentError(f"density must be a number from 0 to 1, got {shown(self.density)}")
         block_shape = check_block_shape(self.block_shape)
-        check_flag("transposable", self.transposable)
-        check_nm(self.nm, self.transposable)
-        check_nm_blocks(self.nm, self.transposable, block_shape)
-        check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage)
+        _check_form(self, block_shape)
         granularity = checked_granularity(self.granularity, self.activations, block_shape)
-        check_inside(self.activations, granularity, self.nm)
-        check_policy(self.policy)
         # Python's own numbers and tuples, so that equal configs are one key of a dictionary.
-        own = {
-            "density": density,
-            "block_shape": block_shape,
-            "nm": as_nm(self.nm),
-            "granularity": granularity,
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            density=density, block_shape=block_shape, nm=as_nm(self.nm), granularity=granularity
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -183,13 +173,9 @@ class LayerSpec:
         nnz = checked_count("nnz", self.nnz, 0, rows * columns)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
-        check_flag("transposable", self.transposable)
-        check_nm(self.nm, self.transposable)
-        check_nm_blocks(self.nm, self.transposable, block_shape)
-        check_storage(self.storage, self.nm)
-        check_quantized_activations(self.activations, self.storage, shape[1])
-        check_inside(self.activations, self.granularity, self.nm)
-        allowed = traits_of(self.storage).granularities or (None,)
+        _check_form(self, block_shape, shape[1])
+        has_scales = traits_of(self.storage).dtype is not None
+        allowed: tuple[str | None, ...] = GRANULARITIES if has_scales else (None,)
         if self.activations is not None:
             inside = _may_be_inside(self.activations, block_shape)
             allowed = (PER_FEATURE, "block") if inside else (PER_FEATURE,)
@@ -198,16 +184,14 @@ class LayerSpec:
                 f"granularity must be one of {list(allowed)} with storage {self.storage!r} and activations "
                 f"{self.activations!r}, got {shown(self.granularity)}"
             )
-        check_policy(self.policy)
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
             check_of_experts(self.policy, self.activations, self.granularity)
             if self.threshold is not None:
                 raise InvalidArgumentError(f"threshold must be None with experts, got {self.threshold}")
+        threshold = checked_threshold("threshold", self.threshold)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
-        own |= {"threshold": checked_threshold("threshold", self.threshold)}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(own, threshold=threshold)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -235,9 +219,9 @@ class LayerSpec:
     ) -> LayerSpec:
         """Return the spec of the same layer in another storage; `granularity` counts where it has scales."""
         check_storage(storage, self.nm)
-        check_quantized_activations(activations, storage, self.shape[1])
-        has_scales = traits_of(storage).granularities
-        own = checked_granularity(granularity, activations, self.block_shape) if has_scales else None
+        check_quantized_activations(activations, storage)
+        checked = checked_granularity(granularity, activations, self.block_shape)
+        own = None if traits_of(storage).dtype is None else checked
         return replace(self, storage=storage, granularity=own, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
@@ -281,6 +265,21 @@ class LayerSpec:
                 raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
         own = {**entry, "dtype": _DTYPES[entry["dtype"]]}
         return cls(granularity=own.pop("scales"), **own)
+
+
+def _check_form(form: BlockSparseConfig | LayerSpec, block_shape: tuple[int, int], *in_features: int) -> None:
+    """Check the fields that configs and specs share, but for the granularity of scales."""
+    check_flag("transposable", form.transposable)
+    check_nm(form.nm, form.transposable)
+    check_nm_blocks(form.nm, form.transposable, block_shape)
+    check_storage(form.storage, form.nm)
+    check_quantized_activations(form.activations, form.storage, *in_features)
+    if form.activations is not None and form.granularity == "block" and form.nm is not None:
+        raise InvalidArgumentError(  # scales inside of the sums and 2:4: there is no such product
+            f"nm must be None with activations={form.activations!r} and granularity='block', got "
+            f"{shown(form.nm)}"
+        )
+    check_policy(form.policy)
 
 
 def check_experts(experts: object, rows: int, block_rows: int) -> None:
@@ -333,23 +332,9 @@ def checked_granularity(
     return str(granularity)
 
 
-def check_inside(activations: str | None, granularity: str | None, nm: object) -> None:
-    """Raise InvalidArgumentError where scales inside of the sums meet 2:4: there is no such product."""
-    if activations is not None and granularity == "block" and nm is not None:
-        raise InvalidArgumentError(
-            f"nm must be None with activations={activations!r} and granularity='block', got {shown(nm)}"
-        )
-
-
 def _may_be_inside(activations: str, block_shape: tuple[int, int] | None) -> bool:
     """Return True where scales of blocks may be inside of the sums."""
     return activations == "float8_e4m3fn" and block_shape in (None, (SCALE_GROUP, SCALE_GROUP))
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise InvalidArgumentError unless the value is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False, got {shown(value)}")
 
 
 def as_nm(nm: Sequence[int] | None) -> tuple[int, int] | None:

@@ -42,7 +42,7 @@ from ._checks import (
     shown,
 )
 from ._ops import epilogue
-from ._ops.autograd import autocast, call, records_gradient
+from ._ops.autograd import autocast, call, is_plain, records_gradient
 from ._ops.epilogue import activation_code
 from ._ops.linear import linear_on
 from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO, refuse_gradient
@@ -282,7 +282,12 @@ def quantize_activations(
         InvalidArgumentError: another dtype or `granularity`, or another number of features.
         NoDeviceError: x is on a GPU, and the library was built without CUDA.
     """
-    return epilogue.quantize_activations(x, dtype, granularity)
+    if granularity != "token" and (granularity != "group" or dtype != torch.float8_e4m3fn):
+        raise InvalidArgumentError(
+            "granularity must be 'token', or 'group' with dtype torch.float8_e4m3fn, got "
+            f"{shown(granularity)} with {dtype}"
+        )
+    return epilogue.quantized(x, dtype if granularity == "token" else None, is_plain((x,)))
 
 
 def dds(

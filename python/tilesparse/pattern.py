@@ -15,6 +15,7 @@ from ._checks import (
     Index,
     as_integer,
     check_content,
+    check_flag,
     check_index,
     check_whole_blocks,
     checked_count,
@@ -28,32 +29,9 @@ from ._checks import (
 )
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
-from ._runtime.pattern_cache import block_indices, blocks_of, content_of, prepared, update_of, validate
+from ._runtime.pattern_cache import blocks_of, content_of, prepared, update_of, validate
 from ._runtime.torch_private import refuse_fakes
 from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
-
-
-def checked_index(
-    crow_indices: Array | Sequence[int],
-    col_indices: Array | Sequence[int],
-    shape: Sequence[int],
-    block_shape: int | Sequence[int],
-    slot: Array | Sequence[int] | None,
-    device: torch.device | str | int | None,
-) -> Index:
-    """Return validated copies of the arrays of a pattern."""
-    col_indices = shared("col_indices", col_indices)
-    if device is None:
-        device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-    shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
-    crow = _index_array("crow_indices", crow_indices, block_rows + 1)
-    col = _index_array("col_indices", col_indices)
-    nnz = len(col)
-    if slot is None:
-        slot = torch.arange(nnz, dtype=torch.int32, device="cpu")
-    index = Index(crow, col, _index_array("slot", slot, nnz), shape, block_shape)
-    validate(index)
-    return moved_index(index, torch.device(device))
 
 
 def moved_index(index: Index, device: torch.device, copy: bool = False) -> Index:
@@ -87,21 +65,6 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 
 
-def refined_index(index: Index, block_shape: int | Sequence[int]) -> Index:
-    """Return the index of the same weight in smaller blocks; the parts of a block follow each other."""
-    small, (bn, bk) = pattern_block_shape(block_shape), index.block_shape
-    if bn % small[0] or bk % small[1]:
-        raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
-    rows, cols = block_indices(index)
-    down = torch.arange(bn // small[0], device=rows.device)
-    across = torch.arange(bk // small[1], device=rows.device)
-    rows = rows[:, None, None] * len(down) + down[:, None]
-    cols = cols[:, None, None] * len(across) + across
-    check_whole_blocks("a pattern in smaller blocks", index.shape, index.block_shape)
-    numbers = (rows * (index.shape[1] // small[1]) + cols).flatten()
-    return index_of(numbers, index._replace(block_shape=small))
-
-
 def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
     array = shared(name, array)
@@ -126,27 +89,6 @@ def _index_array(name: str, array: Array | Sequence[int], length: int | None = N
 def is_integer(array: Tensor) -> bool:
     """Return True if a tensor holds integers; bool does not count."""
     return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
-
-
-def moved_blocks(
-    places: Tensor,
-    slots: Tensor | Sequence[int],
-    blocks: Tensor | Sequence[tuple[int, int]],
-    check: bool,
-) -> Tensor:
-    """Return the (row, col) of every slot, [nnz, 2] int64, after the blocks at ``slots`` have moved."""
-    chosen, new = (_integers(n, given, places.device) for n, given in (("slots", slots), ("blocks", blocks)))
-    chosen = chosen.reshape(-1)
-    if new.numel() != 2 * len(chosen):
-        raise InvalidArgumentError(
-            f"blocks must be {len(chosen)} places, one per slot, got shape {tuple(new.shape)}"
-        )
-    if check:
-        numbers = chosen.tolist()
-        if len(set(numbers)) != len(numbers) or not all(0 <= slot < len(places) for slot in numbers):
-            raise InvalidPatternError(f"slots must be different numbers from 0 to {len(places) - 1}")
-    places[chosen] = new.reshape(-1, 2)
-    return places
 
 
 def _integers(name: str, given: Tensor | Sequence[Any], device: torch.device) -> Tensor:
@@ -316,8 +258,17 @@ class BlockPattern(PatternView):
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
+        col_indices = shared("col_indices", col_indices)
+        if device is None:
+            device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
-            self._own(checked_index(crow_indices, col_indices, shape, block_shape, slot, device))
+            crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+            col = _index_array("col_indices", col_indices)
+            order = torch.arange(len(col), dtype=torch.int32, device="cpu") if slot is None else slot
+            index = Index(crow, col, _index_array("slot", order, len(col)), shape, block_shape)
+            validate(index)
+            self._own(moved_index(index, torch.device(device)))
 
     def _own(self, index: Index) -> None:
         self._index = index
@@ -376,8 +327,14 @@ class BlockPattern(PatternView):
         """
         refuse_fakes("a pattern")
         shape, block_shape, grid = pattern_shapes(shape, block_shape)
-        chosen = random_blocks(grid, parts, density, nnz, cover, generator)
-        return cls._from_sorted(chosen, shape, block_shape, device=device)
+        check_flag("cover", cover)
+        of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
+        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        chosen = [
+            numbers[_drawn(len(numbers), first, kept, generator)]
+            for numbers, first in zip(of_parts, covering, strict=True)
+        ]
+        return cls._from_sorted(torch.cat(chosen).sort().values, shape, block_shape, device=device)
 
     @classmethod
     def full(
@@ -406,8 +363,27 @@ class BlockPattern(PatternView):
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
         listed: Tensor | Sequence[tuple[int, int]] = shared("blocks", blocks)
-        shape, block_shape, grid = pattern_shapes(shape, block_shape)
-        chosen, slot = listed_blocks(listed, grid)
+        shape, block_shape, (rows, cols) = pattern_shapes(shape, block_shape)
+        if isinstance(listed, Tensor):
+            check_content("blocks", listed)
+        pairs = torch.as_tensor(listed, device="cpu")
+        if pairs.numel() == 0:
+            pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
+            raise InvalidPatternError(
+                f"blocks must be (row, col) pairs of integers, got shape {tuple(pairs.shape)} of "
+                f"{pairs.dtype}"
+            )
+        row, col = pairs.long().unbind(1)
+        outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
+        if len(outside):
+            first = tuple(pairs[outside[0, 0]].tolist())
+            raise InvalidPatternError(f"blocks: {first} lies outside the {rows} x {cols} blocks of the shape")
+        chosen, slot = (row * cols + col).sort()
+        twice = (chosen[1:] == chosen[:-1]).nonzero()
+        if len(twice):
+            first = divmod(int(chosen[twice[0, 0]]), cols)
+            raise InvalidPatternError(f"blocks: {first} is listed twice")
         device = listed.device if isinstance(listed, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
@@ -490,7 +466,14 @@ class BlockPattern(PatternView):
         """
         scores = check_matrix("scores", scores)
         shape, block_shape = shape_of_grid("scores", scores, block_shape, shape)
-        chosen = best_blocks(scores, parts, density, nnz)
+        if scores.is_complex():
+            raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
+        flat = scores.detach().cpu().reshape(-1)
+        if bool(flat.isnan().any()):
+            raise InvalidArgumentError("scores must be numbers that can be ranked, got NaN")
+        of_parts, kept = _blocks_of_parts(grid_of(shape, block_shape), parts, density, nnz)
+        best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        chosen = of_parts.gather(1, best).flatten().sort().values
         return cls._from_sorted(chosen, shape, block_shape, device=scores.device)
 
     @classmethod
@@ -512,7 +495,11 @@ class BlockPattern(PatternView):
         """
         dense = check_matrix("dense", dense)
         shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
-        scores = block_norms(dense, block_shape)
+        blocks, dtype = (
+            blocks_of(dense.detach(), block_shape),
+            torch.promote_types(dense.dtype, torch.float32),
+        )
+        scores: Tensor = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
         return cls.from_scores(
             scores, block_shape=block_shape, density=density, nnz=nnz, parts=parts, shape=shape
         )
@@ -603,13 +590,21 @@ class BlockPattern(PatternView):
         Raises:
             InvalidPatternError: a place lies outside or is taken; nothing has changed.
         """
-        rows, cols = self.block_indices()
-        places = moved_blocks(torch.stack((rows, cols), 1), slots, blocks, check)
-        if check:
-            return self.update_(
-                BlockPattern.from_blocks(places, shape=self.shape, block_shape=self.block_shape)
+        places = torch.stack(self.block_indices(), 1)
+        chosen, new = _integers("slots", slots, places.device), _integers("blocks", blocks, places.device)
+        chosen = chosen.reshape(-1)
+        if new.numel() != 2 * len(chosen):
+            raise InvalidArgumentError(
+                f"blocks must be {len(chosen)} places, one per slot, got shape {tuple(new.shape)}"
             )
-        return self._take(index_of(places[:, 0] * self.grid[1] + places[:, 1], self._index))
+        if check:
+            numbers = chosen.tolist()
+            if len(set(numbers)) != len(numbers) or not all(0 <= slot < self.nnz for slot in numbers):
+                raise InvalidPatternError(f"slots must be different numbers from 0 to {self.nnz - 1}")
+        places[chosen] = new.reshape(-1, 2)
+        if not check:
+            return self._take(index_of(places[:, 0] * self.grid[1] + places[:, 1], self._index))
+        return self.update_(BlockPattern.from_blocks(places, shape=self.shape, block_shape=self.block_shape))
 
     def _take(self, other: Index) -> BlockPattern:
         with exclusive():
@@ -635,7 +630,17 @@ class BlockPattern(PatternView):
         Raises:
             InvalidArgumentError: ``block_shape`` does not divide the pattern's.
         """
-        return BlockPattern.from_index(refined_index(self._index, block_shape))
+        small, (bn, bk) = pattern_block_shape(block_shape), self.block_shape
+        if bn % small[0] or bk % small[1]:
+            raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
+        check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
+        rows, cols = self.block_indices()
+        down = torch.arange(bn // small[0], device=rows.device)
+        across = torch.arange(bk // small[1], device=rows.device)
+        rows = rows[:, None, None] * len(down) + down[:, None]
+        cols = cols[:, None, None] * len(across) + across
+        numbers = (rows * (self.in_features // small[1]) + cols).flatten()
+        return BlockPattern.from_index(index_of(numbers, self._index._replace(block_shape=small)))
 
     def __reduce__(self) -> tuple[Callable[..., BlockPattern], tuple[Any, ...]]:
         return _rebuild, tuple(self._index)
@@ -691,70 +696,6 @@ def check_matrix(name: str, given: Array) -> Tensor:
         )
     check_content(name, matrix)
     return matrix
-
-
-def listed_blocks(blocks: Tensor | Sequence[tuple[int, int]], grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the numbers of listed (row, col) blocks in ascending order, and each one's place in the list."""
-    rows, cols = grid
-    if isinstance(blocks, Tensor):
-        check_content("blocks", blocks)
-    pairs = torch.as_tensor(blocks, device="cpu")
-    if pairs.numel() == 0:
-        pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-    if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
-        raise InvalidPatternError(
-            f"blocks must be (row, col) pairs of integers, got shape {tuple(pairs.shape)} of {pairs.dtype}"
-        )
-    row, col = pairs.long().unbind(1)
-    outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
-    if len(outside):
-        first = tuple(pairs[outside[0, 0]].tolist())
-        raise InvalidPatternError(f"blocks: {first} lies outside the {rows} x {cols} blocks of the shape")
-    chosen, slot = (row * cols + col).sort()
-    twice = (chosen[1:] == chosen[:-1]).nonzero()
-    if len(twice):
-        first = divmod(int(chosen[twice[0, 0]]), cols)
-        raise InvalidPatternError(f"blocks: {first} is listed twice")
-    return chosen, slot
-
-
-def block_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """Return the Frobenius norm [R, C] of each block of a matrix, in float32 at least."""
-    blocks, dtype = blocks_of(dense.detach(), block_shape), torch.promote_types(dense.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(blocks, dim=(-2, -1), dtype=dtype)
-    return norms
-
-
-def random_blocks(
-    grid: tuple[int, int],
-    parts: Sequence[int],
-    density: float | None,
-    nnz: int | None,
-    cover: bool,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Draw blocks as `BlockPattern.random` describes; return their numbers in ascending order."""
-    if not isinstance(cover, bool):
-        raise InvalidArgumentError(f"cover must be True or False, got {cover!r}")
-    of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
-    covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
-    chosen = [
-        numbers[_drawn(len(numbers), first, kept, generator)]
-        for numbers, first in zip(of_parts, covering, strict=True)
-    ]
-    return torch.cat(chosen).sort().values
-
-
-def best_blocks(scores: Tensor, parts: Sequence[int], density: float | None, nnz: int | None) -> Tensor:
-    """Choose the blocks with the highest scores [R, C]; return their numbers in ascending order."""
-    if scores.is_complex():
-        raise InvalidArgumentError(f"scores must be real numbers, got {scores.dtype}")
-    flat = scores.detach().cpu().reshape(-1)
-    if bool(flat.isnan().any()):
-        raise InvalidArgumentError("scores must be numbers that can be ranked, got NaN")
-    of_parts, kept = _blocks_of_parts((scores.shape[0], scores.shape[1]), parts, density, nnz)
-    best = flat[of_parts].sort(dim=1, descending=True, stable=True).indices[:, :kept]
-    return of_parts.gather(1, best).flatten().sort().values
 
 
 def canonical_bsr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

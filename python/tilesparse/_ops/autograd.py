@@ -66,35 +66,25 @@ def call(
     operands: Operands = DENSE,
 ) -> Tensor:
     """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher."""
-    tensors, others = (first, second, epilogue.bias, epilogue.residual), others_of(epilogue, operands)
-    if not is_plain(tensors) or (others and not is_plain(others)):
+    tensors = first, second, epilogue.bias, epilogue.residual
+    # Those without a gradient; the operands' first fields are `Operands.tensors`, with a frame less.
+    others = (epilogue.gate,) if operands is DENSE else (epilogue.gate, *operands[:8])
+    if not is_plain((*tensors, *others)):
         _refuse_tangents((*tensors, *others))
         factors = (first,) if second is None else (first, second)
         op = product.transformed if transforms_active() else product.op
-        return op(*factors, *index, *arguments_of(product.takes, epilogue, operands))
+        fields = dict(zip(_FIELDS, (*epilogue, *operands), strict=True))
+        return op(*factors, *index, *(fields[name] for name in product.takes))
     pattern = prepared(index, product.looks)
     if records_gradient(tensors):
         return _record((product, pattern, index, epilogue, operands), *tensors)
     return product.kernel(first, second, pattern, epilogue, operands)
 
 
-def others_of(epilogue: Epilogue, operands: Operands) -> Tensors:
-    """Return the tensors of both records that have no gradient, or None."""
-    if operands is DENSE:
-        return () if epilogue.gate is None else (epilogue.gate,)
-    return epilogue.gate, *operands[:8]  # as `Operands.tensors`, with a frame less
-
-
 # ---- records, as arguments of operators ----
 
 _FIELDS = (*Epilogue._fields, *Operands._fields)
 _DEFAULTS = (*NO_EPILOGUE, *DENSE)
-
-
-def arguments_of(takes: Sequence[str], epilogue: Epilogue, operands: Operands) -> list[Any]:
-    """Return these fields of the records."""
-    fields = dict(zip(_FIELDS, (*epilogue, *operands), strict=True))
-    return [fields[name] for name in takes]
 
 
 def records_of(takes: Sequence[str], *given: Any, **named: Any) -> tuple[Epilogue, Operands]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._checks import QUANTIZED, Index, check_combination, is_misaligned, is_regular, shown
+from .._checks import QUANTIZED, Index, is_misaligned, is_regular, shown
 from .._runtime import launch
 from .._runtime.device import ACTIVATIONS
 from .._runtime.layout import row_stride
@@ -19,7 +19,7 @@ from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import current_stream, transforms_active, version
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import is_plain, records_gradient, transformable
-from .schemas import register, register_plainly, sdd_tn_with_bias_fake
+from .schemas import by_number, register, register_plainly, sdd_tn_with_bias_fake
 
 _BY_PYTORCH = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
@@ -254,22 +254,6 @@ straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
 Weights = Tensor | None
 
 
-def _combine_fake(y: Tensor, weights: Weights, rows: Tensor) -> Tensor:
-    check_combination("y", y, weights, rows, rows.numel())
-    return y.new_empty(rows.shape[0], y.shape[1])
-
-
-def _spread_fake(x: Tensor, weights: Weights, rows: Tensor) -> Tensor:
-    check_combination("x", x, weights, rows, rows.shape[0])
-    return x.new_empty(rows.numel(), x.shape[1])
-
-
-def _gradient_fake(grad: Tensor, y: Tensor, weights: Weights, rows: Tensor) -> tuple[Tensor, Tensor]:
-    check_combination("grad", grad, weights, rows, rows.shape[0])
-    check_combination("y", y, weights, rows, rows.numel())
-    return y.new_empty(y.shape), y.new_empty(rows.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Weights, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -317,23 +301,15 @@ def _operator(
 # the dtype of the other operand, and None stands for ones.
 # Σ_c weights[t, c] y[rows[t, c]] of y [tokens · choices, features]: [tokens, features].
 combine: Callable[[Tensor, Weights, Tensor], Tensor] = _operator(
-    "combine", launch.combine, _combine_fake, _of_combine
+    "combine", launch.combine, launch.empty_combined, _of_combine
 )
 # Copies of each token of x [tokens, features]: row rows[t, c] of the result is weights[t, c] x[t].
 spread: Callable[[Tensor, Weights, Tensor], Tensor] = _operator(
-    "spread", launch.spread, _spread_fake, _of_spread
+    "spread", launch.spread, launch.empty_spread, _of_spread
 )
-_GRADIENT = _operator("combine_gradient", launch.combine_gradient, _gradient_fake, _of_gradient)
-
-
-def quantize_activations(x: Tensor, dtype: torch.dtype, granularity: str = "token") -> tuple[Tensor, Tensor]:
-    """Quantize activations to 8 bits, see `functional.quantize_activations`."""
-    if granularity != "token" and (granularity != "group" or dtype != torch.float8_e4m3fn):
-        raise InvalidArgumentError(
-            "granularity must be 'token', or 'group' with dtype torch.float8_e4m3fn, got "
-            f"{shown(granularity)} with {dtype}"
-        )
-    return _quantized(x, dtype if granularity == "token" else None, is_plain((x,)))
+_GRADIENT = _operator(
+    "combine_gradient", launch.combine_gradient, launch.empty_combine_gradient, _of_gradient
+)
 
 
 def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:
@@ -352,7 +328,7 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
     """
     dtype = None if grouped else weight.dtype
     if not (direct or is_plain((x,), profiled=True)) or not (_counts_writes(x) or _last.constant is x):
-        return _quantized(x, dtype, direct)
+        return quantized(x, dtype, direct)
     stream = current_stream(x.get_device()) if x.is_cuda else 0
     form = x.data_ptr(), x.shape, x.stride(), x.dtype
     key = version(x), form, dtype, stream, torch.is_inference_mode_enabled()
@@ -361,8 +337,8 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
     if entry is not None and entry.of() is x and entry.key == key and taker not in entry.takers:
         entry.takers.add(taker)
         return entry.result
-    result = _quantized(x, dtype, direct)
-    holder[0] = _Entry(weakref.ref(x, lambda _: _clear(holder)), key, result, {taker})
+    result = quantized(x, dtype, direct)
+    holder[0] = _Entry(weakref.ref(x, lambda _: holder.__setitem__(0, None)), key, result, {taker})
     return result
 
 
@@ -379,7 +355,7 @@ def spread_in_8_bits(
         torch.bfloat16,
     ):
         return None
-    values, scales = _quantized(x, dtype, is_plain((x,)))
+    values, scales = quantized(x, dtype, is_plain((x,)))
     choices, every = rows.reshape(-1), torch.arange(rows.numel(), device=rows.device)
     choice = torch.empty_like(choices).scatter_(0, choices, every)  # of each row
     token = choice // rows.shape[1]
@@ -430,16 +406,12 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def _clear(holder: list[_Entry | None]) -> None:
-    holder[0] = None
-
-
 def _counts_writes(x: Tensor) -> bool:
     """Return False where writes to x are not counted, or would not be in the replays of a captured graph."""
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tensor, Tensor]:
     """Quantize x by token, or without a dtype by groups of features."""
     if dtype is None:
         if direct:
@@ -454,20 +426,7 @@ def _quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tens
     return values, scales
 
 
-def _quantize(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
-    return launch.quantize(x, _dtype(code))
-
-
-def _quantize_fake(x: Tensor, code: int) -> tuple[Tensor, Tensor]:
-    return launch.empty_quantized(x, _dtype(code))
-
-
-def _dtype(code: int) -> torch.dtype:
-    for dtype, number in QUANTIZED.items():
-        if number == code:
-            return dtype
-    raise InvalidArgumentError(f"dtype must be one of {list(QUANTIZED.values())}, got {code}")
-
-
-_QUANTIZE = register_plainly("quantize", _quantize, _quantize_fake)
+_QUANTIZE = register_plainly(
+    "quantize", by_number(launch.quantize, QUANTIZED), by_number(launch.empty_quantized, QUANTIZED)
+)
 _QUANTIZE_GROUPS = register_plainly("quantize_groups", launch.quantize_groups, launch.empty_quantized_groups)

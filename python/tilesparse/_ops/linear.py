@@ -24,7 +24,7 @@ from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
 from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
 from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
-from .products import DDS_NT, EXPAND, SDD_TN, dequantize_values, refuse_gradient, stored_scales_on
+from .products import DDS_NT, EXPAND, dequantize_values, refuse_gradient, stored_scales_on
 
 _NONE = "none"  # compared by identity, which takes less time than a look-up
 
@@ -145,8 +145,3 @@ def _expanded_linear(x: Tensor, values: Tensor, index: Index, epilogue: Epilogue
     columns = x.reshape(-1, index.shape[1]).t()
     y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return y.t().reshape(*x.shape[:-1], index.shape[0])
-
-
-def grouped_sdd_on(y: Tensor, x: Tensor, index: Index, offsets: Tensor) -> Tensor:
-    """Return yᵀ x [nnz, bn, bk] on a pattern, each group's blocks from its own rows of y and x."""
-    return call(SDD_TN, y, x, index, operands=Operands(offsets=offsets))

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._checks import ALIGNMENT, Index, is_misaligned, is_regular
@@ -34,16 +34,6 @@ from .._runtime.torch_private import is_leaf_added_to, transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import check_unchanged
 from .epilogue import bias_gradient
-
-
-class GradientOf:
-    """Stands for the gradient of another parameter, which may be None, as after zero_grad."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self.master = master
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # no optimizer trains the copy of a master that comes with a saved model
 
 
 class _Adding(torch.autograd.Function):
@@ -74,7 +64,8 @@ class _Adding(torch.autograd.Function):
             beside = (of_bias.memory, of_bias.adds) if together else ()
             write_sdd(grad, x, of_weight.memory, pattern, of_weight.adds, *beside)
         if of_bias.memory is not None and not together:
-            _sum(grad, of_bias.memory, of_bias.adds)
+            sums = bias_gradient(grad, of_bias.memory.dtype)
+            of_bias.memory.add_(sums) if of_bias.adds else of_bias.memory.copy_(sums)
         return grad, of_weight.given(), of_bias.given(), None, None
 
 
@@ -111,8 +102,6 @@ add_gradient_uncompiled: Callable[..., Tensor] = _disable(add_gradient)
 def _check(name: str, parameter: Any) -> None:
     """Raise unless the gradient can be added to the parameter's ``main_grad``."""
     main_grad = parameter.main_grad
-    if isinstance(main_grad, GradientOf):
-        return
     if not isinstance(main_grad, Tensor) or type(main_grad.detach()) is not Tensor:
         raise InvalidArgumentError(f"{name} must be a plain tensor, got {type(main_grad).__name__}")
     given = main_grad.shape, main_grad.dtype, main_grad.device
@@ -140,12 +129,14 @@ class _Target(NamedTuple):
 
     def given(self) -> Tensor | None:
         """Return the tensor that autograd is given for what was written."""
-        if self.of is None:
+        parameter = self.of
+        if parameter is None:
             return self.memory
-        main_grad = self.of.main_grad
-        if isinstance(main_grad, GradientOf):
-            main_grad.master.grad = self.memory
-        return _stand_in(self.of)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        like = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+        return like(parameter.detach())
 
 
 _NOWHERE = _Target(None, False, None)
@@ -159,24 +150,4 @@ def _target(name: str, parameter: Any, node: Any, like: Tensor) -> _Target:
     if not added:
         return _NOWHERE
     _check(name, parameter)  # another one may have been put there since the forward pass
-    main_grad = parameter.main_grad
-    if not isinstance(main_grad, GradientOf):
-        return _Target(main_grad, not getattr(parameter, "overwrite_main_grad", False), parameter)
-    master = main_grad.master
-    if master.grad is not None:
-        return _Target(master.grad, True, parameter)
-    return _Target(torch.empty_like(master, requires_grad=False), False, parameter)
-
-
-def _sum(grad: Tensor, to: Tensor, adds: bool) -> None:
-    """Write or add the gradient of a bias whose weight needs none."""
-    sums = bias_gradient(grad, to.dtype)
-    to.add_(sums) if adds else to.copy_(sums)
-
-
-def _stand_in(parameter: Any) -> Tensor | None:
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    like = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return like(parameter.detach())
+    return _Target(parameter.main_grad, not getattr(parameter, "overwrite_main_grad", False), parameter)

@@ -16,10 +16,7 @@ from .._checks import (
     DTYPES,
     Index,
     Operands,
-    block_columns,
     check_factor_scales,
-    check_mask,
-    check_stored,
     is_inside,
 )
 from .._runtime import device, launch
@@ -29,7 +26,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from . import schemas
 from .autograd import Tensors, call, is_plain, records_gradient
 from .epilogue import bias_gradient, weight_and_bias_gradients
-from .schemas import differentiable, register, register_plainly
+from .schemas import by_number, differentiable, register, register_plainly
 
 # ---- gradients, see `Product` ----
 
@@ -49,7 +46,7 @@ def _dds_nt_gradients(
             return of_x, *both, of_residual
     return (
         of_x,
-        _sdd_tn(grad, x, index, offsets) if needs[1] else None,
+        grouped_sdd_on(grad, x, index, offsets) if needs[1] else None,
         _bias_gradient(grad, offsets) if needs[2] else None,
         of_residual,
     )
@@ -77,7 +74,7 @@ def _dds_nn_gradients(
     refuse_gradient(needs[1], operands)
     return (
         call(DDS_NT, grad, values, index, operands=operands) if needs[0] else None,
-        _sdd_tn(y, grad, index, operands.offsets) if needs[1] else None,
+        grouped_sdd_on(y, grad, index, operands.offsets) if needs[1] else None,
     )
 
 
@@ -99,7 +96,8 @@ def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, *___: o
     return (call(EXPAND, grad.contiguous(), None, index),)
 
 
-def _sdd_tn(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None) -> Tensor:
+def grouped_sdd_on(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None) -> Tensor:
+    """Return yᵀ x [nnz, bn, bk] on a pattern; with offsets each group's blocks from its own rows."""
     return call(SDD_TN, y, x, index, operands=DENSE if offsets is None else Operands(offsets=offsets))
 
 
@@ -223,38 +221,12 @@ for _name, _takes in (
 # ---- stored values ----
 
 
-def _compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    check_mask(values, mask, transposed)
-    return launch.compress(values, mask, transposed)
-
-
-def _compress_fake(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    check_mask(values, mask, transposed)
-    return launch.empty_compressed(values, transposed)
-
-
-def _dequantize_values(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> Tensor:
-    dtype = _checked_dtype(values, metadata, scales, code)
-    return launch.dequantize_values(values, metadata, scales, dtype)
-
-
-def _dequantize_values_fake(
-    values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int
-) -> Tensor:
-    dtype = _checked_dtype(values, metadata, scales, code)
-    of_values = values.dtype if scales is None else dtype
-    return values.new_empty(*values.shape[:2], block_columns(values, metadata), dtype=of_values)
-
-
-def _checked_dtype(values: Tensor, metadata: Tensor | None, scales: Tensor | None, code: int) -> torch.dtype:
-    if not 1 <= code <= len(DTYPES):
-        raise InvalidArgumentError(f"dtype must be a number from 1 to {len(DTYPES)}, got {code}")
-    check_stored(values, metadata, scales)
-    return list(DTYPES)[code - 1]
-
-
-COMPRESS = register_plainly("compress", _compress, _compress_fake)
-_DEQUANTIZE_VALUES = register_plainly("dequantize_values", _dequantize_values, _dequantize_values_fake)
+COMPRESS = register_plainly("compress", launch.compress, launch.empty_compressed)
+_DEQUANTIZE_VALUES = register_plainly(
+    "dequantize_values",
+    by_number(launch.dequantized, DTYPES),
+    by_number(launch.empty_dequantized, DTYPES),
+)
 
 
 def dequantize_values(

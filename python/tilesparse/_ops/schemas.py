@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from .._runtime.device import DDS_NN, DDS_NT
 from .._runtime.layout import empty, result_form
 from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import INLINED, packaging
-from ..errors import UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
 from .autograd import Product, autograd_of, records_of, transformable
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
@@ -35,18 +35,8 @@ LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped
 # What products take after their factors and the pattern: fields of `Epilogue` and `Operands`.
 OF_DDS_NN = "column_major", "metadata", "scales", "transposed", "offsets"
 OF_DDS_NT = (
-    *(
-        "bias",
-        "residual",
-        "activation",
-        "column_major",
-        "metadata",
-        "scales",
-        "transposed",
-        "gate",
-        "offsets",
-    ),
-    *("compressed", "compressed_t", "metadata_t", "fast", "x_values", "x_scales"),
+    *("bias", "residual", "activation", "column_major", "metadata", "scales", "transposed", "gate"),
+    *("offsets", "compressed", "compressed_t", "metadata_t", "fast", "x_values", "x_scales"),
     *("threshold", "gate_threshold"),
 )
 OF_SDD_TN = ("offsets",)
@@ -85,6 +75,19 @@ LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tens
 
 
 DEVICES = "CPU", "CUDA"
+
+
+def by_number(function: Callable[..., Any], dtypes: Mapping[torch.dtype, int]) -> Callable[..., Any]:
+    """Wrap a function whose last argument is one of these dtypes to take its number."""
+
+    def call(*arguments: Any) -> Any:
+        *others, code = arguments
+        for dtype, number in dtypes.items():
+            if number == code:
+                return function(*others, dtype)
+        raise InvalidArgumentError(f"dtype must be one of {list(dtypes.values())}, got {code}")
+
+    return call
 
 
 def _with_records(
@@ -136,17 +139,15 @@ def register(
     fake: Callable[..., Any],
     takes: Sequence[str] | None = None,
     looks: bool = False,
+    gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Any:
-    """Register an operator on one or two factors and a pattern.
+    """Register an operator on one or two factors and a pattern, see `register_plainly`.
 
     Both functions take two factors, the second of which may be None, the pattern, and both records, whose
     fields ``takes`` the operator has; without these, the operator's further arguments.
     """
-    checked_fake = _with_records(fake, factors, _checked, takes)
-    torch.library.register_fake(f"tilesparse::{name}", checked_fake, lib=LIB)
-    for device in DEVICES:
-        LIB.impl(name, _with_records(kernel, factors, partial(prepared, looking=looks), takes), device)
-    return getattr(torch.ops.tilesparse, name).default
+    flat = _with_records(kernel, factors, partial(prepared, looking=looks), takes)
+    return register_plainly(name, flat, _with_records(fake, factors, _checked, takes), gradients=gradients)
 
 
 def differentiable(
@@ -158,10 +159,9 @@ def differentiable(
 ) -> Product:
     """Register a product; ``functions``: kernel, fake and gradients, see `Product`."""
     kernel, fake, gradients = functions
-    op = register(name, factors, kernel, fake, takes, looks)
-    backward, setup_context = autograd_of(gradients, factors, takes)
-    torch.library.register_autograd(f"tilesparse::{name}", backward, setup_context=setup_context, lib=LIB)
-    return Product(op, takes, kernel, gradients, transformable(op, backward, setup_context), looks)
+    recorded = autograd_of(gradients, factors, takes)
+    op = register(name, factors, kernel, fake, takes, looks, recorded)
+    return Product(op, takes, kernel, gradients, transformable(op, *recorded), looks)
 
 
 def register_plainly(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
 import torch
@@ -46,9 +46,10 @@ def run_on(device: torch.device, run: Run) -> Run:
     return guarded
 
 
-def on(device: torch.device) -> torch.cuda.device:
+def on(device: torch.device) -> AbstractContextManager[object]:
     """Make the device the current one in this context."""
-    return torch.cuda.device(-1 if device.type == "cpu" else device)  # -1 changes nothing
+    here = device.type == "cpu" or device.index == current_device()
+    return nullcontext() if here else torch.cuda.device(device)
 
 
 def allocate(sizes: Iterable[int], device: torch.device) -> list[Tensor]:

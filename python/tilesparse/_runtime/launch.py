@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -28,15 +28,16 @@ from .._checks import (
     check_dds,
     check_dense,
     check_feature_scales,
+    check_mask,
     check_nothing_added,
     check_one,
     check_quantizable,
     check_sdd,
-    check_separate,
     check_stored,
     check_values,
     group_count,
     is_inside,
+    is_misaligned,
 )
 from ..errors import InvalidArgumentError
 from .device import (
@@ -48,7 +49,6 @@ from .device import (
     SCALES_PER_ROW,
     SDD_TN,
     on,
-    run_on,
 )
 from .layout import (
     Lines,
@@ -84,39 +84,33 @@ def gather(dense: Tensor, pattern: Prepared) -> Tensor:
         return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
 
 
-def dequantize_values(
+def empty_dequantized(
     values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize and decompress values to dense blocks; ``dtype`` counts for values with scales."""
-    nnz, bn, bk = values.shape[0], values.shape[1], block_columns(values, metadata)
-    if scales is None:
-        dtype = values.dtype
-    plain = values.new_empty(nnz, bn, bk, dtype=dtype)
-    device, stream = values.device, 0
-    stored = storage_of(values, Operands(metadata, scales))
-    product = _C.Product(_blocks(nnz, (bn, bk)), DDS_NT, DTYPES[dtype], int(values.is_cuda), 0, **stored)
-    with on(device):
-        if values.is_cuda:
-            values, stream = aligned(values), torch.cuda.current_stream(device).cuda_stream
-            metadata = None if metadata is None else aligned(metadata)
-        metadata_at = 0 if metadata is None else metadata.data_ptr()
-        scales_at = 0 if scales is None else scales.data_ptr()
-        product.dequantize(values.data_ptr(), metadata_at, scales_at, plain.data_ptr(), plain.nbytes, stream)
-    return plain
-
-
-def dequantized(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Check stored values and make dense blocks of them, see `dequantize_values`."""
+    """Check stored values, and allocate their dense blocks; ``dtype`` counts for values with scales."""
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
     check_stored(values, metadata, scales)
-    return dequantize_values(values, metadata, scales, dtype)
+    form = *values.shape[:2], block_columns(values, metadata)
+    return values.new_empty(form, dtype=values.dtype if scales is None else dtype)
+
+
+def dequantized(values: Tensor, metadata: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Dequantize and decompress values to dense blocks, see `empty_dequantized`."""
+    plain = empty_dequantized(values, metadata, scales, dtype)
+    nnz, bn, bk = plain.shape
+    stored, code = storage_of(values, Operands(metadata, scales)), DTYPES[plain.dtype]
+    product = _C.Product(_blocks(nnz, (bn, bk)), DDS_NT, code, int(values.is_cuda), 0, **stored)
+    values, metadata = aligned(values), None if metadata is None else aligned(metadata)
+    addresses = values.data_ptr(), _address(metadata), _address(scales), plain.data_ptr()
+    with on(values.device):
+        product.dequantize(*addresses, plain.nbytes, _stream_of(values))
+    return plain
 
 
 def decompressed(values: Tensor, metadata: Tensor) -> Tensor:
     """Return dense blocks of 2:4 values in 8 bits, as they are."""
-    check_stored(values, metadata, values.new_ones(values.shape[:1], dtype=torch.float32))
-    return dequantize_values(values.float(), metadata, None, torch.float32).to(values.dtype)
+    return dequantized(values.float(), metadata, None, torch.float32).to(values.dtype)
 
 
 def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
@@ -136,37 +130,26 @@ def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     with pattern.launching():
         if not pattern.prepacks or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_scales(scales, pattern)
-        stream = current_stream(scales.get_device()) if scales.is_cuda else 0
-        return pattern.scales.follow(
-            lambda scales, *_: row_scales(scales, pattern), scales, pattern.generation, stream
-        )
+        state = pattern.generation, _stream_of(scales)
+        return pattern.scales.follow(lambda scales, *_: row_scales(scales, pattern), scales, *state)
 
 
-def compress(values: Tensor, mask: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+def compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Return (compressed, metadata) of dense blocks with a 2:4 mask, or those of the transposed blocks."""
+    compressed, metadata = empty_compressed(values, mask, transposed)
     nnz, bn, bk = values.shape
-    compressed, metadata = empty_compressed(values, transposed)
-    dtype, stream = {**DTYPES, **QUANTIZED}[values.dtype], 0
+    values, mask = aligned(values), aligned(mask)
+    blocks, dtype = _blocks(nnz, (bn, bk)), {**DTYPES, **QUANTIZED}[values.dtype]
+    given, written = (values.data_ptr(), mask.data_ptr()), (compressed.data_ptr(), metadata.data_ptr())
     with on(values.device):
-        if values.is_cuda:
-            values, mask = aligned(values), aligned(mask)
-            stream = torch.cuda.current_stream(values.device).cuda_stream
-        _C.values_compress(
-            _blocks(nnz, (bn, bk)),
-            int(values.is_cuda),
-            dtype,
-            values.data_ptr(),
-            mask.data_ptr(),
-            transposed,
-            compressed.data_ptr(),
-            metadata.data_ptr(),
-            stream,
-        )
+        stream = _stream_of(values)
+        _C.values_compress(blocks, int(values.is_cuda), dtype, *given, transposed, *written, stream)
     return compressed, metadata
 
 
-def empty_compressed(values: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Allocate (compressed, metadata) for dense blocks."""
+def empty_compressed(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Check dense blocks and their mask, and allocate (compressed, metadata)."""
+    check_mask(values, mask, transposed)
     nnz, rows, columns = values.shape
     if transposed:
         rows, columns = columns, rows
@@ -512,6 +495,11 @@ def _limit_of(threshold: float | None, dtype: torch.dtype) -> float:
     return float(rounded)
 
 
+def _stream_of(tensor: Tensor) -> int:
+    """Return the current stream of a tensor's device; 0 on the CPU."""
+    return current_stream(tensor.get_device()) if tensor.is_cuda else 0
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -545,8 +533,26 @@ def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tens
 def sdd_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
     """Write or add yᵀ x on the pattern to ``out``."""
     check_sdd(y, x, pattern.index(), out)
-    check_separate(out, y, x)
+    for name, operand in (("y", y), ("x", x)):
+        if _overlap(operand, out):
+            raise InvalidArgumentError(f"out must not share memory with {name}")
+    if is_misaligned(out):
+        raise InvalidArgumentError(f"out must be aligned to {ALIGNMENT} bytes")
     write_sdd(y, x, out, pattern, accumulate)
+
+
+def _overlap(operand: Tensor, out: Tensor) -> bool:
+    """Return True if the address ranges of two tensors overlap."""
+    if operand.numel() == 0 or out.numel() == 0:
+        return False
+    first, second = operand.data_ptr(), out.data_ptr()
+    return first < second + _extent(out) and second < first + _extent(operand)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one."""
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in places) + 1) * tensor.itemsize
 
 
 def write_sdd(
@@ -647,8 +653,7 @@ def group_sums(y: Tensor, offsets: Tensor) -> Tensor:
     """Return [groups, features]: the sums over the tokens of each group of y [tokens, features]."""
     rows, ld = row_major(y)
     groups, features = offsets.shape[0] - 1, y.shape[1]
-    sums, dtype = y.new_empty(groups, features), DTYPES[y.dtype]
-    stream = current_stream(y.get_device()) if y.is_cuda else 0
+    sums, dtype, stream = y.new_empty(groups, features), DTYPES[y.dtype], _stream_of(y)
     sizes, matrix = (y.shape[0], features, groups), (rows.data_ptr(), ld)
     with on(y.device):
         _C.group_sums(
@@ -695,11 +700,9 @@ def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
     """Return y ⊙ activation(by), or that of the halves of y; `multiplies_by_gate` must hold."""
     tokens, features, gate_rows, rows = _operands(y, by)
     result = y.new_empty(*y.shape[:-1], features)
-    run, stream = _C.gate, current_stream(y.get_device())
-    if y.get_device() != current_device():
-        run = run_on(y.device, run)
-    code, here = DTYPES[y.dtype], (result.data_ptr(), features)
-    run(code, activation, tokens, features, gate_rows, rows, here, stream)
+    code, here, stream = DTYPES[y.dtype], (result.data_ptr(), features), current_stream(y.get_device())
+    with on(y.device):
+        _C.gate(code, activation, tokens, features, gate_rows, rows, here, stream)
     return result
 
 
@@ -710,13 +713,12 @@ def gate_gradient(
     tokens, features, gate_rows, rows = _operands(y, by)
     of_y, of_by = y.new_empty(y.shape), None if by is None else by.new_empty(by.shape)
     *_, of_gate, of_factor = _operands(of_y, of_by)
-    run, stream = _C.gate_gradient, current_stream(y.get_device())
-    if y.get_device() != current_device():
-        run = run_on(y.device, run)
     stride = row_stride(grad)
     assert stride is not None
-    given = grad.data_ptr(), stride
-    run(DTYPES[y.dtype], activation, tokens, features, gate_rows, rows, given, of_gate, of_factor, stream)
+    code, given, stream = DTYPES[y.dtype], (grad.data_ptr(), stride), current_stream(y.get_device())
+    written = of_gate, of_factor
+    with on(y.device):
+        _C.gate_gradient(code, activation, tokens, features, gate_rows, rows, given, *written, stream)
     return of_y, of_by
 
 
@@ -751,8 +753,7 @@ _NONE = 0, 0
 
 def combine(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
     """Return [tokens, features]: Σ_c weights[t, c] y[rows[t, c]], or without weights the sum of the rows."""
-    check_combination("y", y, weights, rows, rows.numel())
-    result = y.new_empty(rows.shape[0], y.shape[1])
+    result = empty_combined(y, weights, rows)
     if result.numel():
         y, of_y = _rows_of(y)
         _run(_C.combine, rows, weights, y, of_y, _rows_of(result)[1])
@@ -761,8 +762,7 @@ def combine(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
 
 def spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
     """Return [tokens · choices, features]: row rows[t, c] is weights[t, c] x[t], or without weights x[t]."""
-    check_combination("x", x, weights, rows, rows.shape[0])
-    result = x.new_empty(rows.numel(), x.shape[1])
+    result = empty_spread(x, weights, rows)
     if result.numel():
         x, of_x = _rows_of(x)
         _run(_C.combine_gradient, rows, weights, x, _NONE, of_x, _rows_of(result)[1], 0)
@@ -771,14 +771,33 @@ def spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
 
 def combine_gradient(grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of y and the weights of `combine` from that of its result."""
-    check_combination("grad", grad, weights, rows, rows.shape[0])
-    check_combination("y", y, weights, rows, rows.numel())
-    of_y, of_weights = y.new_empty(y.shape), y.new_empty(rows.shape)
+    of_y, of_weights = empty_combine_gradient(grad, y, weights, rows)
     if of_y.numel():
         (grad, of_grad), (y, of_rows) = _rows_of(grad), _rows_of(y)
         written = _rows_of(of_y)[1], of_weights.data_ptr()
         _run(_C.combine_gradient, rows, weights, y, of_rows, of_grad, *written)
     return of_y, of_weights.zero_() if y.shape[1] == 0 else of_weights
+
+
+def empty_combined(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
+    """Check the operands of `combine`, and allocate its result."""
+    check_combination("y", y, weights, rows, rows.numel())
+    return y.new_empty(rows.shape[0], y.shape[1])
+
+
+def empty_spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
+    """Check the operands of `spread`, and allocate its result."""
+    check_combination("x", x, weights, rows, rows.shape[0])
+    return x.new_empty(rows.numel(), x.shape[1])
+
+
+def empty_combine_gradient(
+    grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Check the operands of `combine_gradient`, and allocate its results."""
+    check_combination("grad", grad, weights, rows, rows.shape[0])
+    check_combination("y", y, weights, rows, rows.numel())
+    return y.new_empty(y.shape), y.new_empty(rows.shape)
 
 
 def _rows_of(matrix: Tensor) -> tuple[Tensor, _Rows]:
@@ -792,11 +811,9 @@ def _run(
 ) -> None:
     rows = rows.contiguous()
     weights = None if weights is None else weights.contiguous()
-    stream = current_stream(like.get_device()) if like.is_cuda else 0
-    sizes = *rows.shape, like.shape[1]
-    addresses = rows.data_ptr(), 0 if weights is None else weights.data_ptr()
+    sizes, addresses = (*rows.shape, like.shape[1]), (rows.data_ptr(), _address(weights))
     with on(like.device):
-        run(int(like.is_cuda), DTYPES[like.dtype], *sizes, y, *addresses, *rest, stream)
+        run(int(like.is_cuda), DTYPES[like.dtype], *sizes, y, *addresses, *rest, _stream_of(like))
 
 
 _FEATURES = 16  # of which kernels read multiples
@@ -833,8 +850,7 @@ def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None
         return
     features = x.shape[-1]
     x, stride = row_major(x)
-    here = not x.is_cuda or x.get_device() == current_device()
-    with nullcontext() if here else on(x.device):
+    with on(x.device):
         _C.quantize(
             int(x.is_cuda),
             DTYPES[x.dtype],
@@ -844,7 +860,7 @@ def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None
             (x.data_ptr(), stride),
             (values.data_ptr(), features),
             scales.data_ptr(),
-            current_stream(x.get_device()) if x.is_cuda else 0,
+            _stream_of(x),
             scales_ld,
         )
 

@@ -20,13 +20,17 @@ def result_form(like: Tensor, features: int, column_major: bool) -> Form:
     shape = (*like.shape[:-1], features)
     if not column_major:
         return shape, None
+    return shape, _column_strides(shape[:-1], ALIGNMENT // like.itemsize if like.is_cuda else 1)
+
+
+def _column_strides(leading: Sequence[int], step: int) -> tuple[int, ...]:
+    """Return the strides of a column-major matrix whose leading dimension is a multiple of the step."""
     strides: list[int] = []
     tokens = 1
-    for size in reversed(shape[:-1]):
+    for size in reversed(leading):
         strides.insert(0, tokens)
-        tokens *= size
-    step = ALIGNMENT // like.itemsize if like.is_cuda else 1
-    return shape, (*strides, (tokens + step - 1) // step * step)
+        tokens = tokens * size
+    return *strides, (tokens + step - 1) // step * step
 
 
 def allocation(form: Form) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -85,13 +89,8 @@ def row_major(matrix: Tensor) -> tuple[Tensor, int]:
 
 def empty_group_scales(like: Tensor, leading: Sequence[int], groups: int) -> Tensor:
     """Allocate float32 scales [..., groups] of tokens that lie side by side, for each group."""
-    strides: list[int] = []
-    tokens = 1
-    for size in reversed(leading):
-        strides.insert(0, tokens)
-        tokens = tokens * size
-    own = -(-tokens // _VECTOR) * _VECTOR
-    return like.new_empty_strided((*leading, groups), (*strides, own), dtype=torch.float32)
+    strides = _column_strides(leading, _VECTOR)
+    return like.new_empty_strided((*leading, groups), strides, dtype=torch.float32)
 
 
 def group_scales(scales: Tensor) -> tuple[Tensor, int]:

@@ -62,7 +62,8 @@ class Turned:
         if kept is not None:
             return kept
         of = values.data_ptr(), values._version
-        made = with_blocks_transposed(values)
+        with torch.inference_mode(False):
+            made = values.detach().transpose(1, 2).contiguous()
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             return made  # which belongs to the graph
         before = self._made
@@ -72,16 +73,6 @@ class Turned:
         streams.record()
         self._made, self._of, self._values = made, of, weakref.ref(values)
         return made
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def with_blocks_transposed(values: Tensor) -> Tensor:
-    """Return values [nnz, bk, bn] of values [nnz, bn, bk]; of uint8, which hold two of int4, likewise."""
-    if values.dtype != torch.uint8:
-        return values.detach().transpose(1, 2).contiguous()
-    apart = torch.stack((values & 15, values >> 4), -1).flatten(-2).transpose(1, 2)
-    return apart[..., 0::2] | apart[..., 1::2] << 4
 
 
 class Derived:
@@ -295,7 +286,7 @@ class Comparison:
                 return False
             self._stream.wait_event(self._asked)
             for entry in entries:
-                entry._wait()
+                entry._streams.wait()  # for what another stream has yet to write
             self._compared, self._rows = self._memory, len(pairs) // ROW
             content = pairs.tobytes()  # at once, for rows may be removed at any time
             ctypes.memmove(self._compared.data_ptr(), content, len(content))
@@ -588,10 +579,6 @@ class Prepared:
         for other in self._others():
             other._wait_to_write()
 
-    def _wait(self) -> None:
-        """Have the current stream wait for what another one has yet to write."""
-        self._streams.wait()
-
     def call(
         self, key: Hashable, product: _C.Product, op: int, itemsize: int, form: Form, skips: bool = False
     ) -> Call:
@@ -642,7 +629,7 @@ class Prepared:
         index = self._held()
         if index is None or state_of(index) != self._state:
             return False
-        self._wait()  # what a thread wrote on another stream is no write that was missed
+        self._streams.wait()  # what a thread wrote on another stream is no write that was missed
         if all(map(torch.equal, index[:3], self._snapshot)):
             return False
         # PyTorch counts a write after it has enqueued it, and another thread may be between the two.
@@ -690,22 +677,19 @@ class Prepared:
         state = state_of(index)
         return None if state == self._state else (index, state)
 
-    def _is_read_elsewhere(self) -> bool:
-        """Return True if other streams than the current one read this, so that they may write the tensors."""
-        return self._streams.others_read()
-
     def _write(self, index: Index) -> None:
         """Write copies, the transpose and all plans on the current stream."""
         col_ptr, row_idx, col_slot = self._columns
         columns = col_ptr.data_ptr(), row_idx.data_ptr(), col_slot.data_ptr()
-        if self.on_cpu:
-            self._copy(index)
-            validate(self.index())  # the copy: others may write to the tensors at any time
-            _C.pattern_transpose(self.descriptor, *columns)
-        else:
+        if not self.on_cpu:
             refuse_capture()
-            with on(self._device):
-                self._copy(index)
+        with on(self._device):
+            for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
+                snapshot.copy_(tensor)
+            if self.on_cpu:
+                validate(self.index())  # the copy: others may write to the tensors at any time
+                _C.pattern_transpose(self.descriptor, *columns)
+            else:
                 workspace = scratch(_C.pattern_device_transpose_size(self.descriptor), self._device)
                 stream = torch.cuda.current_stream(self._device).cuda_stream
                 _C.pattern_device_transpose(
@@ -726,10 +710,6 @@ class Prepared:
                 memory = [tensor.untyped_storage() for tensor in index[:3]]
                 self._watch.point(self._place, index, self.index())
                 self._memory = memory
-
-    def _copy(self, index: Index) -> None:
-        for snapshot, tensor in zip(self._snapshot, index[:3], strict=True):
-            snapshot.copy_(tensor)
 
     def _write_places(self, places: Tensor) -> None:
         for place, indices in zip(places, block_indices(self.index()), strict=True):
@@ -835,11 +815,11 @@ def _follow(entry: Prepared) -> None:
         (other, *found)
         for other in list(entries.values())
         if other._device == entry._device
-        and (other is entry or not other._is_read_elsewhere())
+        and (other is entry or not other._streams.others_read())  # which may write the tensors
         and (found := other._written()) is not None
     ]
     for other, _, _ in written:
-        other._wait()
+        other._streams.wait()
     same = torch.equal(
         torch.cat([tensor for _, index, _ in written for tensor in index[:3]]),
         torch.cat([tensor for other, _, _ in written for tensor in other.index()[:3]]),
@@ -881,6 +861,6 @@ def update_of(index: Index) -> Iterator[None]:
         refuse_capture()
         KNOWN.forget(key)  # so that calls of other threads wait for the lock
         entry._forget_calls()  # for the same reason; nothing that kernels read is written before `rewrite`
-        entry._wait()  # the tensors may still be copied, on the stream of the update before
+        entry._streams.wait()  # the tensors may still be copied, on the stream of the update before
         yield
         entry._rewrite(index)

@@ -79,20 +79,19 @@ def parsed_layers(section: object) -> dict[str, LayerSpec]:
             raise InvalidArgumentError(
                 f"version must be {NEWER[newest]}, as layer {shown(name)} has {newest}, got {shown(version)}"
             )
-    return {name: _spec(name, entry) for name, entry in layers.items()}
+    forms = {}
+    for name, entry in layers.items():
+        try:
+            forms[name] = LayerSpec.from_json(entry)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"layers: {shown(name)}: {error}") from None
+    return forms
 
 
 def _version_of(entry: object) -> int:
     """Return the first version that has all fields of an entry."""
     fields = entry if isinstance(entry, Mapping) else {}
     return max((version for field, version in NEWER.items() if field in fields), default=1)
-
-
-def _spec(name: str, entry: object) -> LayerSpec:
-    try:
-        return LayerSpec.from_json(entry)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"layers: {shown(name)}: {error}") from None
 
 
 def read_section(folder: Path) -> tuple[dict[str, LayerSpec], dict[str, str], dict[str, str] | None]:

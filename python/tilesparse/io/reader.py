@@ -113,10 +113,10 @@ def _load(
     places = _places(model, targets, device)
     _check_buffers(model, places)
     sources, doubles = _sources(places, stored, ties)
-    _check_forms(places, sources, stored)
+    _check_forms(places, sources)
     _check_doubles(doubles)
     _check_references(model, targets, places)
-    contents = _read(targets, places, sources, stored, dtype)
+    contents = _read(targets, places, sources, dtype)
     if dtype is not None:
         for layer in _layers(targets).values():
             update_spec(layer, dtype=dtype)
@@ -139,16 +139,22 @@ def _places(model: nn.Module, targets: Iterable[Target], device: torch.device | 
     """Return the places of tensors, by all their names, once the layers are replaced."""
     layers = {target.module: target.replacement for target in targets}
     places = {}
-    for prefix, owner, attribute, tensor, module in _tensors(model, layers):
-        name = joined(prefix, attribute)
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise CheckpointError(
-                f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
-                f"model is sharded or converted"
-            )
-        before = tensor if owner is module else next(module.parameters(recurse=False))
-        there = torch.device("cpu") if before.is_meta else before.device
-        places[name] = _Place(owner, attribute, tensor, device or there, _kept(module, owner, attribute))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        owner = layers.get(module, module)
+        owners = {prefix: owner}
+        if isinstance(owner, BlockSparseExperts) and owner is not module:
+            owners = {joined(prefix, own): layer for own, layer in owner.projections().items()}
+        tensors = ((place, one, *own) for place, one in owners.items() for own in own_tensors(one))
+        for place, one, attribute, tensor in tensors:
+            name = joined(place, attribute)
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise CheckpointError(
+                    f"model: {name!r} must be a plain tensor, got {type(tensor).__name__}; load before a "
+                    f"model is sharded or converted"
+                )
+            before = tensor if one is module else next(module.parameters(recurse=False))
+            there = torch.device("cpu") if before.is_meta else before.device
+            places[name] = _Place(one, attribute, tensor, device or there, _kept(module, one, attribute))
     return places
 
 
@@ -161,20 +167,6 @@ def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
     if owner is module or attribute == "bias":
         return module._parameters.get(attribute, module._buffers.get(attribute))
     return module._parameters.get(attribute) if isinstance(module, BlockSparseLinear) else None
-
-
-def _tensors(
-    model: nn.Module, new: Mapping[nn.Module, nn.Module]
-) -> Iterator[tuple[str, nn.Module, str, Tensor, nn.Module]]:
-    """Yield owner's name, owner, attribute and tensor once modules are replaced, and the module before."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        owner = new.get(module, module)
-        owners = {prefix: owner}
-        if isinstance(owner, BlockSparseExperts) and owner is not module:
-            owners = {joined(prefix, own): layer for own, layer in owner.projections().items()}
-        for name, one in owners.items():
-            for attribute, tensor in own_tensors(one):
-                yield name, one, attribute, tensor, module
 
 
 def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
@@ -238,24 +230,25 @@ def _other_buffers(
 
 def _sources(
     places: Mapping[str, _Place], stored: Mapping[str, StoredTensor], ties: Mapping[str, str]
-) -> tuple[dict[str, str], list[tuple[StoredTensor, StoredTensor]]]:
-    """Return the stored name of each tensor of the model, and pairs that are one tensor there."""
+) -> tuple[dict[str, StoredTensor], list[tuple[StoredTensor, StoredTensor]]]:
+    """Return what is stored of each tensor of the model, and pairs that are one tensor there."""
     if wrong := [name for name, other in ties.items() if name in stored or other not in stored]:
         raise CheckpointError(f"{CONFIG}: ties: {few(wrong)} must be another name for a stored tensor")
     names: dict[Tensor, list[str]] = {}  # of each tensor, by identity
     for name, place in places.items():
         names.setdefault(place.tensor, []).append(name)
-    sources: dict[str, str] = {}
+    sources: dict[str, StoredTensor] = {}
     doubles: list[tuple[StoredTensor, StoredTensor]] = []
-    missing, used = [], set()
+    missing: list[str] = []
+    used: set[str] = set()
     for aliases in names.values():
-        found = [ties.get(name, name) for name in aliases]
-        found = [name for name in dict.fromkeys(found) if name in stored]
+        known = dict.fromkeys(ties.get(name, name) for name in aliases)
+        found = [stored[name] for name in known if name in stored]
         if not found:
             missing.append(aliases[0])
             continue
-        doubles += [(stored[found[0]], stored[other]) for other in found[1:]]
-        used.update(found)
+        doubles += [(found[0], other) for other in found[1:]]
+        used.update(known)
         sources.update(dict.fromkeys(aliases, found[0]))
     for others, text in (
         (missing, "missing"),
@@ -266,12 +259,10 @@ def _sources(
     return sources, doubles
 
 
-def _check_forms(
-    places: Mapping[str, _Place], sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
-) -> None:
+def _check_forms(places: Mapping[str, _Place], sources: Mapping[str, StoredTensor]) -> None:
     """Check that stored tensors have the shapes and dtypes of the layers."""
     for name, place in places.items():
-        source, (shape, dtype) = stored[sources[name]], (tuple(place.tensor.shape), place.tensor.dtype)
+        source, (shape, dtype) = sources[name], (tuple(place.tensor.shape), place.tensor.dtype)
         allowed: tuple[torch.dtype, ...] = (dtype,)
         if isinstance(place.owner, BlockSparseLinear) and place.attribute != "bias":
             allowed = (torch.int32, torch.int64) if place.attribute in INDEX_NAMES else allowed
@@ -299,25 +290,28 @@ def _check_doubles(doubles: Iterable[tuple[StoredTensor, StoredTensor]]) -> None
 def _read(
     targets: Iterable[Target],
     places: Mapping[str, _Place],
-    sources: Mapping[str, str],
-    stored: Mapping[str, StoredTensor],
+    sources: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
     """Return the new tensors of the model by name; what is one there or in the checkpoint is one."""
-    arrays: dict[str, Tensor] = {}
-    for name, layer in _layers(targets).items():
-        arrays |= _read_pattern(name, layer, sources, stored)
+    arrays: dict[StoredTensor, Tensor] = {}
+    for prefix, layer in _layers(targets).items():
+        stored = [sources[joined(prefix, array)] for array in INDEX_NAMES]
+        crow, col, slot = map(read_tensor, stored)
+        with named(f"{stored[-1].file.name}: {prefix!r}"):
+            pattern = checked_pattern(Index(crow, col, slot, layer.spec.shape, layer.block_shape))
+        arrays |= {one: getattr(pattern, array) for one, array in zip(stored, INDEX_NAMES, strict=True)}
 
-    def kind(name: str) -> tuple[str, bool, torch.device]:
+    def kind(name: str) -> tuple[StoredTensor, bool, torch.device]:
         return sources[name], isinstance(places[name].tensor, nn.Parameter), places[name].device
 
     def read(name: str) -> Tensor:
         place, source = places[name], sources[name]
-        tensor = arrays[source] if source in arrays else read_tensor(stored[source])
-        if isinstance(place.owner, BlockSparseLinear) and place.attribute == "mask":
-            _check_mask(name, tensor)
-        is_scale = isinstance(place.owner, BlockSparseLinear) and place.attribute == "scales"
-        cast = dtype if tensor.dtype in DTYPES and not is_scale else None
+        tensor = arrays[source] if source in arrays else read_tensor(source)
+        own = place.attribute if isinstance(place.owner, BlockSparseLinear) else None
+        if own == "mask" and len(tensor) and int(tensor.view(*tensor.shape[:2], -1, 4).sum(-1).max()) > 2:
+            raise CheckpointError(f"{name!r} must have at most two of each four neighbours, got more")
+        cast = dtype if tensor.dtype in DTYPES and own != "scales" else None
         tensor = tensor.to(place.device, cast)
         if not isinstance(place.tensor, nn.Parameter):
             return tensor
@@ -359,24 +353,6 @@ def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
         return False
     kept.requires_grad_(trainable)
     return True
-
-
-def _check_mask(name: str, mask: Tensor) -> None:
-    kept = mask.view(*mask.shape[:2], -1, 4).sum(-1)
-    if kept.numel() and int(kept.max()) > 2:
-        raise CheckpointError(f"{name!r} must have at most two of each four neighbours, got more")
-
-
-def _read_pattern(
-    prefix: str, layer: BlockSparseLinear, sources: Mapping[str, str], stored: Mapping[str, StoredTensor]
-) -> dict[str, Tensor]:
-    """Return the arrays of a layer's pattern, by the names that they are stored under."""
-    own = {array: sources[joined(prefix, array)] for array in INDEX_NAMES}
-    arrays = {array: read_tensor(stored[source]) for array, source in own.items()}
-    with named(f"{stored[own['slot']].file.name}: {prefix!r}"):
-        crow, col, slot = (arrays[array] for array in INDEX_NAMES)
-        pattern = checked_pattern(Index(crow, col, slot, layer.spec.shape, layer.block_shape))
-    return {source: getattr(pattern, array) for array, source in own.items()}
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -504,7 +480,7 @@ def targets_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Target]
         parent, _, own = name.rpartition(".")
         dense = modules.get(parent)
         if dense is not None and own in layers_of_experts(dense) and form.experts is not None:
-            _check_projection(model, names[dense], dense, name, form)
+            _check_projection(model, dense, name, form)
             experts.setdefault(dense, {})[own] = form
             continue
         if module is None:
@@ -519,7 +495,7 @@ def targets_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Target]
             raise InvalidArgumentError(
                 f"layers: {aliases[0]!r}: missing, but block-sparse in the model; give it a dense layer there"
             )
-    made = [Target(names[module], module, _empty(module, form)) for module, form in found.items()]
+    made = [Target(names[module], module, _empty_like(module, form)) for module, form in found.items()]
     return made + [Target(names[dense], dense, _empty_experts(dense, own)) for dense, own in experts.items()]
 
 
@@ -529,14 +505,10 @@ def layers_of_experts(module: nn.Module) -> dict[str, str]:
     return {} if found is None else {own: name for name, own in found.layers().items()}
 
 
-def _check_projection(
-    model: nn.Module, aliases: list[str], dense: nn.Module, name: str, form: LayerSpec
-) -> None:
-    found = projections_of(dense)
-    assert found is not None
+def _check_projection(model: nn.Module, dense: Any, name: str, form: LayerSpec) -> None:
     reason = reason_not_known(dense) or what_would_be_lost(dense)
     weight = dense.get_parameter(layers_of_experts(dense)[name.rpartition(".")[2]])
-    experts, out, in_ = (weight.mT if found.transposed else weight).shape
+    experts, out, in_ = (weight.mT if dense.is_transposed else weight).shape
     if (form.experts, form.shape) != (experts, (experts * out, in_)):
         reason = f"{form.experts} experts in {form.shape}, but {experts} in {experts * out, in_} in the model"
     if dense is model:
@@ -551,20 +523,12 @@ def _empty_experts(dense: Any, forms: Mapping[str, LayerSpec]) -> BlockSparseExp
     for own, name in layers_of_experts(dense).items():
         if own not in forms:
             raise InvalidArgumentError(f"layers: {own!r} of experts is missing beside {sorted(forms)}")
-        bias = dense._parameters.get(f"{name}_bias")
-        layer = ExpertsLinear.from_spec(forms[own], bias=bias is not None, device="meta")
-        assert isinstance(layer, ExpertsLinear)
-        trained = dense.get_parameter(name).requires_grad
-        layer.weight.requires_grad_(storage_of(forms[own].storage).trainable and trained)
-        if layer.bias is not None and bias is not None:
-            layer.bias.requires_grad_(bias.requires_grad)
-        layers.append(layer.train(dense.training))
+        bias, trained = dense._parameters.get(f"{name}_bias"), dense.get_parameter(name).requires_grad
+        layers.append(_empty(forms[own], bias, trained, dense.training))
     return experts_like(dense, *layers)
 
 
-def _reason_not_replaceable(
-    model: nn.Module, module: nn.Module, aliases: list[str], form: LayerSpec
-) -> str | None:
+def _reason_not_replaceable(model: nn.Module, module: Any, aliases: list[str], form: LayerSpec) -> str | None:
     # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
     is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
     if not is_linear or is_parametrized(module):
@@ -575,9 +539,11 @@ def _reason_not_replaceable(
         )
     if form.experts != getattr(module, "experts", None):
         return f"experts must be those of the model, got {form.experts}"
-    if (shape := _shape(module)) != form.shape:
-        return f"shape {form.shape}, but {shape} in the model"
     sparse = isinstance(module, BlockSparseLinear)
+    weight: Any = module.weight
+    shape = module.spec.shape if sparse else tuple(weight.T.shape if is_conv1d(module) else weight.shape)
+    if shape != form.shape:
+        return f"shape {form.shape}, but {shape} in the model"
     known = {"weight", "bias", *((*INDEX_NAMES, *STORED_NAMES, *module._modules) if sparse else ())}
     if others := sorted({*module._parameters, *module._buffers, *module._modules} - known):
         return f"it holds {', '.join(others)} besides weight and bias"
@@ -588,25 +554,20 @@ def _reason_not_replaceable(
     return reason_from_parents(model, aliases) or what_would_be_lost(module)
 
 
-def _shape(module: Any) -> tuple[int, int]:
-    """Return (out_features, in_features) of any linear layer."""
-    if isinstance(module, BlockSparseLinear):
-        return module.out_features, module.in_features
-    out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
-    return out_features, in_features
-
-
-def _empty(module: Any, form: LayerSpec) -> BlockSparseLinear:
+def _empty_like(module: Any, form: LayerSpec) -> Any:
     """Return a layer of this spec on the meta device, like the module in all else."""
+    stored = storage_of(getattr(module, "storage", "plain"))
+    return _empty(form, module.bias, module.weight.requires_grad or not stored.trainable, module.training)
+
+
+def _empty(form: LayerSpec, bias: Tensor | None, trained: bool, training: bool) -> Any:
+    """Return a layer of this spec on the meta device; only a weight that can be trained has a gradient."""
     kind = ExpertsLinear if form.experts is not None else BlockSparseLinear
-    layer = kind.from_spec(form, bias=module.bias is not None, device="meta")
-    was_trainable = (
-        module.weight.requires_grad or not storage_of(getattr(module, "storage", "plain")).trainable
-    )
-    layer.weight.requires_grad_(storage_of(form.storage).trainable and was_trainable)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(module.bias.requires_grad)
-    return layer.train(module.training)
+    layer = kind.from_spec(form, bias=bias is not None, device="meta")
+    layer.weight.requires_grad_(storage_of(form.storage).trainable and trained)
+    if layer.bias is not None and bias is not None:
+        layer.bias.requires_grad_(bias.requires_grad)
+    return layer.train(training)
 
 
 def install(model: nn.Module, targets: list[Target]) -> list[str]:

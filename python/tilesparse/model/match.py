@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .._checks import check_block_shape, shown
-from ..config import BlockSparseConfig, check_flag, check_of_experts
+from .._checks import check_block_shape, check_flag, shown
+from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.dense import is_conv1d, is_stored_otherwise, reason_not_dense
 from ..nn.experts import projections_of, reason_not_known, stacked_parameters

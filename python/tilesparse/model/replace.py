@@ -206,7 +206,7 @@ def _check_can_be_ranked(weight: Tensor) -> None:
 
 
 def _check_can_be_stored(weight: Tensor, storage: str) -> None:
-    if storage_of(storage).needs_finite and not weight.is_meta and not bool(weight.isfinite().all()):
+    if storage_of(storage).dtype is not None and not weight.is_meta and not bool(weight.isfinite().all()):
         raise InvalidArgumentError(f"its weight must be finite for the storage {storage!r}, got inf or nan")
 
 

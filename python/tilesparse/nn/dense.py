@@ -63,6 +63,16 @@ def _is_two_of_four(weight: Tensor) -> bool:
     return isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
 
 
+def linear_of(weight: Tensor, like: Any) -> nn.Linear:
+    """Return a dense layer of this weight and of copies of another layer's bias and flags."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, like.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, like.weight.requires_grad)
+    if like.bias is not None:
+        linear.bias = nn.Parameter(like.bias.detach().clone(), like.bias.requires_grad)
+    return linear.train(like.training)
+
+
 def best_blocks(
     weight: Tensor,
     scores: Tensor | None,

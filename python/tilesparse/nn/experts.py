@@ -16,26 +16,16 @@ from .._ops.epilogue import combine, spread, spread_in_8_bits, straight_through
 from .._ops.linear import linear_on
 from .._runtime.select import multiplies_as_decode
 from .._runtime.torch_private import is_any_autocast_enabled
-from ..config import (
-    LayerSpec,
-    as_nm,
-    check_experts,
-    check_nm,
-    check_of_experts,
-    check_quantized_activations,
-    check_storage,
-    checked_granularity,
-)
+from ..config import LayerSpec, check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..functional import gated
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
 from .dense import best_blocks
-from .linear import BlockSparseLinear, layer_of_dense
+from .linear import BlockSparseLinear, layer_of, layer_of_dense
 from .merged import concatenate
-from .mlp import name_of_activation
+from .mlp import gated_halves, name_of_activation
 from .parameters import is_sharded
-from .weight import StoredWeight, dense_blocks, layer_index, update_spec
+from .weight import StoredWeight, dense_blocks, layer_index, stored_of, update_spec
 
 
 class BlockSparseExperts(nn.Module):
@@ -114,17 +104,9 @@ class BlockSparseExperts(nn.Module):
         modules and what others may read of it, such as ``num_experts``. The projections are called "gate_up"
         or "up", and "down".
 
-        Args:
-            module: only read; parameters are copied, with their ``requires_grad``.
-            density: as of `BlockSparseLinear.from_linear`, for each expert.
-            block_shape: as there.
-            patterns: of the projections [experts · out, in], by name, in place of density and block shape.
-            parts: as there, for each expert; (1, 1) beside patterns.
-            nm: as there.
-            transposable: as there.
-            storage: as there.
-            granularity: as of `BlockSparseLinear.to_storage`.
-            activations: as there.
+        The module is only read; parameters are copied, with their ``requires_grad``. ``patterns`` are those
+        of the projections [experts · out, in], by name, in place of density and block shape. All else is as
+        of `BlockSparseLinear.from_linear`, for each expert, and ``granularity`` as of its `to_storage`.
 
         Raises:
             UnsupportedError: it does not implement the interface, or holds what would get lost.
@@ -139,30 +121,19 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        check_nm(nm, transposable)
-        check_storage(storage, nm)
         parts = check_parts_beside(patterns, parts)
-        check_quantized_activations(activations, storage)
-        checked_granularity(granularity, activations)
-        check_of_experts("sparse", activations, granularity)
         layers = []
         for name, own in found.layers().items():
-            weight = dense_weight_of(module, name)
+            weight, experts = dense_weight_of(module, name), len(module.get_parameter(name))
             pattern = None if patterns is None else patterns[own]
             if pattern is None:
-                experts = len(module.get_parameter(name))
                 of_all = experts * parts[0], parts[1]
                 pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
             dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
-            spec = LayerSpec.of(
-                pattern,
-                weight.dtype,
-                nm=as_nm(nm),
-                transposable=transposable,
-                experts=len(dense[0]),
-            )
+            two_of_four: Any = {"nm": nm, "transposable": transposable}
+            spec = LayerSpec.of(pattern, weight.dtype, experts=experts, **two_of_four)
+            spec = spec.with_storage(storage, granularity, activations)
             layer = layer_of_dense(ExpertsLinear, spec, pattern, weight, *dense)
-            layer.to_storage(storage, granularity=granularity, activations=activations)
             layers.append(layer.train(module.training))
         return experts_like(module, *layers)
 
@@ -220,9 +191,10 @@ class BlockSparseExperts(nn.Module):
     ) -> Tensor:
         """Return what ``up`` gives [rows, features]; tokens are quantized before there are more rows."""
         up: Any = self._modules[self.up_name]
-        if isinstance(up, ExpertsLinear) and up.activations is not None and only_called(up, x):
+        if isinstance(up, ExpertsLinear) and up.activations is not None:
+            watched = up._forward_pre_hooks or up._forward_hooks or is_any_autocast_enabled()
             like = x.new_empty(1, x.shape[1]).expand(rows.numel(), -1)  # what nothing reads
-            if not multiplies_as_decode(like, layer_index(up)):
+            if not (watched or records_gradient((x, up.bias)) or multiplies_as_decode(like, layer_index(up))):
                 quantized = spread_in_8_bits(x, given, rows, up.weight.dtype)
                 if quantized is not None:
                     return up._product_of_experts(like, offsets, None, None, activation, quantized)
@@ -231,20 +203,14 @@ class BlockSparseExperts(nn.Module):
 
     def _between(self, up: Callable[..., Tensor]) -> Tensor:
         """Return what ``down`` multiplies [rows, intermediate]."""
-        name, activation = self.activation_name, self._modules.get("act_fn")
+        name: str | None = self.activation_name
+        activation: Any = self._modules.get("act_fn")
         if self._apply_gate is None and not self._gated and name is not None:
             return up(activation=name)
         both = up()
         if self._apply_gate is not None:
             return self._apply_gate(self, both)
-        if not self._gated:
-            assert activation is not None
-            return activation(both)  # type: ignore[no-any-return]
-        if name is not None:
-            return gated(both, activation=name)
-        gate, factor = both.chunk(2, -1)
-        assert activation is not None
-        return activation(gate) * factor  # type: ignore[no-any-return]
+        return gated_halves(both, name, activation) if self._gated else activation(both)
 
     @torch.no_grad()
     def to_dense(self) -> dict[str, Tensor]:
@@ -364,14 +330,9 @@ class ExpertsLinear(BlockSparseLinear):
         shapes = {(layer.spec.shape, layer.bias is not None) for layer in layers}
         if len(shapes) > 1:
             raise InvalidArgumentError(f"layers must have one shape and all or none a bias, got {shapes}")
-        whole = concatenate(layers)
-        spec = replace(whole.spec, experts=len(layers))
-        made = cls.from_state(spec, whole.state_dict())
-        assert isinstance(made, ExpertsLinear)
-        made.weight.requires_grad_(layers[0].weight.requires_grad)
-        if made.bias is not None and layers[0].bias is not None:
-            made.bias.requires_grad_(layers[0].bias.requires_grad)
-        return made.train(layers[0].training)
+        whole = stored_of(concatenate(layers), "from_layers")
+        stored = whole._replace(spec=replace(whole.spec, experts=len(layers)))
+        return layer_of(cls, stored, layers[0].weight, layers[0].bias).train(layers[0].training)
 
     @property
     def experts(self) -> int:
@@ -463,12 +424,6 @@ class ExpertsLinear(BlockSparseLinear):
         return f"experts={self.experts}, {super().extra_repr()}"
 
 
-def only_called(layer: ExpertsLinear, x: Tensor) -> bool:
-    """Return True if nothing but a call looks at what a layer multiplies: no hook, gradient or cast."""
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or is_any_autocast_enabled()
-    return not (hooks or records_gradient((x, layer.bias)))
-
-
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 NORM = "post_expert_norm"
 
@@ -542,10 +497,9 @@ def has_norm(module: nn.Module) -> bool:
 
 def dense_weight_of(module: nn.Module, name: str) -> Tensor:
     """Return W [experts · out, in] of a projection without gradient; a copy where it lies transposed."""
-    found = projections_of(module)
-    assert found is not None
-    weight = module.get_parameter(name).detach()
-    return (weight.mT if found.transposed else weight).flatten(0, 1)
+    dense: Any = module
+    weight: Tensor = dense.get_parameter(name).detach()
+    return (weight.mT if dense.is_transposed else weight).flatten(0, 1)
 
 
 def stacked_parameters(module: nn.Module) -> list[str]:

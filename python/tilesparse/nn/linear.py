@@ -35,15 +35,7 @@ from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
-from ..config import (
-    LayerSpec,
-    as_nm,
-    check_nm,
-    check_nm_blocks,
-    check_quantized_activations,
-    check_storage,
-    checked_granularity,
-)
+from ..config import LayerSpec
 from ..errors import (
     InvalidArgumentError,
     InvalidPatternError,
@@ -54,7 +46,7 @@ from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside, zero_outside_
 from ..storage.formats import Form, forms_of, storage_of
 from ..storage.quantize import two_of_four
-from .dense import best_blocks, dense_weight, is_conv1d, reason_not_dense
+from .dense import best_blocks, dense_weight, is_conv1d, linear_of, reason_not_dense
 from .loading import load
 from .origin import AVERAGES, PatternOrigin, Source, checked_pattern
 from .parameters import fill, is_everywhere, is_sharded
@@ -157,7 +149,6 @@ class BlockSparseLinear(StoredWeight):
         generator: torch.Generator | None = None,
     ) -> None:
         refuse_fakes("a layer")
-        check_nm(nm, transposable)
         shape = out_features, in_features
         if pattern is None:
             check_shapes(shape, block_shape)
@@ -167,13 +158,8 @@ class BlockSparseLinear(StoredWeight):
         elif pattern.shape != shape:
             raise InvalidArgumentError(f"pattern must have shape {shape}, got {pattern.shape}")
         like = torch.empty(0, device=device, dtype=dtype)
-        spec = LayerSpec.of(
-            pattern,
-            like.dtype,
-            nm=as_nm(nm),
-            transposable=transposable,
-            policy=policy,
-        ).with_storage(storage, activations=activations)
+        spec = LayerSpec.of(pattern, like.dtype, nm=nm, transposable=transposable, policy=policy)
+        spec = spec.with_storage(storage, activations=activations)
         super().__init__(pattern, spec, like.device)
         self.register_parameter("bias", nn.Parameter(like.new_empty(spec.shape[0])) if bias else None)
         self.reset_parameters(generator)
@@ -201,14 +187,11 @@ class BlockSparseLinear(StoredWeight):
             spec.shape[0],
             bias,
             pattern=BlockPattern.from_index(Index(crow, col, slot, spec.shape, spec.block_shape)),
-            policy=spec.policy,
-            nm=spec.nm,
-            transposable=spec.transposable,
             device="meta",
             dtype=spec.dtype,
             **own,
-        ).to_storage(spec.storage, granularity=spec.granularity or "row", activations=spec.activations)
-        layer._threshold = spec.threshold
+        )
+        layer._allocate(spec, layer.weight.device)
         device = torch.empty(0, device=device).device
         return layer if device.type == "meta" else layer.to_empty(device=device)
 
@@ -245,7 +228,7 @@ class BlockSparseLinear(StoredWeight):
                 f"tensors must have {spec.nnz} blocks, as spec.nnz says, got {pattern.nnz}"
             )
         own = {name: _fitting(name, tensors[name], form) for name, form in forms.items()}
-        return _layer_of(cls, Stored(spec, pattern, own))
+        return layer_of(cls, Stored(spec, pattern, own))
 
     @classmethod
     @with_normal_tensors
@@ -266,25 +249,15 @@ class BlockSparseLinear(StoredWeight):
     ) -> _Layer:
         """Return a layer with the best blocks of a dense one: same values, dtype, device and mode.
 
+        ``linear`` is a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
         Nothing is rescaled. Parameters are copied, with their ``requires_grad``. A warning says how many
         block rows and columns are left empty, unless `pattern` is given.
 
-        Args:
-            linear: a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
-            scores: what to keep, higher is better: one number per block [out_features / bn,
-                in_features / bk], or one per weight [out_features, in_features], which are summed
-                over each block, and by which ``nm`` chooses. None scores blocks by their Frobenius norm,
-                and weights by their magnitude.
-            parts: (r, c): keep as many blocks of each part, for tensor parallelism over r or c processes, see
-                `BlockPattern.random`; (1, 1) beside `pattern`.
-            density: see the class, as for the arguments below.
-            block_shape: as there.
-            pattern: as there.
-            policy: as there.
-            nm: as there.
-            transposable: as there.
-            storage: as there.
-            activations: as there.
+        ``scores`` say what to keep, higher is better: one number per block [out_features / bn,
+        in_features / bk], or one per weight [out_features, in_features], which are summed over each block,
+        and by which ``nm`` chooses. None scores blocks by their Frobenius norm, weights by their magnitude.
+        With ``parts`` (r, c) each part keeps as many blocks, for tensor parallelism over r or c processes,
+        see `BlockPattern.random`; they are (1, 1) beside `pattern`. All else is as for the class.
 
         Raises:
             InvalidArgumentError: `linear` is neither of the two or cannot be cut into these blocks, its
@@ -308,19 +281,11 @@ class BlockSparseLinear(StoredWeight):
                     f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
                     f"and {columns} block columns (inputs that nothing reads) empty"
                 )
-        check_nm(nm, transposable)
-        check_storage(storage, nm)
-        check_quantized_activations(activations, storage)
-        spec = LayerSpec.of(
-            pattern,
-            weight.dtype,
-            nm=as_nm(nm),
-            transposable=transposable,
-            policy=policy,
-        )
+        spec = LayerSpec.of(pattern, weight.dtype, nm=nm, transposable=transposable, policy=policy)
+        spec = spec.with_storage(storage, activations=activations)
         by_weight = scores if scores is not None and scores.shape == weight.shape else None
         layer = layer_of_dense(cls, spec, pattern, weight, dense.weight, dense.bias, by_weight)
-        return layer.to_storage(storage, activations=activations).train(linear.training)
+        return layer.train(linear.training)
 
     @property
     def threshold(self) -> float | None:
@@ -334,12 +299,7 @@ class BlockSparseLinear(StoredWeight):
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense = BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense()
-        linear.weight = nn.Parameter(dense, self.weight.requires_grad)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
-        return linear.train(self.training)
+        return linear_of(BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense(), self)
 
     def to_semi_structured(self) -> Tensor:
         """Return the weight [out_features, in_features] as PyTorch's 2:4 tensor, for a pattern without gaps.
@@ -410,13 +370,13 @@ class BlockSparseLinear(StoredWeight):
             InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
                 layer is as it was.
         """
-        check_nm(nm, transposable)
         check_whole(self, "set_nm")
         check_trainable(self, "set_nm")
-        check_nm_blocks(nm, transposable, self._block_shape)
-        self._end_merging()
-        self.mask = None if nm is None else chosen_mask(self.weight, scores, transposable)
-        self._nm, self._transposable = as_nm(nm), transposable
+        wanted: Any = {"nm": nm, "transposable": transposable}
+        spec = replace(self.spec, **wanted)
+        mask = None if spec.nm is None else chosen_mask(self.weight, scores, transposable)
+        self._describe(spec)
+        self.mask = mask
         return self
 
     @torch.no_grad()
@@ -475,16 +435,16 @@ class BlockSparseLinear(StoredWeight):
             raise UnsupportedError(
                 "to_storage cannot convert an offloaded weight; load the model without offloading"
             )
-        checked_granularity(granularity, activations, self._block_shape)
         spec = self.spec.with_storage(storage, granularity, activations)
         if spec != self.spec or limits is not None or values is not None:
             self._convert(spec, limits, values)
         return self
 
-    def _convert(self, spec: LayerSpec, limits: Tensor | None, values: Tensor | None) -> None:
+    def _convert(self, spec: LayerSpec, limits: Tensor | None = None, values: Tensor | None = None) -> None:
+        """Store the weight as another spec says."""
         storage = storage_of(spec.storage)
         for name, given in (("limits", limits), ("values", values)):
-            if given is not None and not storage.granularities:
+            if given is not None and storage.dtype is None:
                 raise InvalidArgumentError(
                     f"{name} must be None with storage {spec.storage!r}, which has no scales"
                 )
@@ -547,9 +507,8 @@ class BlockSparseLinear(StoredWeight):
             fill(self.mask, two_of_four(drawn.abs(), transposable=self.transposable))
         if not sharded:
             zero_outside_(self.weight, self.pattern)
-            self.to_storage(
-                wanted.storage, granularity=wanted.granularity or "row", activations=wanted.activations
-            )
+            if wanted != self.spec:
+                self._convert(wanted)
         if self.bias is not None:
             _draw(self.bias, bound.repeat_interleave(bn)[: self.out_features], generator)
 
@@ -717,7 +676,7 @@ def representation(layer: Any) -> str:
     )
 
 
-def _layer_of(
+def layer_of(
     cls: type[_Layer], stored: Stored, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> _Layer:
     """Return a layer of these parts, with ``requires_grad`` as these parameters have it."""
@@ -732,7 +691,7 @@ def _layer_of(
 
 def layer_like(layer: _Layer, stored: Stored) -> _Layer:
     """Return a layer of these parts that is trained, or not, as another one."""
-    return _layer_of(type(layer), stored, layer.weight, layer.bias).train(layer.training)
+    return layer_of(type(layer), stored, layer.weight, layer.bias).train(layer.training)
 
 
 @torch.no_grad()
@@ -745,22 +704,24 @@ def layer_of_dense(
     bias: Tensor | None,
     scores: Tensor | None = None,
 ) -> _Layer:
-    """Return a layer of copies of a dense weight's blocks and of its bias, by a spec that is stored plain.
+    """Return a layer of copies of a dense weight's blocks and of its bias, stored as the spec says.
 
     ``weight`` is the parameter whose W [out_features, in_features] is ``dense``; 2:4 chooses by ``scores`` of
     that shape, by default by magnitudes.
     """
     if pattern.shape != dense.shape:
         raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
-    on_device = pattern.to(dense.device)
+    plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
     tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
     if spec.nm is not None:
         by_block = None if scores is None else BlockSparseMatrix.from_dense(scores, on_device).values
         tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
     if bias is not None:
         tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)
-    layer = _layer_of(cls, Stored(spec, pattern, tensors), weight, bias)
+    layer = layer_of(cls, Stored(plain, pattern, tensors), weight, bias)
     layer._origin = PatternOrigin(Source.MISSING if dense.is_meta else Source.OWN, layer_index(layer))
+    if spec != plain:
+        layer._convert(spec)
     return layer
 
 

@@ -15,7 +15,7 @@ from .._runtime.pattern_cache import update_of
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from ..storage.formats import STORED_NAMES, forms_of, storage_of
+from ..storage.formats import STORED_NAMES, forms_of, granularity_of, storage_of
 from ..storage.traits import STORED_DTYPES
 from .origin import PatternOrigin, checked_pattern
 from .parameters import align, is_sharded
@@ -36,9 +36,9 @@ def load(
     noted, *_, errors = others
     own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
     try:
-        pattern = _checked(layer, own, noted)
+        pattern, granularity = _checked(layer, own, noted)
         if pattern is not None:
-            make_room(layer, pattern, own, _granularity(layer, own))
+            make_room(layer, pattern, own, granularity)
     except (ValueError, TypeError, RuntimeError) as error:
         errors.append(f"{prefix}{error}")
         for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
@@ -54,8 +54,10 @@ def load(
         layer._origin = PatternOrigin.loaded(layer_index(layer), copied=layer._origin.copied)
 
 
-def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> BlockPattern | None:
-    """Return the pattern of a saved layer, None without one, once all that is saved fits together."""
+def _checked(
+    layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]
+) -> tuple[BlockPattern | None, str | None]:
+    """Return the pattern of a saved layer, None without one, and what has a scale of its own; all fits."""
     for name in ("weight", "bias", *INDEX_NAMES, *STORED_NAMES):
         if name in state and not isinstance(state[name], Tensor):
             raise InvalidArgumentError(f"{name} must be a tensor, got {type(state[name]).__name__}")
@@ -66,13 +68,12 @@ def _checked(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, 
     spec, pattern = layer.spec, None
     if there:
         pattern = _checked_pattern(layer, state, there[0])
-        spec = replace(
-            spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=_granularity(layer, state)
-        )
+        granularity = granularity_of(state.get("scales", layer.scales), layer.activations)
+        spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=granularity)
         if layer._shard is not None:
             layer._shard.check(pattern)
     _check_shapes(layer, state, spec)
-    return pattern
+    return pattern, spec.granularity
 
 
 def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) -> BlockPattern:
@@ -148,10 +149,3 @@ def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec
                 f"{name} must be a DTensor, because the layer is sharded, got a plain tensor; use "
                 "set_model_state_dict of torch.distributed.checkpoint"
             )
-
-
-def _granularity(layer: StoredWeight, state: Mapping[str, Any]) -> str | None:
-    """Return what has a scale of its own in a saved layer."""
-    if layer.activations is not None:
-        return layer.spec.granularity
-    return storage_of(layer.storage).granularity_of(state.get("scales", layer.scales))

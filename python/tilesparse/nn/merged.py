@@ -20,8 +20,6 @@ from .linear import BlockSparseLinear, layer_like
 from .weight import Stored, layer_index, stored_of
 
 _ROWS = ("weight", *STORED_NAMES, "bias")  # tensors of which a layer has a slice
-# Fields of specs in which layers agree.
-_COMMON = ("dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold")
 
 
 class _Left(NamedTuple):
@@ -144,7 +142,7 @@ class MergedProduct:
         if is_exporting() or records_gradient((layer.weight, layer.bias)) or layer._observe is not None:
             return False
         if is_compiling() or x.is_inference():
-            if not all(map(_is_only_called, self.layers)):
+            if any(each.training or each._forward_pre_hooks or each._forward_hooks for each in self.layers):
                 return False
             if is_compiling():  # what PyTorch can see of changes compiles it anew
                 return True
@@ -165,10 +163,6 @@ class MergedProduct:
 def product_of(layer: BlockSparseLinear) -> MergedProduct | None:
     """Return the product that a layer shares with others, None for one of its own."""
     return None if layer._merged is None else layer._merged[0]
-
-
-def _is_only_called(layer: BlockSparseLinear) -> bool:
-    return not (layer.training or layer._forward_pre_hooks or layer._forward_hooks)
 
 
 def _state_of_call(x: Tensor) -> tuple[object, ...]:
@@ -206,13 +200,10 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     if not layers:
         raise InvalidArgumentError("layers must have at least one layer, got none")
     stored = [stored_of(layer, "concatenate") for layer in layers]
-    kinds = [_kind(layer) for layer in layers]
-    for number, kind in enumerate(kinds):
-        for name, value in kind.items():
-            if value != kinds[0][name]:
-                raise InvalidArgumentError(
-                    f"layers must agree in {name}, got {kinds[0][name]} and, of layers[{number}], {value}"
-                )
+    difference = _difference([_kind(layer) for layer in layers])
+    if difference is not None:
+        name, values = difference
+        raise InvalidArgumentError(f"layers must agree in {name}, got {values}")
     bn, bk = (min(sizes) for sizes in zip(*(each.spec.block_shape for each in stored), strict=True))
     stored = [each.refined((bn, bk)) for each in stored]
     blocks, above = [], 0
@@ -243,11 +234,16 @@ def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
     if len(sparse) < len(layers):
         dense = next(type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear))
         return f"a {dense} is among them"
-    kinds = [{"block_shape": layer.block_shape, **_kind(layer)} for layer in sparse]
+    difference = _difference([{"block_shape": layer.block_shape, **_kind(layer)} for layer in sparse])
+    return None if difference is None else "they differ in {}: {}".format(*difference)
+
+
+def _difference(kinds: list[dict[str, object]]) -> tuple[str, str] | None:
+    """Return the first name with several values, and these."""
     for name in kinds[0]:
-        values = {kind[name]: None for kind in kinds}
+        values = dict.fromkeys(kind[name] for kind in kinds)
         if len(values) > 1:
-            return f"they differ in {name}: {', '.join(map(str, values))}"
+            return name, ", ".join(map(str, values))
     return None
 
 

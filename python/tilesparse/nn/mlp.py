@@ -191,10 +191,7 @@ class BlockSparseMLP(nn.Module):
                 f"gate_up must return {2 * self._features} features, got {both.shape[-1]}; a layer "
                 "that several processes have rows of gives all of them with output_layouts=Replicate()"
             )
-        if activation is not None:
-            return gated(both, activation=activation)
-        gate, factor = both.chunk(2, -1)
-        return factor * self._activated(gate)
+        return gated_halves(both, activation, self._activated)
 
     def _activated(self, y: Tensor) -> Tensor:
         activation = self._part("activation")
@@ -216,6 +213,14 @@ class BlockSparseMLP(nn.Module):
     def extra_repr(self) -> str:
         """Return the activation where it is no module, for ``print(mlp)``."""
         return "" if self._part("activation") is not None else f"activation={self.activation_name!r}"
+
+
+def gated_halves(both: Tensor, name: str | None, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return act(gate) ⊙ factor of (gate, factor) side by side; without a name by the activation itself."""
+    if name is not None:
+        return gated(both, activation=name)
+    gate, factor = both.chunk(2, -1)
+    return activation(gate) * factor
 
 
 def down_of(mlp: BlockSparseMLP) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._checks import Index
-from .._files import chunks
+from .._files import checksum
 from .._runtime.torch_private import default_store, is_exporting, transforms_active, version
 from ..errors import InvalidPatternError, UnsynchronizedPatternError
 from ..pattern import BlockPattern
@@ -152,7 +151,8 @@ def publish(index: Index) -> str:
     _counted = store, count + 1
     key = f"tilesparse/pattern/{count}/"
     if store is not None:
-        store.set(f"{key}{dist.get_rank()}", _checksum(index))
+        said = f"{index.shape} in {index.block_shape}: {checksum(torch.cat(index[:3]))}"
+        store.set(f"{key}{dist.get_rank()}", said)
     return key
 
 
@@ -180,11 +180,3 @@ def check_agreement(index: Index) -> None:
         raise UnsynchronizedPatternError(
             f"pattern was drawn in this process only, and processes {others} have another one; {_REMEDY}"
         )
-
-
-def _checksum(index: Index) -> str:
-    found = 0
-    for tensor in index[:3]:
-        for chunk in chunks(tensor.detach().cpu()):
-            found = zlib.crc32(chunk, found)
-    return f"{index.shape} in {index.block_shape}: {len(index.col_indices)} blocks, {found:08x}"

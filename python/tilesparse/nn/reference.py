@@ -11,6 +11,7 @@ from .._runtime.launch import thresholded
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize_activations
 from ..storage.formats import storage_of
+from .dense import linear_of
 from .linear import BlockSparseLinear, representation
 from .parameters import note_owner
 from .weight import dense_blocks
@@ -80,11 +81,7 @@ class ReferenceBlockSparseLinear(nn.Module):
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, as `BlockSparseLinear.to_linear` does."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self._dense_weight().detach(), self.weight.requires_grad)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
-        return linear.train(self.training)
+        return linear_of(self._dense_weight().detach(), self)
 
     def extra_repr(self) -> str:
         """Return what `BlockSparseLinear` returns."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import Index, check_policy, is_inside, shown
+from .._checks import Index, check_policy, shown
 from .._runtime.torch_private import constant_when_compiled, with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..pattern import BlockPattern, index_of
-from ..storage.formats import STORED_NAMES, forms_of, storage_of
+from ..storage.formats import STORED_NAMES, forms_of, granularity_of, storage_of
 from ..storage.traits import PER_FEATURE
 from .origin import PatternOrigin, Source, has_peers
 from .parameters import check_weight, is_sharded, note_owner, resize, with_contents, zeros_like
@@ -89,9 +89,6 @@ class StoredWeight(nn.Module):
     def spec(self) -> LayerSpec:
         """The stored form of the layer: shape, block shape, number of blocks, dtype, storage and policy."""
         storage = storage_of(self._storage)
-        granularity = storage.granularity_of(self.scales)
-        if self._activations is not None:
-            granularity = "block" if self.scales is not None and is_inside(self.scales) else PER_FEATURE
         return LayerSpec(
             shape=self._shape,
             block_shape=self._block_shape,
@@ -101,7 +98,7 @@ class StoredWeight(nn.Module):
             storage=self._storage,
             nm=self._nm,
             transposable=self._transposable,
-            granularity=granularity,
+            granularity=granularity_of(self.scales, self._activations),
             policy=self._policy,
             activations=self._activations,
             experts=self._experts,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _reports
-from .._checks import checked_number, shown
+from .._checks import check_flag, checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._listeners import check_can_change, layers_changed
 from .._reports import empty_of, listed, warn_user
@@ -33,7 +33,7 @@ from ..calibrate.calibration import (
 from ..calibrate.experts import check_configs_of, expanded, joined, place_in, tokens_of_projections
 from ..calibrate.moments import DAMPING
 from ..calibrate.stream import chosen_device, observing
-from ..config import BlockSparseConfig, check_flag
+from ..config import BlockSparseConfig
 from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..model.match import STAYS_DENSE
 from ..model.modules import Target, hidden_attribute, names_of_modules

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import shown
+from .._checks import check_flag, shown
 from .._listeners import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import chosen_device, observing
-from ..config import BlockSparseConfig, check_flag
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import STAYS_DENSE, refusal_of, rules_of
 from ..model.modules import matching, names_of_modules, owners_of_parameters

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._checks import COMPRESSIBLE, DTYPES, PACKED, SCALED
+from .._checks import COMPRESSIBLE, DTYPES, PACKED, SCALED, is_inside
 from .._ops.epilogue import masked
-from .._runtime.device import SCALES_PER_BLOCK, SCALES_PER_FEATURE, SCALES_PER_ROW
+from .._runtime.device import SCALES_PER_FEATURE, SCALES_PER_ROW
 from .quantize import (
     clamped_scales,
     compress,
@@ -48,9 +48,8 @@ class Storage:
     """
 
     def __init__(self, traits: Traits) -> None:
-        self.name, self.dtype, self.granularities = traits.name, traits.dtype, traits.granularities
-        self.trainable, self.needs_finite = traits.trainable, traits.needs_finite
-        self.needs_nm, self.allows_nm = traits.needs_nm, traits.allows_nm
+        self.name, self.dtype = traits.name, traits.dtype
+        self.trainable, self.allows_nm = traits.trainable, traits.allows_nm
 
     def forms(self, spec: LayerSpec) -> dict[str, Form]:
         """Return shape and dtype of each tensor of a layer with this spec."""
@@ -106,10 +105,6 @@ class Storage:
         halved = self.dtype == PACKED or (nm is not None and not self.trainable)
         return weight.shape[1], weight.shape[2] * (1 + halved)
 
-    def granularity_of(self, scales: Tensor | None) -> str | None:
-        """Return "row" or "block" for what has a scale of its own where x has none; None without scales."""
-        return None if scales is None else "block" if scales.dim() == 1 else "row"
-
     def multiplied(self, nm: tuple[int, int] | None) -> str:
         """Return the name of the storage in which kernels read the values; conversions are done before.
 
@@ -126,14 +121,11 @@ class Storage:
 
     def product_fields(self, nm: tuple[int, int] | None, activations: str | None = None) -> dict[str, Any]:
         """Return the arguments of `_C.Product` that describe values as kernels read them."""
-        granularity = 0 if self.dtype is None else SCALES_PER_ROW if self.granularities else SCALES_PER_BLOCK
-        if activations is not None:
-            granularity = SCALES_PER_FEATURE
-        return {
-            "storage": int(nm is not None),
-            "values_dtype": 0 if self.dtype is None else SCALED[self.dtype],
-            "granularity": granularity,
-        }
+        code = granularity = 0
+        if self.dtype is not None:
+            code = SCALED[self.dtype]
+            granularity = SCALES_PER_ROW if activations is None else SCALES_PER_FEATURE
+        return {"storage": int(nm is not None), "values_dtype": code, "granularity": granularity}
 
 
 class CompressedStorage(Storage):
@@ -269,6 +261,13 @@ _BY_NAME: dict[str, Storage] = {
     "compressed": COMPRESSED,
     **{name: QuantizedStorage(traits_of(name)) for name in ("int8", "float8_e4m3fn", "int4")},
 }
+
+
+def granularity_of(scales: Tensor | None, activations: str | None) -> str | None:
+    """Return what has a scale of its own, from the scales of a layer; None without any."""
+    if activations is not None:
+        return "block" if scales is not None and is_inside(scales) else PER_FEATURE
+    return None if scales is None else "block" if scales.dim() == 1 else "row"
 
 
 def storage_of(name: str) -> Storage:

@@ -17,12 +17,10 @@ class Traits(NamedTuple):
 
     Attributes:
         name: as in `LayerSpec.storage`.
-        dtype: of the stored values; None is the layer's.
+        dtype: of the stored values, which are finite and have scales; None is the layer's, without scales.
         trainable: True where the weight is its dense blocks, the only form that has a gradient.
         needs_nm: True where only 2:4 can be stored.
         allows_nm: False where 2:4 cannot be stored.
-        needs_finite: True where inf and nan cannot be represented.
-        granularities: what may have a scale of its own, see `LayerSpec.granularity`; empty without scales.
     """
 
     name: str
@@ -30,8 +28,6 @@ class Traits(NamedTuple):
     trainable: bool = False
     needs_nm: bool = False
     allows_nm: bool = True
-    needs_finite: bool = False
-    granularities: tuple[str, ...] = ()
 
 
 _BY_NAME = {
@@ -39,9 +35,9 @@ _BY_NAME = {
     for traits in (
         Traits("plain", trainable=True),
         Traits("compressed", needs_nm=True),
-        Traits("int8", torch.int8, needs_finite=True, granularities=GRANULARITIES),
-        Traits("float8_e4m3fn", torch.float8_e4m3fn, needs_finite=True, granularities=GRANULARITIES),
-        Traits("int4", PACKED, allows_nm=False, needs_finite=True, granularities=GRANULARITIES),
+        Traits("int8", torch.int8),
+        Traits("float8_e4m3fn", torch.float8_e4m3fn),
+        Traits("int4", PACKED, allows_nm=False),
     )
 }
 STORAGES = tuple(_BY_NAME)
