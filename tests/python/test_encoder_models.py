@@ -35,6 +35,7 @@ TEXT = SIZES | {"vocab_size": 96, "max_position_embeddings": 600, "pad_token_id"
 OF_DISTILBERT = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 128}
 OF_MODERNBERT = {"local_attention": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 OF_MODERNBERT |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2)
+IMAGE = SIZES | {"image_size": 32, "patch_size": 8}
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**TEXT)),
     "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**TEXT)),
@@ -42,9 +43,20 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "mpnet": lambda: transformers.MPNetModel(transformers.MPNetConfig(**TEXT)),
     "distilbert": lambda: transformers.DistilBertModel(transformers.DistilBertConfig(**TEXT | OF_DISTILBERT)),
     "modernbert": lambda: transformers.ModernBertModel(transformers.ModernBertConfig(**TEXT | OF_MODERNBERT)),
-    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)),
+    "nomic_bert": lambda: transformers.NomicBertModel(
+        transformers.NomicBertConfig(**TEXT | {"num_attention_heads": 2, "initializer_range": 0.1})
+    ),
+    "jina": lambda: transformers.JinaEmbeddingsV3Model(
+        transformers.JinaEmbeddingsV3Config(**TEXT | {"num_attention_heads": 2})
+    ),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**IMAGE)),
+    "dinov2": lambda: _with_factors(
+        transformers.Dinov2Model(transformers.Dinov2Config(**IMAGE, mlp_ratio=2))
+    ),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE, hidden_act="gelu")),
 }
-POSITIONAL = {"mpnet", "modernbert"}
+POSITIONAL = {"mpnet", "modernbert", "nomic_bert", "jina"}
+IMAGES = {"vit", "dinov2", "clip"}
 LENGTHS: dict[str, list[int]] = {
     "whole": [24, 24],
     "unequal": [40, 7, 1, 33, 64],
@@ -52,6 +64,13 @@ LENGTHS: dict[str, list[int]] = {
     "512": [512, 130],
     "an empty text": [0, 20],
 }
+
+
+def _with_factors(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if name.endswith("lambda1"):
+            parameter.data.normal_()
+    return model
 
 
 def text(lengths: list[int], seed: int = 0) -> Batch:
@@ -62,7 +81,7 @@ def text(lengths: list[int], seed: int = 0) -> Batch:
 
 
 def batch_of(name: str, lengths: list[int] = LENGTHS["unequal"]) -> Batch:
-    if name == "vit":
+    if name in IMAGES:
         return {"pixel_values": torch.randn(len(lengths), 3, 32, 32, generator=seeded(1))}
     return text(lengths)
 
@@ -148,7 +167,7 @@ def masks() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", masks())
-@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"vit"}))
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - IMAGES))
 def test_masks_that_are_no_lengths_are_right(name: str, kind: str) -> None:
     model, twin, encoder = prepared(name)
     mask = masks()[kind]
@@ -231,6 +250,25 @@ LEFT_ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "where rotary is given",
     ),
+    "other parts": (
+        lambda: _sparse(
+            transformers.DebertaV2Model(transformers.DebertaV2Config(**TEXT)), {r"encoder\.layer\..*": INT8}
+        ),
+        "other parts than those that are known",
+    ),
+    "groups of layers": (
+        lambda: _sparse(
+            transformers.AlbertModel(transformers.AlbertConfig(**TEXT | {"embedding_size": 64})),
+            {r"encoder\.albert.*": INT8},
+        ),
+        "other parts than those that are known",
+    ),
+    "attention of its own": (
+        lambda: _sparse(
+            transformers.YosoModel(transformers.YosoConfig(**TEXT)), {r"encoder\.layer\..*": INT8}
+        ),
+        "its attention, YosoSelfAttention, is not known",
+    ),
     "dense layers": (
         lambda: _made_of({r"encoder\.layer\.\d+\.attention\..*": INT8}),
         "its intermediate.dense is Linear",
@@ -266,6 +304,55 @@ def test_the_report_names_what_is_left_alone(case: str) -> None:
     found = [one for one in report.skipped if reason in one.reason]
     assert len(found) == 1 and not report.facts["encoders"] and reason in str(report)
     torch.testing.assert_close(hidden(model, batch), expected, rtol=1e-3, atol=1e-3)
+
+
+class Loop(nn.Module):
+    """A model of layers that does more than to call one after the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, made("bert").encoder.layer
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        seen = []
+        for layer, _ in zip(self.layer, range(3), strict=self.kind == "counts"):
+            x = layer(x, mask[:, None, None])
+            seen.append(x)
+            if self.kind == "between":
+                x = x * 1.001
+        if self.kind == "collects":
+            return torch.stack(seen)
+        return x.mean(1) if self.kind == "masked" else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("between", "its model changes what a layer gives to the next"),
+        ("collects", "its model gives other tensors"),
+        ("counts", "its model cannot call all layers as one: ValueError"),
+        ("masked", "its model reads hidden states of masked tokens"),
+        ("plain", None),
+    ],
+)
+def test_a_model_that_does_more_than_call_its_layers_is_left_alone(kind: str, reason: str | None) -> None:
+    model = Loop(kind).eval()
+    batch = torch.randn(2, 9, 64), torch.arange(9) < torch.tensor([[9], [4]])
+    expected = model(*batch)
+    report = prepare_for_inference_(model, batch)
+    assert report.facts["encoders"] == ([] if reason else ["layer"])
+    if reason is not None:
+        assert reason in str(report)
+        assert (model(*batch) - expected).norm() < 0.01 * expected.norm()
+
+
+def test_the_scale_of_scores_is_that_of_the_model() -> None:
+    model = made("bert")
+    for layer in model.encoder.layer:
+        layer.attention.self.scaling = 0.6
+    twin, batch = copy.deepcopy(model), text([9, 4])
+    assert len(prepare_for_inference_(twin, batch).facts["encoders"]) == 1
+    assert_alike(hidden(twin, batch), hidden(model, batch), batch["attention_mask"].bool())
 
 
 def test_changed_weights_count() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.stream import call_apart, recording
+from ..calibrate.stream import call_apart, recording, tensors_in
 from ..errors import TileSparseError, UnsupportedError
-from ..nn.encoder import BlockSparseEncoder, form_of
+from ..nn.encoder import BlockSparseEncoder, Call, form_of
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, product_of, reason_not_one
@@ -288,13 +288,25 @@ class FusedEncoder:
 
 _LEAST = 0.997  # cosine of a token's features
 _CLOSE = 0.05  # of what a layer returns: x and what attention reads are rounded to 8 bits
+_LIKE = 0.8  # cosine of what a model gives with and without the operator, at least
+_LAYERS = 4  # block-sparse ones in int8 that a layer of an encoder has at least
 
 
 def encoders_in(model: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of layers that are known."""
-    return [
-        one for one in model.modules() if type(one) is nn.ModuleList and len(one) and all(map(form_of, one))
-    ]
+    """Return the lists of layers that are known, and of others in int8 on the CPU, to be named."""
+    found, inside = [], set[nn.Module]()
+    for one in model.modules():
+        if type(one) is not nn.ModuleList or not len(one) or one in inside:
+            continue
+        if all(map(form_of, one)) or all(map(_is_in_int8, one)):
+            found.append(one)
+            inside |= {*one.modules()}
+    return found
+
+
+def _is_in_int8(layer: nn.Module) -> bool:
+    linears = (one for one in layer.modules() if isinstance(one, BlockSparseLinear) and one.weight.is_cpu)
+    return sum(one.storage == one.activations == "int8" for one in linears) >= _LAYERS
 
 
 def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
@@ -306,7 +318,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
         undo: gets what puts the layers back.
 
     Returns:
-        The encoders of layers that are known.
+        The encoders, also those of layers that are not known.
     """
     names = names_of_modules(model)
     layers = {one: list(one) for one in encoders_in(model)}
@@ -318,8 +330,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
     with ExitStack() as stack:
         for layer in (layer for own in layers.values() for layer in own):
             stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
-        if layers:
-            run()
+        given = _given(run) if layers else None
     done = [one for one in names if isinstance(one, BlockSparseEncoder)]
     found = [FusedEncoder(names[one][0], type(one[0]).__name__, len(one), None) for one in done]
     for old, own in layers.items():
@@ -340,7 +351,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
                 with ExitStack() as stack:
                     stack.callback(_put_back, model, name, old, new)
                     set_submodule(model, name, new)
-                    reason = _reason_differs(new, [calls[layer] for layer in own], run)
+                    reason = _reason_differs(new, [calls[layer] for layer in own], given, run)
                     if reason is None:
                         undo.push(stack.pop_all())
         found.append(FusedEncoder(name, kind, len(own), reason))
@@ -359,22 +370,62 @@ def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncod
     set_submodule(model, name, old)
 
 
+def _given(run: Callable[[], Any]) -> Any:
+    """Return what a model gives, with the same random numbers in every call."""
+    with torch.random.fork_rng(()):
+        torch.default_generator.manual_seed(0)
+        return run()
+
+
 def _reason_differs(
-    encoder: BlockSparseEncoder, calls: Sequence[_LayerCall], run: Callable[[], Any]
+    encoder: BlockSparseEncoder, calls: Sequence[_LayerCall], given: Any, run: Callable[[], Any]
 ) -> str | None:
     """Compare an operator of each layer with what the layer gave, and see that the model uses that of all."""
     call = encoder.call(calls[0].args, calls[0].kwargs)
     if isinstance(call, str):
         return call
-    x = call.x
+    last: Tensor | None = None
     for operator, layer in zip(encoder.operators(), calls, strict=True):
-        y = layer.y[0] if isinstance(layer.y, tuple) else layer.y
-        mine, theirs = operator(x, call.offsets).float(), call.pack(y).float()
+        x = layer.args[0] if layer.args else layer.kwargs["hidden_states"]
+        if last is not None and not torch.equal(x, last):
+            return "its model changes what a layer gives to the next"
+        last = layer.y[0] if isinstance(layer.y, tuple) else layer.y
+        mine, theirs = operator(call.pack(x), call.offsets).float(), call.pack(last).float()
         error = float((mine - theirs).norm() / theirs.norm())
         cosine = float(nn.functional.cosine_similarity(mine, theirs, -1).mean())
         if not (error <= _CLOSE and cosine >= _LEAST):  # or no numbers
             return f"its results differ from those of its layers: cosine {cosine:.4f}, error {error:.4f}"
-        x = call.pack(y)
-    before = encoder.count
-    run()
-    return "its model does not loop over it" if encoder.count == before else None
+    return _reason_not_used(encoder, call, given, run)
+
+
+def _reason_not_used(
+    encoder: BlockSparseEncoder, call: Call, given: Any, run: Callable[[], Any]
+) -> str | None:
+    """See that the model gives the same with the operator, whatever masked tokens get."""
+
+    def kept(value: Any) -> list[Tensor]:
+        found = [one for one in tensors_in(value) if one.is_floating_point()]
+        if call.rows is None:
+            return found
+        return [one.flatten(0, 1)[call.rows] if one.shape[:2] == call.shape[:2] else one for one in found]
+
+    results, count = [kept(given)], encoder.count
+    try:
+        for masked in (0.0,) if call.rows is None else (1.0, 0.0):
+            encoder.masked = masked
+            results.append(kept(_given(run)))
+    except Exception as error:
+        return f"its model cannot call all layers as one: {type(error).__name__}: {error}"
+    finally:
+        encoder.masked = 0.0
+    if encoder.count == count:
+        return "its model does not loop over it"
+    if len({tuple(one.shape for one in result) for result in results}) > 1:
+        return "its model gives other tensors"
+    before, *after = ([one.float().nan_to_num().flatten() for one in result] for result in results)
+    if not all(map(torch.equal, after[0], after[-1])):
+        return "its model reads hidden states of masked tokens"
+    for pair in zip(before, after[-1], strict=True):
+        if not torch.equal(*pair) and nn.functional.cosine_similarity(*pair, 0) < _LIKE:
+            return "its model gives other results"
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
+from inspect import signature, unwrap
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -27,18 +27,30 @@ from .mlp import name_of_activation
 
 
 class _Form(NamedTuple):
-    """Names of the parts of a layer of Transformers: q, k and v or all in one, and so on."""
+    """Names of the parts of a layer of Transformers: q, k and v or all in one, and so on.
+
+    Attributes:
+        factors: of what attention and the MLP add to x.
+    """
 
     qkv: tuple[str, ...]
     out: str
     norms: tuple[str, str]
-    up: str
+    up: tuple[str, ...]
     activation: str
     down: str
     norm_first: bool = False
+    factors: tuple[str, ...] = ()
+
+    def linears(self) -> list[str]:
+        return [*self.qkv, self.out, *self.up, self.down]
 
 
-_BERT = "intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"
+_BERT = ("intermediate.dense",), "intermediate.intermediate_act_fn", "output.dense"
+_MLP = ("mlp.fc1",), "mlp.activation_fn", "mlp.fc2"
+_QKV = "attention.q_proj", "attention.k_proj", "attention.v_proj"
+_SELF_QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_NORMS_BEHIND = "post_attention_layernorm", "post_mlp_layernorm"
 _FORMS = (
     _Form(  # BERT, RoBERTa, XLM-RoBERTa
         ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -56,17 +68,35 @@ _FORMS = (
         ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         "attention.out_lin",
         ("sa_layer_norm", "output_layer_norm"),
-        *("ffn.lin1", "ffn.activation", "ffn.lin2"),
+        *(("ffn.lin1",), "ffn.activation", "ffn.lin2"),
     ),
     _Form(  # ViT
-        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-        "attention.o_proj",
-        ("layernorm_before", "layernorm_after"),
-        *("mlp.fc1", "mlp.activation_fn", "mlp.fc2"),
-        norm_first=True,
+        _QKV, "attention.o_proj", ("layernorm_before", "layernorm_after"), *_MLP, norm_first=True
     ),
+    _Form(  # DINOv2
+        _QKV,
+        "attention.o_proj",
+        ("norm1", "norm2"),
+        *_MLP,
+        norm_first=True,
+        factors=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    ),
+    _Form(  # CLIP, SigLIP
+        _SELF_QKV, "self_attn.out_proj", ("layer_norm1", "layer_norm2"), *_MLP, norm_first=True
+    ),
+    _Form(  # NomicBERT, GTE
+        _SELF_QKV,
+        "self_attn.o_proj",
+        _NORMS_BEHIND,
+        *(("mlp.gate_proj", "mlp.up_proj"), "mlp.act_fn", "mlp.down_proj"),
+    ),
+    _Form(_SELF_QKV, "self_attn.o_proj", _NORMS_BEHIND, *_MLP),  # Jina embeddings v3
     _Form(  # ModernBERT
-        ("attn.Wqkv",), "attn.Wo", ("attn_norm", "mlp_norm"), "mlp.Wi", "mlp.act", "mlp.Wo", norm_first=True
+        ("attn.Wqkv",),
+        "attn.Wo",
+        ("attn_norm", "mlp_norm"),
+        *(("mlp.Wi",), "mlp.act", "mlp.Wo"),
+        norm_first=True,
     ),
 )
 
@@ -75,7 +105,7 @@ def form_of(layer: nn.Module) -> _Form | None:
     """Return the form whose parts a layer has, or None."""
     for form in _FORMS:
         try:
-            attrgetter(*form.qkv, form.out, *form.norms, form.up, form.activation, form.down)(layer)
+            attrgetter(*form.linears(), *form.norms, form.activation, *form.factors)(layer)
         except AttributeError:
             continue
         return form
@@ -90,18 +120,21 @@ def operator_of(layer: nn.Module) -> EncoderLayer:
     """
     form = form_of(layer)
     if form is None:
-        raise UnsupportedError(f"{type(layer).__name__} has other parts than the layers that are known")
+        raise UnsupportedError("its layers have other parts than those that are known")
     attention = layer.get_submodule(form.qkv[0].rpartition(".")[0])
     if any(getattr(module, name, False) for module in (layer, attention) for name in _OF_DECODERS):
         raise UnsupportedError("it is a layer of a decoder")
-    names = [*form.qkv, form.out, form.up, form.down]
+    if not _is_plain(attention):
+        raise UnsupportedError(f"its attention, {type(attention).__name__}, is not known")
+    names = form.linears()
     linears: list[Any] = [layer.get_submodule(name) for name in names]
     for name, linear in zip(names, linears, strict=True):
         reason = _reason_not_computed(linear)
         if reason is not None:
             raise UnsupportedError(f"its {name} {reason}")
     norms = [layer.get_submodule(name) for name in form.norms]
-    known = {parameter for part in (*linears, *norms) for parameter in part.parameters()}
+    factors = [attrgetter(name)(layer) for name in form.factors]
+    known = {parameter for part in (*linears, *norms) for parameter in part.parameters()} | {*factors}
     others = [name for name, parameter in layer.named_parameters() if parameter not in known]
     if others:
         raise UnsupportedError(f"the operator has no {', '.join(others)}")
@@ -111,24 +144,40 @@ def operator_of(layer: nn.Module) -> EncoderLayer:
         raise UnsupportedError(f"kernels do not have its activation {type(module).__name__}")
     owners = attention, getattr(attention, "config", None)
     heads = (getattr(owner, name, None) for owner in owners for name in ("num_attention_heads", "n_heads"))
-    *parts, out, up, down = linears
-    qkv = _one_product(parts)
+    scales_of = (getattr(attention, name, None) for name in ("scaling", "scale"))
+    first, last = len(form.qkv), len(linears) - 1
+    added = [EncoderWeight.of(linears[number]) for number in (first, last)]
+    for number, factor in enumerate(factors):
+        bias, scales = added[number].bias, added[number].scales * factor
+        added[number] = added[number]._replace(scales=scales, bias=None if bias is None else bias * factor)
+    up = _one_product(linears[first + 1 : last])
     return EncoderLayer(
         next(filter(None, heads)),
-        EncoderWeight.of(qkv),
-        EncoderWeight.of(out),
+        EncoderWeight.of(_one_product(linears[:first])),
+        added[0],
         EncoderWeight.of(up),
-        EncoderWeight.of(down),
+        added[1],
         _norm(norms[0]),
         _norm(norms[1]),
         norm_first=form.norm_first,
         activation=activation,
-        gated=up.out_features == 2 * down.in_features,
+        gated=up.out_features == 2 * linears[last].in_features,
+        scale=next((one for one in scales_of if isinstance(one, float)), None),
         window=(getattr(attention, "sliding_window", None) or 1) - 1,  # Transformers counts the token itself
     )
 
 
 _OF_DECODERS = "is_decoder", "is_causal", "add_cross_attention"
+_PLAIN = {"MPNetSelfAttention", "RemBertSelfAttention", "VisualBertSelfAttention"}
+
+
+def _is_plain(attention: nn.Module) -> bool:
+    """Return True for attention that is Transformers' own function of q, k and v, or does the same."""
+    kind = type(attention)
+    if kind.__module__.startswith("transformers.") and kind.__name__ in _PLAIN:
+        return True
+    forward: Any = unwrap(kind.forward)
+    return "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 def _reason_not_computed(layer: nn.Module) -> str | None:
@@ -180,11 +229,11 @@ class Call(NamedTuple):
         flat = padded.reshape(-1, padded.shape[-1])
         return flat if self.rows is None else flat.index_select(0, self.rows)
 
-    def unpack(self, tokens: Tensor) -> Tensor:
-        """Return the padded batch, with zeros in place of what is masked."""
+    def unpack(self, tokens: Tensor, masked: float = 0.0) -> Tensor:
+        """Return the padded batch, with such a number in place of what is masked."""
         if self.rows is None:
             return tokens.view(self.shape)
-        padded = tokens.new_zeros(self.shape)
+        padded = tokens.new_full(self.shape, masked)
         padded.view(-1, padded.shape[-1]).index_copy_(0, self.rows, tokens)
         return padded
 
@@ -192,6 +241,7 @@ class Call(NamedTuple):
 _jit: Any = torch.jit
 _calls = threading.local()
 _TAKEN = {"hidden_states", "attention_mask", "position_bias", "position_embeddings", "position_ids"}
+_TAKEN |= {"use_cache"}  # without a cache
 _OUTPUTS = "output_hidden_states", "output_attentions"
 
 
@@ -214,7 +264,7 @@ class BlockSparseEncoder(nn.ModuleList):
     attention knows positions. Weights that were changed count from the next call on.
 
     Args:
-        layers: those of BERT, RoBERTa, XLM-RoBERTa, MPNet, DistilBERT, ViT or ModernBERT.
+        layers: those of BERT, ViT or another model whose layers have the parts of one of them.
         parent: the module whose attribute it becomes.
         in_tuple: whether layers return a tuple.
 
@@ -226,6 +276,7 @@ class BlockSparseEncoder(nn.ModuleList):
         super().__init__(layers)
         self.in_tuple = in_tuple
         self.count = 0  # calls that were computed in one go
+        self.masked = 0.0  # what masked tokens get; another number shows who reads them
         self._parent = (parent,)  # not a child
         self._built: _Built | None = _Built(self)
         self._hooks = [
@@ -263,7 +314,9 @@ class BlockSparseEncoder(nn.ModuleList):
 
     def __getitem__(self, index: Any) -> Any:
         modules = list(self._modules.values())
-        return nn.ModuleList(modules[index]) if isinstance(index, slice) else super().__getitem__(index)
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return self if modules[index] == modules else nn.ModuleList(modules[index])
 
     def _can_fuse(self) -> bool:
         if self.training or is_exporting() or _jit.is_tracing() or transforms_active():
@@ -313,7 +366,7 @@ class BlockSparseEncoder(nn.ModuleList):
     def run(self, call: Call) -> Tensor:
         """Return what the last layer returns, [texts, tokens, features]."""
         self.count += 1
-        return call.unpack(call.operator(call.x, call.offsets))
+        return call.unpack(call.operator(call.x, call.offsets), self.masked)
 
     def operators(self) -> list[Encoder]:
         """Return an operator for each layer."""
@@ -426,10 +479,14 @@ _PLACES = 512  # for which tables of positions are made at first
 
 def _rotary_table(parent: Any, places: int, kind: str | None) -> Tensor:
     """Return cosines and sines of the angles at each place, [places, head features]."""
-    if kind is None or not hasattr(parent, "rotary_emb"):
+    if not hasattr(parent, "rotary_emb"):
         raise UnsupportedError("its embeddings of positions are not known")
-    tables = parent.rotary_emb(torch.zeros(()), torch.arange(places)[None], kind)
-    return torch.cat([table[0, :, : table.shape[-1] // 2] for table in tables], 1)
+    kinds = () if kind is None else (kind,)
+    tables = parent.rotary_emb(torch.zeros(()), torch.arange(places)[None], *kinds)
+    halves = [table[0].chunk(2, -1) for table in tables]
+    if not all(torch.equal(*own) for own in halves):
+        raise UnsupportedError("its embeddings of positions are not known")
+    return torch.cat([first for first, _ in halves], 1)
 
 
 def _bias_table(parent: Any, places: int) -> Tensor:

@@ -151,7 +151,7 @@ def _fused(
             sparsify_(twin, dict.fromkeys(names, contender), strict=False)
             twin.requires_grad_(False)
             encoders = fuse_encoders(twin, partial(call_apart, twin, batch), undo)
-            if all(encoder.reason is None for encoder in encoders):
+            if any(encoder.reason is None for encoder in encoders):
                 run = partial(call_model, twin, batch)
                 (found[describe_way(contender)],) = milliseconds([run], device_of(model), _CALLS)
     return found
