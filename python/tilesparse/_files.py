@@ -186,7 +186,7 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], str]:
             with safe_open(file, framework="pt"):
                 pass
         except Exception as error:
-            raise CheckpointError(f"{file.name}: no safetensors file: {_sentence(error)}") from error
+            raise CheckpointError(f"{file.name}: no safetensors file: {sentence(error)}") from error
         prefix = stream.read(8)
         text = stream.read(int.from_bytes(prefix, "little"))
     header = parsed(file.name, text)
@@ -230,7 +230,7 @@ def opened(file: Path) -> BufferedReader:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file.name}: missing in {str(file.parent)!r}") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file.name}: cannot be read: {_sentence(error)}") from error
+        raise CheckpointError(f"{file.name}: cannot be read: {sentence(error)}") from error
 
 
 def read_json(file: Path) -> tuple[dict[str, Any], str]:
@@ -246,7 +246,7 @@ def parsed(file: str, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: no JSON: {_sentence(error)}") from error
+        raise CheckpointError(f"{file}: no JSON: {sentence(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must be a JSON object, got {shown(content)}")
     return content
@@ -292,6 +292,6 @@ def shown(given: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     """Return the text of an error in one short line."""
     return " ".join(str(error).split())[:200]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, shown
+from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, is_regular, shown
 from .._files import write_json
 from .._reports import aligned
 from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.weight import INDEX_NAMES
 from ..pattern import BLOCK_COSTS, BlockPattern
 from ..storage.formats import storage_of
@@ -36,6 +37,7 @@ from .manifest import (
     put_in_place,
     section_of,
 )
+from .matrices import Matrix
 
 _OF_2_4 = 0.75  # of the time of dense blocks
 _WORTH = 0.9  # of a dense product: above, weights that are not quantized stay dense
@@ -135,7 +137,7 @@ def convert(
 
     Args:
         source: a folder of safetensors files or of files of `torch.save`, or one file: .safetensors, .pt,
-            .pth, .bin, a BSR or other matrix of scipy (.npz), or Matrix Market (.mtx). Formats:
+            .pth, .bin, a matrix of scipy (.npz), or Matrix Market (.mtx, .mtx.gz). Formats:
             compressed-tensors sparse-bitmask, sparse-24-bitmask, int-quantized, float-quantized and
             pack-quantized, float8 with scales for blocks of 128 x 128, torch.nn.utils.prune, modelopt,
             pytorch_block_sparse, and dense weights with zeros.
@@ -222,6 +224,12 @@ def _converted(
         if shards is not None:
             shards.add(name, tensor)
     layers, entries = list[ConvertedLayer](), dict[str, Any]()
+    if source.matrix is not None:
+        layer, tensors, spec = _converted_matrix(source.matrix)
+        layers.append(layer)
+        entries |= {} if spec is None else {"": spec.to_json()}
+        for name, tensor in tensors.items() if shards is not None else ():
+            shards.add(name, tensor)
     for found in weights:
         layer, tensors, spec = _converted_weight(source, found, dtype)
         if layer is None:
@@ -276,6 +284,77 @@ def _converted_weight(
     return layer, tensors, spec
 
 
+def _converted_matrix(matrix: Matrix) -> tuple[ConvertedLayer, dict[str, Tensor], LayerSpec | None]:
+    """Return the same of a matrix that is held without its zeros; it has no name."""
+    entries, block_shape, nm = matrix.entries, matrix.block_shape, None
+    structure = _structure_of_entries(entries)
+    shape, dtype = (int(entries.shape[0]), int(entries.shape[1])), getattr(torch, entries.dtype.name)
+    choice = _choice(Weight(torch.empty(shape, dtype=dtype, device="meta")), structure, False)
+    if block_shape is not None and not is_regular(shape, block_shape):
+        choice = _Choice("plain", 0, None, None)
+    elif isinstance(choice, _Choice):
+        block_shape, nm = (choice.size, choice.size), choice.nm
+    spec, reason = None, ""
+    if isinstance(choice, str):
+        if math.prod(shape) > _LARGEST:
+            raise UnsupportedError(
+                f"the matrix must have blocks of 16 to 128, be a BSR matrix, or be small enough to be stored "
+                f"dense, got {shape[0]} x {shape[1]}: {choice}; BlockSparseMatrix.from_scipy takes what "
+                "scipy.sparse.load_npz and scipy.io.mmread return"
+            )
+        reason, tensors = choice, {"weight": torch.from_numpy(entries.toarray())}
+    else:
+        bsr = entries.tobsr(blocksize=block_shape)
+        bsr.sort_indices()
+        starts, columns, blocks = (torch.from_numpy(array) for array in (bsr.indptr, bsr.indices, bsr.data))
+        pattern = BlockPattern(starts, columns, shape=shape, block_shape=block_shape)
+        tensors = {name: getattr(pattern, name) for name in INDEX_NAMES} | {"weight": blocks}
+        if nm is not None:
+            tensors["weight"], tensors["metadata"] = compress(blocks, blocks != 0)
+        spec = LayerSpec.of(pattern, dtype, storage=choice.storage, nm=nm)
+    before = sum(array.nbytes for array in (entries.data, entries.indices, entries.indptr))
+    after = sum(tensor.nbytes for tensor in tensors.values())
+    return ConvertedLayer("", matrix.format, shape, structure, spec, (before, after), reason), tensors, spec
+
+
+_LARGEST = 1 << 28  # elements of a matrix that is stored dense though its file is not
+
+
+def _structure_of_entries(entries: Any) -> Structure:
+    """Return the structure of a CSR array without zeros."""
+    from scipy.sparse import csr_array
+
+    def cells(matrix: Any, height: int, width: int) -> Any:
+        """Return a CSR array with the number of entries in each cell that has one."""
+        ones = torch.ones(matrix.nnz, dtype=torch.int16).numpy()
+        shape = matrix.shape[0] // height, matrix.shape[1] // width
+        starts = matrix.indptr[::height].copy()  # which is changed below
+        merged = csr_array((ones, matrix.indices // width, starts), shape=shape)
+        merged.sum_duplicates()
+        return merged
+
+    def most(size: int) -> int:
+        if columns % size or not entries.nnz:
+            return size if columns % size else 0
+        return int(cells(entries, 1, size).data.max())
+
+    rows, columns = map(int, entries.shape)
+    kept, tiles, side = dict[int, float](), entries, 1
+    for size in sorted(BLOCK_SIZES):
+        if rows % size == 0 and columns % size == 0:
+            tiles, side = cells(tiles, size // side, size // side), size
+            kept[size] = tiles.nnz / math.prod(tiles.shape)
+    most_of_four = most(4)
+    return Structure(
+        zeros=1 - entries.nnz / (rows * columns),
+        most_of_four=most_of_four,
+        most_of_eight=most(8) if most_of_four == 4 else 2 * most_of_four,
+        rows=rows - int((entries.indptr[1:] > entries.indptr[:-1]).sum()),
+        columns=columns - len(torch.from_numpy(entries.indices).unique()),
+        kept=kept,
+    )
+
+
 def _structure(nonzero: Tensor) -> Structure:
     rows, columns = nonzero.shape
     least = min(BLOCK_SIZES)
@@ -289,7 +368,7 @@ def _structure(nonzero: Tensor) -> Structure:
         for size in BLOCK_SIZES:
             if rows % size == 0 and columns % size == 0:
                 grid = tiles.view(rows // size, size // least, columns // size, size // least)
-                kept[size] = float(grid.amax((1, 3)).float().mean())
+                kept[size] = float(grid.amax((1, 3)).double().mean())
     of_rows = nonzero.view(torch.uint8).amax(1) if columns else nonzero.new_zeros(rows)
     count, most_of_four = int(nonzero.count_nonzero()), _most(nonzero, 4, torch.int32)
     return Structure(

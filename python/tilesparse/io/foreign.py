@@ -14,6 +14,7 @@ from .._checks import QUANTIZED, SCALE_GROUP
 from .._files import StoredTensor, checked_texts, named, read_header, read_json, read_tensor
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from .manifest import CONFIG, INDEX, WEIGHTS
+from .matrices import Matrix, is_matrix, read_matrix
 
 PICKLES = (".pt", ".pth", ".bin")
 
@@ -348,12 +349,14 @@ class Source:
 
     Attributes:
         config: what its ``config.json`` has.
+        matrix: what a file of a single one has; then there are no tensors.
         settings: what that says of quantized values.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = {}
+        self.matrix: Matrix | None = None
         self._stored: dict[str, StoredTensor] = {}
         self._loaded: dict[str, Tensor] = {}
         if path.is_dir():
@@ -362,16 +365,16 @@ class Source:
             self._stored = read_header(path)[0]
         elif path.suffix in PICKLES:
             self._loaded = _load_pickle(path)
-        elif path.suffix in (".npz", ".mtx"):
-            self._loaded = {"weight": _load_matrix(path)}
+        elif is_matrix(path):
+            self.matrix = read_matrix(path)
         elif not path.exists():
             raise CheckpointNotFoundError(
                 f"source must be a folder or a file, there is none at {str(path)!r}"
             )
         else:
             raise InvalidArgumentError(
-                f"source must be a folder, or a file of .safetensors, {', '.join(PICKLES)}, .npz or .mtx, "
-                f"got {str(path)!r}"
+                f"source must be a folder, or a file of .safetensors, {', '.join(PICKLES)}, .npz, .mtx or "
+                f".mtx.gz, got {str(path)!r}"
             )
         self.settings = _settings(self.config.get("quantization_config"))
 
@@ -487,47 +490,3 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         if isinstance(tensor, SparseSemiStructuredTensorCUTLASS) or tensor.layout != torch.strided:
             tensors[name] = tensor.to_dense()
     return tensors
-
-
-def _check_numbers(file: Path) -> None:
-    """Raise ValueError if lines of Matrix Market have more than numbers, which scipy reads over."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.startswith(b"%") and line.translate(None, b"0123456789+-.eEinfatyINFATY \t\r\n"):
-                raise ValueError(f"line {number} must have numbers alone, got {line[:60]!r}")
-
-
-_LARGEST = 1 << 32  # elements of a matrix that is read dense
-
-
-def _load_matrix(file: Path) -> Tensor:
-    """Return a matrix of scipy or Matrix Market."""
-    import numpy as np
-    import scipy.io
-    import scipy.sparse
-
-    try:
-        if file.suffix == ".npz":
-            matrix: Any = scipy.sparse.load_npz(file)
-        else:
-            _check_numbers(file)
-            matrix = scipy.io.mmread(file)
-            symmetry = scipy.io.mminfo(file)[5]
-            if symmetry != "general" and scipy.sparse.issparse(matrix):
-                entries = np.stack([matrix.row, matrix.col], 1)
-                if len(np.unique(entries, axis=0)) != len(entries):
-                    raise ValueError(f"a {symmetry} matrix must list one triangle, each entry once")
-    except Exception as error:
-        raise CheckpointError(f"{file.name}: cannot be read: {error}") from error
-    size = f"{file.name}: {' x '.join(map(str, matrix.shape))}"
-    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
-        raise CheckpointError(f"{size} of {matrix.dtype}, must be a matrix of real numbers")
-    if math.prod(matrix.shape) > _LARGEST:
-        raise UnsupportedError(
-            f"{size} is too large for a weight, which is read with its zeros; BlockSparseMatrix.from_scipy "
-            "takes what scipy.sparse.load_npz and scipy.io.mmread return"
-        )
-    dense = matrix.toarray() if scipy.sparse.issparse(matrix) else matrix
-    return torch.from_numpy(
-        np.ascontiguousarray(dense, dtype=dense.dtype if dense.dtype.kind == "f" else "f8")
-    )
