@@ -112,12 +112,6 @@ def section_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONFIG).read_text())["tilesparse"]
 
 
-def edit_section(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    change(config["tilesparse"])
-    (folder / CONFIG).write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("size", ["5GB", "4KB", 1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -250,25 +244,6 @@ def test_model_keeps_what_the_file_does_not_say(tmp_path: Path) -> None:
     handle.remove()
     model(torch.arange(8))
     assert len(seen) == 1
-
-
-def test_models_train_after_loading(tmp_path: Path) -> None:
-    """The state of one that goes on training and of one that is loaded in between are the same."""
-    steps: dict[str, list[Tensor]] = {"kept": [], "loaded": []}
-    for name, losses in steps.items():
-        model = sparse_net("plain")
-        for part in range(2):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0)
-            for _ in range(2):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            if name == "loaded" and part == 0:
-                tilesparse.save(model, tmp_path)
-                model = tilesparse.load(Net, tmp_path)
-    assert torch.equal(torch.stack(steps["kept"]), torch.stack(steps["loaded"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

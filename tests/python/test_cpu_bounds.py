@@ -1,4 +1,4 @@
-"""Products of 8 bits on the CPU whose operands lie beside pages that cannot be read or written.
+"""Products on the CPU whose operands lie beside pages that cannot be read or written.
 
 A kernel that touches a byte outside of an operand ends the process. Vectors reach over the ends of lines, so
 every operand, the workspace and the pattern's arrays too, ends with a page or begins with one.
@@ -12,22 +12,19 @@ import random
 from itertools import product
 
 import pytest
-import test_eight_bits_cpu as eight_bits
+import test_kernels as harness
 import torch
 from helpers import OPTIONS
-from test_cpu_kernels import random_pattern
-from test_eight_bits_cpu import RESULTS, ROWS, Operands, Problem, Row, check
-from test_kernels import CPU, POISON
+from test_cpu_kernels import ROWS, random_pattern, refusal
+from test_kernels import CPU, POISON, Problem, Row, accepted_layouts, check
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._runtime.device import DDS_NT
-from tilesparse._runtime.pattern_cache import prepared
+from tilesparse._runtime.pattern_cache import Prepared, prepared
 
 PAGE = mmap.PAGESIZE
 PRIVATE_ANONYMOUS = 0x22
-ALIGNMENT = 64  # of a workspace
 
 
 class Area:
@@ -66,11 +63,21 @@ class Bounded:
 
     at_end = True
 
-    def __init__(self, lines: int, length: int, dtype: torch.dtype, *, gap: int = 0) -> None:
+    def __init__(
+        self,
+        lines: int,
+        length: int,
+        dtype: torch.dtype,
+        *,
+        gap: int = 0,
+        alignment: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         integer, self._poison = POISON[dtype.itemsize]
         self.ld = length + gap
         self._inside = (lines, length), (self.ld, 1)
-        self._area = Area(((lines - 1) * self.ld + length) * dtype.itemsize, self.at_end)
+        size = max((lines - 1) * self.ld + length, 0) * dtype.itemsize
+        self._area = Area(size, self.at_end, alignment or dtype.itemsize)
         self.address = self._area.address
         self.bits = self._area.tensor(integer)
         self.lines = self.bits.view(dtype).as_strided(*self._inside)
@@ -79,47 +86,48 @@ class Bounded:
     def poison(self) -> None:
         self.bits.fill_(self._poison)
 
-    def is_whole_outside(self) -> bool:
+    def is_poison(self, *, inside: bool) -> bool:
         bits = self.bits.clone()
-        bits.as_strided(*self._inside).fill_(self._poison)
+        if not inside:
+            bits.as_strided(*self._inside).fill_(self._poison)
         return bool((bits == self._poison).all())
 
 
-def bounded_pattern(pattern: BlockPattern, at_end: bool) -> tuple[_C.Pattern, list[Area]]:
-    """The pattern with arrays in areas, and what keeps them."""
-    index = prepared(pattern.index_on(torch.device("cpu"))).index()
-    areas = []
-    for array in index[:3]:
-        areas.append(Area(array.numel() * array.itemsize, at_end))
-        areas[-1].tensor(array.dtype).copy_(array)
-    addresses = (area.address for area in areas)
-    return _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *addresses), areas
+class BoundedPattern:
+    """A pattern of the cache with arrays in areas."""
+
+    def __init__(self, entry: Prepared) -> None:
+        crow, col, slot, shape, block_shape = entry.index()
+        self._areas = []
+        for array in (crow, col, slot, *entry.columns()):
+            self._areas.append(Area(array.numel() * array.itemsize, Bounded.at_end))
+            self._areas[-1].tensor(array.dtype).copy_(array)
+        addresses = (area.address for area in self._areas)
+        self.descriptor = _C.Pattern(*block_shape, *shape, len(col), *addresses)
 
 
-def run(operands: Operands) -> Tensor:
-    """Does what `test_eight_bits_cpu.run` does, with a workspace in an area."""
-    pattern, _arrays = bounded_pattern(operands.problem.pattern, Bounded.at_end)
-    made = eight_bits.product_of(operands, pattern)
-    workspace = Area(made.workspace_size(), Bounded.at_end, ALIGNMENT)
-    eight_bits.call(made, operands, workspace.address)
-    return operands.by_tokens("y")
-
-
-@pytest.fixture(params=["end", "begin"], autouse=True)
-def _edge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bounded, "at_end", request.param == "end")
-    monkeypatch.setattr(eight_bits, "Guarded", Bounded)
-    monkeypatch.setattr(eight_bits, "run", run)
-
-
+@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_nothing_outside_of_operands_is_touched(row: Row) -> None:
+def test_nothing_outside_of_operands_is_touched(
+    row: Row, at_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From decode to chunks of a thread's own, and in blocks of every size."""
-    if reason := eight_bits.refusal(row):
+    if reason := refusal(row):
         pytest.skip(reason)
+    layouts = accepted_layouts(row)
+    monkeypatch.setattr(Bounded, "at_end", at_end)
+    monkeypatch.setattr(harness, "Guarded", Bounded)
+    patterns: list[BoundedPattern] = []
+
+    def bounded(row: Row, device: torch.device, pattern: BlockPattern, groups: int) -> BoundedPattern:
+        patterns.append(BoundedPattern(prepared(pattern.index_on(device))))
+        return patterns[-1]
+
+    monkeypatch.setattr(harness, "entry_of", bounded)
     draw = random.Random(str(row))
     for tokens in (1, 4, 7, 11, 12, 17, 49, 97, 96 * _C.device_info(CPU).multiprocessors + 9):
-        for block_shape in draw.sample(list(product(BLOCK_SIZES, BLOCK_SIZES)), 6):
+        for block_shape in draw.sample(list(product(BLOCK_SIZES, BLOCK_SIZES)), 6 if row.of_8_bits else 2):
             pattern = random_pattern(draw.choice([(1, 1), (3, 2), (2, 9)]), block_shape, 0.6)
-            layout, gap, options = draw.choice((0, 1)), draw.choice((0, 1)), draw.choice(OPTIONS[DDS_NT])
-            check(Operands(row, Problem(pattern, tokens, draw.choice(RESULTS), layout, gap, **options)))
+            gap, options = draw.choice((0, 1)), draw.choice(OPTIONS[row.op])
+            check(row, Problem(pattern, tokens, *draw.choice(layouts), gap=gap, **options))
+            patterns.clear()

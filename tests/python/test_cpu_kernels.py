@@ -1,25 +1,31 @@
 """Every CPU kernel of the registry, called through the C ABI, against float64 references.
 
-Operands lie amid poison as those of test_kernels.py, aligned to no more than an element.
+Operands lie amid poison as those of test_kernels.py, aligned to no more than an element. Sums of int8 are
+exact, so without gelu and silu results have the bits that the definition gives.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
+from helpers import OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
 from test_kernels import (
+    CODES,
     COUNTS,
     CPU,
     PLAIN_OPTIONS,
     Operands,
     Problem,
     Row,
+    accepted_layouts,
+    by_definition,
     check,
+    form_of,
     launch,
     make_product,
     of_groups,
@@ -29,12 +35,12 @@ from test_kernels import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
-from tilesparse._checks import BLOCK_SIZES, DTYPES
+from tilesparse._checks import BLOCK_SIZES, DTYPES, QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
-ROWS = [row for row in rows_of(CPU, DTYPES) if row.storage is None]
+ROWS = [row for row in rows_of(CPU) if row.storage is None]
 
 
 @pytest.fixture(params=ROWS, ids=str)
@@ -49,7 +55,8 @@ def row(request: pytest.FixtureRequest) -> Row:
 def refusal(row: Row) -> str:
     """Why this machine cannot run a kernel; empty if it can."""
     pattern = BlockPattern.full((16, 16), block_shape=(16, 16))
-    product = _C.Product(descriptor(pattern), row.op, DTYPES[row.dtype], CPU, 1, kernel=row.number)
+    form = {"kernel": row.number, **form_of(row)}
+    product = _C.Product(descriptor(pattern), row.op, CODES[row.dtype], CPU, 1, **form)
     try:
         product.select(_C.device_info(CPU))
     except UnsupportedError as error:
@@ -75,12 +82,15 @@ def test_few_tokens(row: Row, tokens: int) -> None:
     for name in PATTERNS:
         pattern = make_pattern(name, (3, 40), draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3]))))
         options = draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=draw.choice((0, 3)), **options))
+        check(
+            row,
+            Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), gap=draw.choice((0, 3)), **options),
+        )
 
 
-def only(*dtypes: torch.dtype) -> pytest.MarkDecorator:
-    """Takes the rows of these dtypes alone, of results too."""
-    rows = [row for row in ROWS if row.dtype in dtypes and row.result in dtypes]
+def only(*dtypes: torch.dtype, results: Iterable[torch.dtype] = ()) -> pytest.MarkDecorator:
+    """Takes the rows of these dtypes alone, of results too unless others are given."""
+    rows = [row for row in ROWS if row.dtype in dtypes and row.result in (results or dtypes)]
     return pytest.mark.parametrize("row", rows, ids=str, indirect=True)
 
 
@@ -90,7 +100,7 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
     for block_shape in product(BLOCK_SIZES, BLOCK_SIZES):
         pattern = random_pattern(draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)]), block_shape, 0.6)
         gap, options = draw.choice((0, 1, 5)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), gap=gap, **options))
+        check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), gap=gap, **options))
 
 
 @pytest.mark.parametrize("more", [-1, 0, 17, 500])
@@ -101,7 +111,7 @@ def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
     for block_shape in ((16, 32), (32, 16), (128, 64)):
         pattern = random_pattern((2, 3), block_shape, 0.6)
         options = draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, 96 * processors + more, *draw.choice(LAYOUTS), **options))
+        check(row, Problem(pattern, 96 * processors + more, *draw.choice(accepted_layouts(row)), **options))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -110,12 +120,14 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
     for block_shape in draw.sample(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3])), 2):
         pattern = make_pattern(name, (7, 10), block_shape)
         options = draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, draw.choice((8, 40, 130)), *draw.choice(LAYOUTS), **options))
+        check(
+            row, Problem(pattern, draw.choice((8, 40, 130)), *draw.choice(accepted_layouts(row)), **options)
+        )
 
 
 def test_layouts_and_options(row: Row) -> None:
     draw = random.Random(f"{row} layouts")
-    for (x_layout, y_layout), options in product(LAYOUTS, OPTIONS[row.op]):
+    for (x_layout, y_layout), options in product(accepted_layouts(row), OPTIONS[row.op]):
         pattern = make_pattern("random 50%", (4, 3), draw.choice([(16, 32), (32, 16), (64, 16)]))
         tokens, gap = draw.choice((5, 37, 64)), draw.choice((0, 3))
         check(row, Problem(pattern, tokens, x_layout, y_layout, gap, **options))
@@ -125,8 +137,8 @@ def test_more_than_one_wave(row: Row) -> None:
     """More tokens and features than are packed at a time, in every order of sizes."""
     draw = random.Random(f"{row} waves")
     for grid in ((3, 40), (40, 3), (20, 20)):
-        check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(LAYOUTS)))
-    check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(LAYOUTS)))
+        check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(accepted_layouts(row))))
+    check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(accepted_layouts(row))))
 
 
 def test_each_group_meets_its_weight(row: Row) -> None:
@@ -190,6 +202,7 @@ def _sum_of_terms(row: Row, terms: Tensor, ones: Tensor) -> Tensor:
     return product_of(row, ones, terms.t(), ones)
 
 
+@only(*DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite_stay(row: Row, value: float) -> None:
     terms = torch.zeros(16, 16)
@@ -198,6 +211,7 @@ def test_values_that_are_not_finite_stay(row: Row, value: float) -> None:
     torch.testing.assert_close(result, torch.full_like(result, value), equal_nan=True)
 
 
+@only(*DTYPES)
 def test_results_beyond_the_range_become_infinite(row: Row) -> None:
     terms = torch.full((16, 16), torch.finfo(row.result).max / 8, dtype=torch.float64)
     assert bool(_sum_of_terms(row, terms, torch.ones(16, 16)).isinf().all())
@@ -210,6 +224,7 @@ def test_subnormal_results(row: Row) -> None:
     assert bool((_sum_of_terms(row, terms, torch.ones(16, 16)) == 3 * 2.0**-24).all())
 
 
+@only(*DTYPES)
 def test_a_short_workspace_is_refused(row: Row) -> None:
     """One less by a byte is in tests/c; here is one of whose size the product was never asked."""
     problem = Problem(make_pattern("full", (2, 3), (16, 16)), 40)
@@ -233,7 +248,7 @@ def test_a_short_workspace_is_refused(row: Row) -> None:
 
 
 def test_other_results_are_refused() -> None:
-    """Float32 is for the gradient of W, from operands of 16 bits."""
+    """Float32 is for the gradient of W, from operands of 16 bits; float64 not for x in 8 bits."""
     pattern = descriptor(BlockPattern.full((16, 16), block_shape=(16, 16)))
     for op, dtype, result in (
         (DDS_NT, torch.bfloat16, torch.float32),
@@ -245,11 +260,100 @@ def test_other_results_are_refused() -> None:
         product = _C.Product(pattern, op, DTYPES[dtype], CPU, 1, result_dtype=DTYPES[result])
         with pytest.raises(UnsupportedError, match="dtype"):
             product.select(_C.device_info(CPU))
+    with pytest.raises(InvalidArgumentError, match=r"y\.dtype must be 2 to 4 for x of int8, got 1"):
+        _C.Product(pattern, DDS_NT, CODES[torch.int8], CPU, 1, granularity=3, result_dtype=1).resolve()
+
+
+# ---- 8 bits of both factors ----
+
+IN_FLOAT32 = [torch.float32]
+
+
+def in_8_bits(row: Row, pattern: BlockPattern, x: Tensor, values: Tensor, **options: Any) -> Operands:
+    """Operands with these bits."""
+    operands = Operands(row, Problem(pattern, len(x), **options))
+    operands.x.copy_(x.to(torch.int8).view(row.dtype))
+    operands.values.copy_(values.to(torch.int8).view(row.dtype))
+    operands.plain = operands.values
+    return operands
+
+
+def computed(row: Row, operands: Operands, pattern: BlockPattern) -> Tensor:
+    operands.prepare_output()
+    launch(row, Problem(pattern, len(operands.x)), operands)
+    return operands.y
+
+
+@only(torch.int8, results=IN_FLOAT32)
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_extreme_numbers(row: Row, tokens: int) -> None:
+    """Sums of two products of bytes that do not fit into 16 bits, with a sign or without."""
+    pattern = make_pattern("banded", (3, 5), (16, 64))
+    for x, w, others in product((-128, -127, 127), (-128, 127), (-128, 127)):
+        xs = torch.full((tokens, pattern.in_features), x)
+        ws = torch.full((pattern.nnz, *pattern.block_shape), w)
+        xs[:, 1::2], ws[..., ::3] = others, others
+        operands = in_8_bits(row, pattern, xs, ws)
+        y = computed(row, operands, pattern)
+        problem = Problem(pattern, tokens)
+        assert torch.equal(y, by_definition(row, problem, operands.part(problem, 0)))
+
+
+@only(torch.int8, results=IN_FLOAT32)
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_the_largest_sums(row: Row, tokens: int) -> None:
+    """2^14 times the most features: a bit more, and they would not fit into 32 bits."""
+    pattern = BlockPattern.full((16, 2**17 - 16), block_shape=(16, 16))
+    for x, w in ((-128, -128), (-128, 127), (127, -128)):
+        xs = torch.full((tokens, pattern.in_features), x)
+        operands = in_8_bits(row, pattern, xs, torch.full((pattern.nnz, 16, 16), w))
+        expected = torch.tensor(float(x * w * pattern.in_features)) * operands.x_scales[:, None]
+        assert torch.equal(computed(row, operands, pattern), expected * operands.scales)
+
+
+@only(*QUANTIZED, results=IN_FLOAT32)
+@pytest.mark.parametrize("tokens", [2, 30])
+def test_tokens_without_a_scale_are_nan(row: Row, tokens: int) -> None:
+    """Features without a block included, and no other token."""
+    pattern = make_pattern("empty rows and columns", (4, 3), (16, 16))
+    operands = Operands(row, Problem(pattern, tokens))
+    operands.x_scales[1] = float("nan")
+    y = computed(row, operands, pattern)
+    assert bool(y[1].isnan().all())
+    assert not bool(y[torch.arange(tokens) != 1].isnan().any())
+
+
+@only(torch.float8_e4m3fn, results=IN_FLOAT32)
+def test_nan_of_float8_stays(row: Row) -> None:
+    pattern = BlockPattern.full((16, 32), block_shape=(16, 32))
+    x = torch.zeros(20, 32)
+    x[3, 5] = 127
+    y = computed(row, in_8_bits(row, pattern, x, torch.zeros(1, 16, 32)), pattern)
+    assert bool(y[3].isnan().all()) and not bool(y[4].isnan().any())
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_the_best_instruction_set_is_chosen(dtype: torch.dtype) -> None:
+    pattern = descriptor(BlockPattern.full((16, 16), block_shape=(16, 16)))
+    product = _C.Product(pattern, DDS_NT, CODES[dtype], CPU, 1, granularity=3, result_dtype=2)
+    best = next(row for row in ROWS if row.dtype == dtype and not refusal(row))
+    assert product.select(_C.device_info(CPU))[0] == best.number - 1
+
+
+def test_kernels_that_cannot_compute_it_say_why() -> None:
+    """Other dtypes, or instructions that are not there."""
+    for row in ROWS:
+        reason = refusal(row)
+        assert not reason or f"kernel {row.name} cannot compute this: the processor lacks" in reason
+        if "bf16" in row.name:
+            with pytest.raises(UnsupportedError, match="it computes another dtype"):
+                other = row._replace(dtype=torch.int8, op=DDS_NT, result=torch.float32)
+                raise UnsupportedError(refusal(other))
 
 
 def test_every_kernel_of_this_machine_runs() -> None:
     """In one process, so that nothing above passes by not running."""
     rows = [row for row in ROWS if not refusal(row)]
-    assert "cpu_portable" in {row.name for row in rows}
+    assert {row.dtype for row in rows if row.name == "cpu_portable"} == {*CODES}
     for row in rows:
         check(row, Problem(make_pattern("random 50%", (2, 3), (16, 32)), 5))

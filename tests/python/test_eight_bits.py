@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -41,9 +40,7 @@ from tilesparse import (
     storage,
     tuning,
 )
-from tilesparse._ops.products import row_scales_on
 from tilesparse._runtime import select
-from tilesparse.cli import main
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.export import decompositions
@@ -165,19 +162,6 @@ def test_products_are_those_of_the_same_operands(device: str, dtype: torch.dtype
             assert y.dtype == dtype and y.is_contiguous()
             reference, tolerance = expected(name, x, values, scales, pattern, given)
             assert_within(y, reference, rounded(reference, tolerance, dtype))
-
-
-@on_every_device
-def test_sums_of_integers_are_exact(device: str) -> None:
-    pattern = pattern_of("int8")
-    values = torch.randint(-128, 128, (pattern.nnz, 32, 32), generator=seeded(), dtype=torch.int8)
-    x_values = torch.randint(-128, 128, (TOKENS, IN), generator=seeded(1), dtype=torch.int8)
-    wanted = (x_values.double() @ dense_weight(values.double(), pattern).t()).float()
-    values, x_values = values.to(device), x_values.to(device)
-    x, ones = x_values.float(), torch.ones(max(TOKENS, OUT), device=device)
-    index = pattern.index_on(x.device)
-    rest = {"scales": ones[:OUT], "x_values": x_values, "x_scales": ones[:TOKENS], "fast": True}
-    assert torch.equal(OPS.dds_nt(x, values, *index, **rest).cpu(), wanted)
 
 
 @on_every_device
@@ -498,26 +482,6 @@ def test_nothing_but_the_weight_is_saved_for_the_gradient_of_x() -> None:
     assert sorted(saved) == sorted([tuple(layer.weight.shape), (OUT,)])
 
 
-@both
-@on_every_device
-def test_layers_of_2_4_have_the_gradient_of_their_dequantized_weight(device: str, name: str) -> None:
-    layer = BlockSparseLinear(
-        256, 384, block_shape=64, nm=NM, storage=name, activations=name, device=device, generator=seeded()
-    )
-    x = randn(100, 256, dtype=torch.float32, device=device).requires_grad_()
-    grad = randn(100, 384, dtype=torch.float32, device=device)
-    layer(x).backward(grad)
-    weight = layer.to_linear().weight
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, grad @ weight, rtol=1e-3, atol=1e-3)
-    with torch.no_grad():
-        y, wanted = layer(x), layer.to_linear()(x)
-        assert (y - wanted).norm() < 0.05 * wanted.norm()
-        assert torch.equal(layer.prepack()(x), y)
-        layer.policy = "dense"
-        torch.testing.assert_close(layer(x), wanted, rtol=1e-3, atol=1e-3)
-
-
 @on_every_device
 def test_layers_with_scales_inside_and_their_gradients(device: str) -> None:
     layer = make(GROUPED, device=device)
@@ -632,34 +596,6 @@ def test_graphs_follow_scales_and_patterns(count: int, name: str) -> None:
 
 @both
 @on_every_device
-def test_scales_of_rows_follow_every_write_and_are_kept_by_packed_layers(device: str, name: str) -> None:
-    layer = make(name, device=device)
-
-    def check() -> None:
-        rows, _ = layer.pattern.block_indices()
-        wanted = layer.scales.view(-1, 32)[rows]
-        assert torch.equal(row_scales_on(layer.scales, layer_index(layer)), wanted)
-        assert torch.equal(storage.row_scales(layer.scales, layer.pattern), wanted)
-
-    check()
-    layer.scales.data.mul_(2)  # which PyTorch does not count
-    check()
-    layer.prepack()
-    first = row_scales_on(layer.scales, layer_index(layer))
-    assert row_scales_on(layer.scales, layer_index(layer)) is first
-    layer.pattern.update_(make_pattern_like(layer, 9))
-    check()
-    layer.prepack()
-    check()
-    layer.scales.mul_(3)
-    check()
-    layer.scales.data.mul_(2)
-    layer.prepack()
-    check()
-
-
-@both
-@on_every_device
 def test_gradients_of_x_follow_scales_that_are_written_to(device: str, name: str) -> None:
     layer, other = make(name, device=device), make(name, device=device)
     x = torch.randn(64, layer.in_features, device=device, requires_grad=True)
@@ -749,18 +685,6 @@ def test_to_storage_there_and_back(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="finite"):
         nn.init.constant_(layer.weight, math.inf)
         layer.to_storage(name, activations=name)
-
-
-@both
-@on_every_device
-def test_layers_without_blocks_and_with_empty_rows(device: str, name: str) -> None:
-    layer = make(name, density=0, device=device)
-    assert bool((layer.scales == 1).all())
-    assert torch.equal(layer(tokens(device=device)), layer.bias.expand(TOKENS, OUT))
-    pattern = pattern_of(name, "empty rows and columns")
-    layer = BlockSparseLinear(IN, OUT, pattern=pattern, storage=name, activations=name, device=device)
-    x = tokens(device=device)
-    assert torch.equal(layer(x)[:, :32], layer.bias[:32].expand(TOKENS, 32))
 
 
 def test_there_and_back_and_copies_with_scales_inside() -> None:
@@ -861,12 +785,6 @@ def test_decompositions_of_bias_residual_gate_and_gradient() -> None:
 
 
 # ---- measured and chosen ----
-
-
-@both
-def test_the_command_lists_kernels_for_8_bits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["info"])
-    assert re.search(rf"cpu_portable .*forward.*{name}", capsys.readouterr().out)
 
 
 @both

@@ -712,28 +712,3 @@ def test_stored_experts_load_without_dense_weights(
     assert torch.equal(again(**batch).logits, model(**batch).logits)
     with pytest.raises(ts.errors.CheckpointError, match=r"missing in the model|experts"):
         ts.load(ZOO["llama"].skeleton, tmp_path)
-
-
-def test_dense_experts_come_back() -> None:
-    model, batch = sparsified("gpt_oss"), ZOO["gpt_oss"].batch(0)
-    expected = model(**batch).logits
-    ts.densify_(model)
-    assert experts_of(model) and not sparse_experts_of(model)
-    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_does_not_know_experts_says_so() -> None:
-    model = ZOO["mixtral"].make()
-    policy: dict[str, Any] = {"policy": "auto", "block_shape": BLOCK}
-    for config, reason in (
-        (ts.BlockSparseConfig(**policy), "policy must be 'sparse' with experts"),
-        (
-            ts.BlockSparseConfig.w8a8("float8_e4m3fn", block_shape=128, granularity="block"),
-            "granularity must",
-        ),
-    ):
-        report = ts.sparsify_(copy.deepcopy(model), {"experts": config}, strict=False)
-        assert any(reason in one.reason for one in report.skipped)
-    with pytest.raises(InvalidArgumentError, match="is an expert: policy must be"):
-        prune_(model, {"experts": ts.BlockSparseConfig(**policy)}, calibration("mixtral"))
-    ts.prepare_for_inference_(sparsified("mixtral", block=32, also="o_proj"))

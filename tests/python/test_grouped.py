@@ -14,7 +14,6 @@ from helpers import (
     DEVICES,
     FUNCTIONS,
     STORAGES,
-    Recorder,
     assert_product_close,
     assert_within,
     blocks_of_dense,
@@ -681,14 +680,6 @@ def test_export(device: str) -> None:
         assert torch.equal(program.module()(x, offsets), expected)
 
 
-def test_a_mode_sees_the_operators() -> None:
-    case = Case([3, 0, 9], torch.float32, "cpu")
-    recorder = Recorder()
-    with recorder:
-        case.run()
-    assert recorder.seen == {"dds_nt", "dds_nn", "sdd_tn", "group_sums"}
-
-
 # ---- what is refused ----
 
 # What is changed, to what, and what the message begins with.
@@ -730,14 +721,6 @@ def test_bad_arguments(what: str) -> None:
     given["residual"] = case.dy if what == "residual and gate" else None
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
         functional.grouped_linear(**{**given, name: change(case)})
-
-
-def test_values_in_other_storages_have_no_gradient() -> None:
-    case = Case([3, 0, 9], torch.float32, "cpu", (32, 32))
-    stored = stored_values(case.pattern, STORAGES["2:4"], dtype=torch.float32)
-    values = stored.values.requires_grad_()
-    with pytest.raises(UnsupportedError, match="values must be dense blocks"):
-        functional.grouped_linear(case.x, values, case.pattern, case.offsets, metadata=stored.metadata)
 
 
 # ---- on a GPU ----

@@ -50,7 +50,7 @@ from transformers import (
 from transformers.utils import logging
 
 import tilesparse
-from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, densify_
+from tilesparse import BlockSparseConfig, BlockSparseLinear, densify_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow, model_card
 from tilesparse.model import BlockSparseModelPatcher
@@ -934,14 +934,6 @@ def test_accelerate_prepares_models(tmp_path: Path) -> None:
     assert not torch.equal(sparse_layers(loaded)[0].weight, before)
 
 
-def test_plain_models_are_ordinary_ones(tmp_path: Path) -> None:
-    patched("llama").save_pretrained(tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert not model.is_quantized and getattr(model, "hf_quantizer", None) is None
-    assert model.half().dtype == torch.float16 and sparse_layers(model)[0].weight.dtype == torch.float16
-    assert all(parameter.requires_grad for parameter in model.float().parameters())
-
-
 # Layers that are more than one torch.nn.Linear.
 
 
@@ -970,37 +962,6 @@ def test_conv1d_keeps_its_meaning() -> None:
     row, col = 64 + 16 * int(kept[0]), 32 * int(kept[1])
     original = dense.transformer.h[0].attn.c_attn.weight.T[row : row + 16, col : col + 32]
     assert any(torch.equal(block, original) for block in fused.weight)
-
-
-def test_conv1d_in_reports_and_by_scores() -> None:
-    model = gpt2()
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(r"transformer\.h\.0\.mlp\.c_fc", {"density": 0.25, "block_shape": (32, 16)})
-    (line,) = patcher.patch_model(model, dry_run=True).layers
-    assert (line.name, line.shape, line.density) == ("transformer.h.0.mlp.c_fc", (256, 64), 0.25)
-    dense, scores = model.transformer.h[0].mlp.c_fc, torch.rand(8, 4)
-    layer = BlockSparseLinear.from_linear(dense, 0.25, block_shape=(32, 16), scores=scores)
-    assert layer.pattern == BlockPattern.from_scores(scores, block_shape=(32, 16), density=0.25)
-    assert torch.equal(layer.to_linear().weight, dense.weight.T * layer.pattern.to_mask())
-    with pytest.raises(InvalidArgumentError, match=r"c_fc': block_shape .*\(128, 128\): in_features is 64"):
-        patch(model, r"transformer\.h\.0\.mlp\.c_fc", block_shape=128)
-
-
-def test_each_part_of_a_fused_layer_gets_its_share() -> None:
-    """As docs/huggingface.md has it."""
-    model = gpt2()
-    first = model.transformer.h[0].attn.c_attn
-    patch(model, r"transformer\.h\.1\.attn\.c_attn", density=0.25, block_shape=16, parts=(3, 1))
-    shares = 0.5, 0.5, 0.25
-    parts = [
-        BlockPattern.from_dense(part, block_shape=16, density=share).to_block_mask()
-        for part, share in zip(first.weight.detach().T.chunk(3), shares, strict=True)
-    ]
-    pattern = BlockPattern.from_block_mask(torch.cat(parts), block_shape=16)
-    patch(model, r"transformer\.h\.0\.attn\.c_attn", pattern=pattern)
-    layers = [block.attn.c_attn for block in model.transformer.h]
-    counts = [[int(part.sum()) for part in layer.pattern.crow_indices.diff().chunk(3)] for layer in layers]
-    assert counts == [[8, 8, 4], [4, 4, 4]]
 
 
 # The Hub.

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -62,35 +61,6 @@ def test_an_import_that_fails_is_awaited_again(folder: Path) -> None:
     (folder / "broken_at_first.py").write_text("value = 'whole'")
     module = importlib.import_module("broken_at_first")
     assert seen == [module]
-
-
-def test_modules_of_one_loader_are_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with zipfile.ZipFile(folder / "packed.zip", "w") as archive:
-        archive.writestr("packed_first.py", "")
-        archive.writestr("packed_second.py", "import sys; sys.modules[__name__] = sys")
-    monkeypatch.syspath_prepend(str(folder / "packed.zip"))
-    seen: list[ModuleType] = []
-    when_imported("packed_second", seen.append, "nothing")
-    assert importlib.util.find_spec("packed_second") is not None
-    importlib.import_module("packed_first")
-    assert seen == []
-    importlib.import_module("packed_second")
-    assert seen == [sys]
-
-
-class OldFinder:
-    """Of Python before 3.4."""
-
-    def find_module(self, fullname: str, path: Any = None) -> None:
-        return None
-
-
-def test_finders_without_find_spec_are_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [OldFinder(), *sys.meta_path])
-    (folder / "found_later.py").write_text("")
-    seen: list[ModuleType] = []
-    when_imported("found_later", seen.append, "nothing")
-    assert seen == [importlib.import_module("found_later")]
 
 
 class SlottedLoader:

@@ -141,21 +141,23 @@ def storages_of(kernel: _C.KernelInfo, dtype: torch.dtype) -> list[Storage | Non
 def results_of(kernel: _C.KernelInfo, op: int, dtype: torch.dtype) -> list[torch.dtype]:
     """Dtypes of what it writes."""
     if kernel.device == CPU:  # those of all kernels there
+        if dtype in QUANTIZED:
+            return [torch.float32, torch.float16, torch.bfloat16]
         return [dtype, torch.float32] if op == SDD_TN and dtype.itemsize == 2 else [dtype]
     if kernel.result_dtypes == 0:
         return [dtype]
     return [result for result, code in DTYPES.items() if kernel.result_dtypes >> code & 1]
 
 
-def rows_of(device: int, dtypes: Iterable[torch.dtype] = CODES) -> list[Row]:
+def rows_of(device: int) -> list[Row]:
     return [
         Row(index + 1, *(getattr(kernel, fact) for fact in FACTS), op, dtype, storage, result)
         for index, kernel in enumerate(_C.kernels())
         if kernel.device == device
         for op in (DDS_NT, DDS_NN, SDD_TN)
         if kernel.ops >> op & 1
-        for dtype in dtypes
-        if kernel.dtypes >> CODES[dtype] & 1
+        for dtype in CODES
+        if kernel.dtypes >> CODES[dtype] & 1 and (op == DDS_NT or dtype not in QUANTIZED)
         for storage in storages_of(kernel, dtype)
         for result in results_of(kernel, op, dtype)
     ]
@@ -625,6 +627,18 @@ def reference(row: Row, problem: Problem, part: Part) -> tuple[Tensor, Tensor]:
     return expected, rounded(expected, tolerance, row.result)
 
 
+def by_definition(row: Row, problem: Problem, part: Part) -> Tensor:
+    """The result for x in int8, whose sums are exact, step by step in float32."""
+    sums = part.x.double() @ dense_weight(part.plain, part.pattern).t()
+    result = sums.float() * part.x_scales[:, None] * part.scales
+    result = result if part.bias is None else result + part.bias.float()
+    function = FUNCTIONS[problem.activation]
+    if problem.gated:
+        return (result * function(part.residual.float())).to(row.result)
+    result = function(result)
+    return (result if part.residual is None else result + part.residual.float()).to(row.result)
+
+
 def activated(row: Row, problem: Problem, values: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the problem's activation to values and to their tolerance."""
     if problem.activation == "none":
@@ -734,6 +748,8 @@ def check_groups(row: Row, problem: Problem, operands: Operands, groups: Iterabl
         actual = {DDS_NT: part.y, DDS_NN: part.x, SDD_TN: part.values}[row.op]
         try:
             assert_within(actual, expected.cpu(), tolerance.cpu())
+            if row.device == CPU and row.dtype == torch.int8 and problem.activation in ("none", "relu"):
+                torch.testing.assert_close(actual, by_definition(row, problem, part), rtol=0, atol=0)
         except AssertionError as error:
             raise AssertionError(f"group {group} of {problem.counts}: {error}") from error
 

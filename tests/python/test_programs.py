@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import dataclasses
 import json
@@ -15,17 +14,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_cpu
 import bench_cpu_eight_bits
-import bench_cpu_embeddings
 import bench_experts
 import bench_host
-import bench_kernels
 import bench_looks
 import bench_models
 import bench_parallel
@@ -42,10 +38,9 @@ import pytest
 import recover_kinds
 import report
 import stored
-import texts
 import torch
 import write_texts
-from helpers import DEVICES, seeded
+from helpers import DEVICES
 from models import MODELS, Architecture, Size
 from problems import Shape
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -61,7 +56,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import _C, BlockSparseLinear, BlockSparseMLP, _reports
+from tilesparse import BlockSparseLinear, BlockSparseMLP
 from tilesparse.cli import command, demo, info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,17 +155,6 @@ def test_notebooks_run(name: str, tiny_bert: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_small_sizes_are_those_that_a_notebook_has(name: str) -> None:
-    (cell,) = filter(is_parameters, cells_of(name))
-    tree = ast.parse("".join(cell["source"]))
-    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    imported = {
-        alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert assigned | imported == set(SMALL[name])
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_outputs_are_committed_and_clean(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 300_000
     cells = cells_of(name)
@@ -203,22 +187,6 @@ def test_the_demo_trains_both_models_on_the_standard_library_and_compares_them(
     assert rows["speedup"].startswith("1.00x")
     assert "4 linear layers made block-sparse: density 0.5" in output.out
     assert "\r" not in output.err  # no bar where there is no terminal
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_progress_is_said_without_a_terminal_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_reports, "SECONDS", 0)
-    assert command.main([*DEMO, "--steps", "2"]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "loss" in line]
-    assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
-
-
-def test_the_text_is_always_the_same() -> None:
-    text = demo.library_sources()
-    assert bytes(text[:100_000]).count(b"import ") > 10
-    assert torch.equal(text[:1000], demo.library_sources()[:1000])
 
 
 def test_bad_block_shapes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,42 +241,6 @@ def test_sparse_models_compute_what_their_expanded_weights_do(name: str, task: s
     actual, expected = (steps(model, architecture, task)[0] for model in (sparse, expanded))
     assert torch.isfinite(actual).all()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["vit", "llama-prefill"])
-def test_models_in_8_bits_compute_nearly_what_dense_ones_do(name: str) -> None:
-    architecture = tiny(name)
-    dense = architecture.build(CPU, torch.bfloat16, seed=0)
-    x = architecture.inputs(CPU, torch.bfloat16, seed=1)
-    for model in (
-        models.make_float8(copy.deepcopy(dense)),
-        models.make_sparse(copy.deepcopy(dense), 1.0, (16, 16), 0, "int8", x),
-    ):
-        assert not any(type(module) is nn.Linear for module in model.modules())
-        with torch.no_grad():
-            error = harness.relative_error(model(x), dense(x).float())
-        assert error is not None
-        assert 0 < error < bench_models.TOLERANCE
-
-
-def test_decoding_continues_a_prompt() -> None:
-    """The last token of a prompt, from the cache of the ones before."""
-    prefill, decode = tiny("llama-prefill"), tiny("llama-decode1")
-    prompt: Any
-    token: Any
-    prompt, token = (
-        dataclasses.replace(architecture, size=dataclasses.replace(architecture.size, layers=1)).build(
-            CPU, torch.float32, seed=0
-        )
-        for architecture in (prefill, decode)
-    )
-    token.load_state_dict(dict(prompt.named_parameters()), strict=False)
-    x = prefill.inputs(CPU, torch.float32, seed=1)
-    with torch.no_grad():
-        block, cache = prompt.blocks[0], token.blocks[0].attention
-        _, keys, values = block.attention.project(block.norm1(x), prompt.cos, prompt.sin)
-        cache.keys[:, :, :-1], cache.values[:, :, :-1] = keys[:, :, :-1], values[:, :, :-1]
-        torch.testing.assert_close(token(x[:, -1:]), prompt(x)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
@@ -390,6 +322,23 @@ def check_two_four(cases: list[dict[str, Any]]) -> None:
         assert all("cuSPARSELt" in other["unavailable"] for other in others)
 
 
+def check_storages(cases: list[dict[str, Any]]) -> None:
+    of_sections = {case["section"]: case for case in cases}
+    assert set(of_sections) == set(bench_storages.SECTIONS)
+    assert "8.0" in of_sections.pop("sm80")["unavailable"]
+    measured = [result for case in of_sections.values() for result in case["results"]]
+    refused = [result["contender"] for result in measured if "unavailable" in result]
+    assert refused == [bench_storages.TINYGEMM]
+    assert all(
+        result["t_us"] > 0 and not result["wrong"] for result in measured if "unavailable" not in result
+    )
+
+
+def one_of_each_section() -> tuple[bench_storages.Case, ...]:
+    first = {case.section: case for case in reversed(bench_storages.CASES)}
+    return tuple(dataclasses.replace(case, shape=Shape("tiny", 4, 256, 384)) for case in first.values())
+
+
 class Smoke(NamedTuple):
     """A program, its arguments but for the output, sizes that are made small, and a check of its cases."""
 
@@ -417,6 +366,9 @@ SMOKE = {
         "--device cpu --shapes up",
         {"SHAPES": dict.fromkeys(("up", "down", "square", "up-m2048"), Shape("tiny", 4, 256, 384))},
         check_two_four,
+    ),
+    "storages": Smoke(
+        bench_storages, "--device cpu --repetitions 1", {"CASES": one_of_each_section()}, check_storages
     ),
     "cpu": Smoke(bench_cpu, "--dtypes float32 --repetitions 1", {"LAYERS": ((128, 192),)}, check_cpu),
 }
@@ -449,99 +401,6 @@ def test_products_of_int8_on_a_cpu(
     assert re.search(
         r"\| 128 → 192 \| 0.5 \| .* ms \(\w+\) \|.*×, .*× \|.*×, .*× \|", capsys.readouterr().out
     )
-
-
-def storages(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
-    """Cases of the first of each section, of a tiny layer."""
-    first: dict[str, bench_storages.Case] = {}
-    for case in bench_storages.CASES:
-        first.setdefault(case.section, case)
-    shape = Shape("tiny", 4, 256, 384)
-    tiny = tuple(dataclasses.replace(case, shape=shape) for case in first.values())
-    monkeypatch.setattr(bench_storages, "CASES", tiny)
-    options = ("--device", "cpu", "--repetitions", "1", "--output", str(path), *arguments)
-    assert bench_storages.main(options) == 0
-    cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
-    return cases
-
-
-def test_values_in_fewer_bytes_are_measured_checked_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "storages.json"
-    cases = {case["section"]: case for case in storages(path, monkeypatch)}
-    assert set(cases) == set(bench_storages.SECTIONS)
-    assert "8.0" in cases.pop("sm80")["unavailable"]
-    measured = [result for case in cases.values() for result in case["results"]]
-    refused = [result["contender"] for result in measured if "unavailable" in result]
-    assert refused == [bench_storages.TINYGEMM]
-    for section, case in cases.items():
-        for result in case["results"]:
-            if "unavailable" in result:
-                continue
-            assert result["t_us"] > 0 and not result["wrong"]
-            if section != "masks":
-                beside = sum(result["plain_us"]) / 2
-                assert result["speedup_over_plain"] == pytest.approx(beside / result["t_us"], rel=1e-2)
-                assert result["kernel"].startswith("cpu_")
-                assert result["expanded"] != result["kernel"].endswith("_4_bits")
-    by_name = {result["contender"]: result for result in cases["few tokens"]["results"]}
-    assert list(by_name) == list(bench_storages.STORED)
-    sizes = [by_name[name]["stored_bytes"] for name in ("2:4", "int8", "2:4 int8")]
-    elements = round(256 * 384 * cases["few tokens"]["density"])
-    scales = elements // 32 * 4
-    assert sizes == [
-        elements * 2 // 2 + elements // 8,
-        elements + scales,
-        elements // 2 + elements // 8 + scales,
-    ]
-    by_name = {result["contender"]: result for result in cases["four bits"]["results"]}
-    elements = round(256 * 384 * cases["four bits"]["density"])
-    assert by_name["int4"]["stored_bytes"] == elements // 2 + elements // 32 * 4
-    capsys.readouterr()
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert text.count("###") == len(bench_storages.SECTIONS)
-    assert text.count("| 4x256x384 |") == len(bench_storages.SECTIONS) - 1
-    assert f", density 1, {bench_storages.TINYGEMM}: " in text
-    assert "- tiny, 128x128, density 0.5, all: no kernel for compute capability 8.0" in text
-
-
-def test_what_storages_are_compared_with_on_a_gpu_is_measured_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With kernels of the CPU in place of those for compute capability 8.0."""
-    kernels = [kernel.name for kernel in _C.kernels() if kernel.name.startswith("cpu_")]
-    monkeypatch.setattr(bench_storages, "_sm80_kernels", lambda compressed: kernels)
-    (case,) = storages(tmp_path / "storages.json", monkeypatch, "--sections", "sm80")
-    (result,) = case["results"]
-    assert not result["wrong"]
-    assert {result["kernel"], result["plain_kernel"]} <= set(kernels)
-
-
-def test_wrong_products_and_masks_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        bench_storages.storage,
-        "two_of_four",
-        lambda scores, transposable=False: torch.ones_like(scores).bool(),
-    )
-    with pytest.raises(AssertionError):
-        storages(tmp_path / "storages.json", monkeypatch, "--sections", "forward,masks")
-    wrong = [
-        result["contender"]
-        for case in json.loads((tmp_path / "storages.json").read_text())["cases"]
-        for result in case["results"]
-        if result["wrong"]
-    ]
-    assert wrong == ["2:4", "choice", "transposable choice", "compress", "compress transposed"]
-
-
-def test_no_storage_is_measured_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "storages.json"
-    assert storages(path, monkeypatch, "--budget", "0") == []
-    assert "budget" in json.loads(path.read_text())["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -589,52 +448,6 @@ def test_parallel_training_is_measured(tmp_path: Path) -> None:
     assert cases["dense", "ddp"][0]["sent_bytes"] == {"all_reduce": 64 * 128 * 2 * 4}
 
 
-def test_times_of_all_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: products run on the CPU, times are made up, and one kernel is wrong."""
-    wrong = ""
-
-    class Made(kernel_cases.Calls):
-        def __init__(self, case: kernel_cases.Drawn, seed: int) -> None:
-            small = dataclasses.replace(case, tokens=4, out_features=256, in_features=128, density=0.5)
-            super().__init__(small, seed, "cpu")
-            right = self.sparse
-            self.sparse = lambda: right() * (2 if asked[-1] == wrong else 1)
-
-    class Timer:
-        def __init__(self, device: str, launch_seconds: float) -> None:
-            self.device, self.launch_seconds = device, launch_seconds
-
-        def microseconds(self, call: Callable[[], torch.Tensor], repetitions: int) -> float:
-            return 12.5
-
-    asked: list[str] = []
-
-    @contextmanager
-    def prefer(name: str) -> Iterator[None]:
-        asked.append(name)
-        yield
-
-    monkeypatch.setattr(bench_kernels, "Calls", Made)
-    monkeypatch.setattr(bench_kernels, "Timer", Timer)
-    monkeypatch.setattr(bench_kernels, "warm_up", lambda: None)
-    monkeypatch.setattr(bench_kernels, "prefer", prefer)
-    monkeypatch.setattr(bench_kernels, "_kernels", lambda case, calls: ["one", "other"])
-    kinds = [kind for kind in kernel_cases.KINDS if "grouped" not in kind]
-    for wrong in ("", "other"):
-        arguments = bench_kernels._parser().parse_args(["--cases", "30", "--kinds", ",".join(kinds)])
-        document: dict[str, Any] = {"cases": []}
-        bench_kernels._run(arguments, document)
-        assert len({case["kind"] for case in document["cases"]}) > 4
-        for case in document["cases"]:
-            (result,) = case["results"]
-            assert result["kernels_us"] == {"one": 12.5, "other": 12.5}, result
-            assert result["wrong"] == (wrong == "other")
-            assert ("expanded_us" in result) == (case["activations"] is None)
-    for text in ("128", "128x", "0x64"):
-        with pytest.raises(SystemExit):
-            bench_kernels._parser().parse_args(["--layers", text])
-
-
 def test_products_of_all_kinds_are_drawn() -> None:
     """As many as asked for, the same ones each time, and of those layers and operations alone."""
     kinds = tuple(kernel_cases.KINDS)
@@ -648,29 +461,6 @@ def test_products_of_all_kinds_are_drawn() -> None:
         assert kernel_cases.product_of(case.record(), nnz) is not None
     few = [kernel_cases.draw(random.Random(2), ("bf16",), ("sdd_tn",), ((128, 256),)) for _ in range(5)]
     assert {(case.op, case.out_features, case.in_features) for case in few} == {("sdd_tn", 128, 256)}
-
-
-def test_servers_take_turns_and_the_best_counts() -> None:
-    """A run adds to an earlier one, whose cases stay if it has none."""
-
-    class Fake:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def ask(self, measure: str) -> float:
-            asked.append((self.name, measure))
-            return 10.0 * len(asked)
-
-    asked: list[tuple[str, str]] = []
-    names = [bench_vllm.DENSE, "bfloat16 .25"]
-    servers: Any = {name: Fake(name) for name in names}
-    rounds = [bench_vllm.measure_round(servers, ["prefill", "decode 1"]) for _ in range(2)]
-    assert asked == [(name, measure) for measure in ("prefill", "decode 1") for name in names] * 2
-    old = {"model": "bfloat16 .5", "measure": "prefill", "speedup": 3.0}
-    cases = bench_vllm.added([old, {"model": names[1], "measure": "prefill", "speedup": 9.0}], rounds)
-    assert cases[0] is old and len(cases) == 3
-    assert [case["speedup"] for case in cases[1:]] == [60 / 50, 80 / 70]
-    assert cases[1]["tokens_per_second"] == 60 and cases[1]["dense_tokens_per_second"] == 50
 
 
 def test_served_models_are_of_one_size(tmp_path: Path) -> None:
@@ -707,62 +497,6 @@ def test_runs_are_stored_and_read(tmp_path: Path) -> None:
         assert json.dumps(stored.document(tmp_path / "only.json")) == json.dumps(one)
 
 
-def test_embedding_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
-
-    class Fake:
-        def __init__(self, arguments: Any, model: str, name: str, density: float | None) -> None:
-            self.name, self.density = name, density
-
-        def answer(self, turn: Any = None) -> Any:
-            if turn is None:
-                return "ready"
-            turns.append(self.name)
-            return [float(100 - len(turns)), 5.0]
-
-        def end(self) -> None:
-            turns.append(f"end of {self.name}")
-
-    monkeypatch.setattr(bench_cpu_embeddings, "Process", Fake)
-    monkeypatch.setattr(bench_cpu_embeddings, "DENSE", ("torch",))
-    output = tmp_path / "out.json"
-    sizes = "--models minilm --densities .5 --threads 1 --seconds 0"
-    bench_cpu_embeddings.main(f"--folder {tmp_path} --output {output} {sizes}".split())
-    names = ["torch", bench_cpu_embeddings.SPARSE]
-    # Four cases, once without counting, so that what is compiled is compiled.
-    assert turns == names * 8 + [f"end of {name}" for name in names]
-    cases = json.loads(output.read_text())["cases"]
-    assert [(case["contender"], case["density"]) for case in cases] == list(
-        zip(names, (None, 0.5), strict=True)
-    )
-    assert [result["ms"] for result in cases[0]["results"]] == [91, 89, 87, 85]
-    assert list(cases[0]["results"][0]) == ["case", "ms", "mib"]
-
-
-def test_tables_of_embeddings_compare_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    tables = runpy.run_path(str(ROOT / "docs/embedding_tables.py"))
-    found = [
-        {
-            "model": model,
-            "contender": name,
-            "density": density,
-            "results": [{"case": case, "ms": ms, "mib": 2}],
-        }
-        for model, case in (("minilm", "1 × 32"), ("vit", "8 images"))
-        for name, density, ms in [
-            ("torch", None, 30.0),
-            ("openvino int8", None, 12.0),
-            ("tilesparse int8", 1.0, 16.0),
-            ("tilesparse int8", 0.5, 8.0),
-        ]
-    ]
-    monkeypatch.setitem(tables["measured"].__globals__, "cases", lambda file: found)
-    assert tables["gains"]().splitlines()[2] == "| 1 × 32 | openvino int8, 12 ms | 0.75× | 1.50× |"
-    assert tables["contenders"]().splitlines()[-1] == "| tilesparse int8, density .5 | **8** | **8** |"
-    assert "| torch | **2** | **2** |" in tables["contenders"]("mib")
-
-
 # ---- texts ----
 
 
@@ -772,31 +506,6 @@ def test_sources_that_are_held_out_are_not_trained_on() -> None:
     assert held_out[:1000] not in training and held_out[-1000:] not in training
     again = documents.sources(2 << 20)
     assert bytes(again[1].tolist()) == held_out
-
-
-def test_texts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert (
-        texts.without_roff('.TH X 1\n.SH "A NAME"\n.B bold\nit \\fIis\\fP\\-so\n.\\" note')
-        == "A NAME\nbold\nit is-so"
-    )
-    assert (
-        texts.without_markup("<style>p {}</style><p>one &amp; <b>two</b></p>\n\n\n<p>three</p>")
-        == "one & two\n\nthree"
-    )
-    assert (
-        texts.is_english("index.html")
-        and texts.is_english("a.en.html")
-        and not texts.is_english("a.pt-br.html")
-    )
-    stored = b"".join(
-        b"\x00\x04\x00\x09" + len(line).to_bytes(4, "big") + line for line in (b"one", b"", b"two")
-    )
-    assert texts.strings(b"X\n" + stored) == ["one", "", "two"]
-    long, longer = "a" * texts.SHORTEST, "b" * (texts.SHORTEST + 1)
-    texts.write(tmp_path / "kind.txt", [long, "short", longer, long])
-    assert sorted((tmp_path / "kind.txt").read_text().split("\f")) == [long, longer]
-    with pytest.raises(SystemExit, match="--root must have the package of none"):
-        texts.write(tmp_path / "none.txt", ["short"])
 
 
 class Letters:
@@ -838,18 +547,6 @@ def test_kinds_that_are_held_out_are_not_trained_on(tmp_path: Path, monkeypatch:
     assert len(found.calibration()) == 2
 
 
-def test_windows_go_on_from_how_documents_begin(tmp_path: Path) -> None:
-    (tmp_path / "training").mkdir()
-    (tmp_path / "training/one.txt").write_text("\f".join("abcdefghijklmnop" for _ in range(3)) + "\fshort")
-    arguments = argparse.Namespace(texts=tmp_path, seed=0, batch=2)
-    starts = write_texts.documents_begin(Letters(), arguments)
-    known = [0, *map(ord, "abcdefghijkl")]
-    found = [next(starts) for _ in range(10)]  # three documents are one batch, and one too few for another
-    assert found[:2] == found[6:8] == [[0], [0]] and found[4:6] == [known, known]
-    for end, token in (*found[2:4], *found[8:]):
-        assert end == 0 and 0 <= token < len(Letters())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_writes_what_it_generates(device: str) -> None:
     torch.manual_seed(0)
@@ -864,13 +561,3 @@ def test_a_model_writes_what_it_generates(device: str) -> None:
     windows = write_texts.Writer(model, arguments).windows(begun[:1].expand(2, 3))
     assert torch.equal(windows[:, :3], begun[:1].expand(2, 3))
     assert not torch.equal(*windows)  # drawn, and not the likeliest
-
-
-def test_attention_sees_the_past_alone() -> None:
-    query, key, value = (torch.randn(2, heads, 5, 8, generator=seeded(1)) for heads in (4, 2, 2))
-    found, weights = recover_kinds.causal(torch.nn.Module(), query, key, value, None, 0.3)
-    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT
-    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    assert weights is None
-    torch.testing.assert_close(found, expected.transpose(1, 2))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import DEVICES, SIZES, seeded
 from test_docs import executed
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -35,10 +35,8 @@ from transformers import (
 
 from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
 from tilesparse.calibrate.moments import Damped, Moments
-from tilesparse.calibrate.stream import Stream
 from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
-from tilesparse.cli.prune import _samples
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import CheckpointError, InvalidArgumentError
 from tilesparse.model import Report
@@ -585,30 +583,6 @@ def test_the_command_prunes_and_saves(
     assert LlamaForCausalLM.from_pretrained(command[2]).model.layers[1].mlp.down_proj.density == 0.5
 
 
-@pytest.mark.parametrize(
-    ("template", "around"), [("$A [E]", (0, 1)), ("[B] $A", (1, 0)), ("[B] $A [E]", (1, 1))]
-)
-def test_samples_of_text_are_between_the_tokens_of_the_tokenizer(
-    template: str, around: tuple[int, int]
-) -> None:
-    words = {"[B]": 0, "[E]": 1, **{f"w{number}": number for number in range(2, 50)}}
-    model = Tokenizer(models.WordLevel(words, unk_token="[B]"))
-    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("[B]", 0), ("[E]", 1)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="[B]", eos_token="[E]")
-    before, after = [0] * around[0], [1] * around[1]
-    samples = _samples(tokenizer, " ".join(f"w{number}" for number in range(2, 50)), 3, 8)
-    size = 8 - sum(around)
-    assert [sample["input_ids"].tolist() for sample in samples] == [
-        [[*before, *range(start, start + size), *after]]
-        for start in (2, round((48 - size) / 2) + 2, 50 - size)
-    ]
-    with pytest.raises(InvalidArgumentError, match="more tokens"):
-        _samples(tokenizer, "", 3, 8)
-
-
 def test_the_page_runs() -> None:
     names = executed("pruning.md")
     report = names["report"]
@@ -665,25 +639,6 @@ def test_blocks_may_be_called_alike_for_short_batches_only() -> None:
     )
 
 
-def test_only_the_first_batch_of_a_shape_runs_through_all_blocks() -> None:
-    torch.manual_seed(0)
-    model, batches, runs = Chain(), vectors(), []
-    model.blocks[2].register_forward_hook(lambda *_: runs.append(1))
-    with torch.no_grad():
-        expected = [model(x) for x in batches]
-    runs.clear()
-    blocks = [f"blocks.{number}" for number in range(3)]
-    pruned = Stream(model, blocks, batches, lambda model, x: model(x), torch.device("cpu"))
-    assert len(runs) == 1 and pruned.is_chain and pruned.order == blocks
-    dense = pruned.fork()
-    for block in blocks[:2]:
-        weight = model.get_parameter(f"{block}.linear.weight")
-        pruned.advance(block, {f"{block}.linear.weight": torch.zeros_like(weight)})
-        dense.advance(block)
-    for found, other, y in zip(dense.results(blocks[2]), pruned.results(blocks[2]), expected, strict=True):
-        assert torch.equal(found, y) and not torch.equal(other, y)
-
-
 def test_inputs_may_vary_little_about_a_large_mean() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Flatten()), inputs(512, 64).float()
@@ -707,20 +662,6 @@ def test_layers_pruned_in_inference_mode_train() -> None:
         prune_(model, Config(0.5, 16), vectors())
     model(vectors()[0]).sum().backward()
     assert model[0].weight.grad is not None and not model[0].col_indices.is_inference()
-
-
-def test_precision_set_for_one_backend_stays() -> None:
-    backend = torch.backends.cuda.matmul
-    if not hasattr(backend, "fp32_precision"):
-        return
-    before = backend.fp32_precision
-    try:
-        backend.fp32_precision = "tf32"
-        with obs.exact_products(torch.device("cpu")):
-            assert backend.fp32_precision == "ieee"
-        assert backend.fp32_precision == "tf32"
-    finally:
-        backend.fp32_precision = before
 
 
 # What goes wrong.

@@ -31,7 +31,6 @@ import tilesparse
 from tilesparse import _C, BlockSparseLinear
 from tilesparse._checks import DTYPES
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.torch_private import tf32_allowed
 from tilesparse.errors import InvalidArgumentError, NoDeviceError, UnsupportedError
 from tilesparse.tuning import Device, Product, choose, kernels, prefer
@@ -298,15 +297,6 @@ def test_auto_takes_what_is_estimated_to_be_faster(op: int, block: int, density:
         assert f"by {KERNELS[best].name}" in reason
 
 
-@needs_sm90
-def test_estimates_cross_where_measurements_do() -> None:
-    """Far from where dense, with writing W out, is faster on an H200; tests of estimates have many more."""
-    assert selection(H200, (896, 4864), block=16, density=1, policy=AUTO)[0] == RUN_DENSE
-    assert selection(H200, block=16, density=0.25, op=SDD_TN, policy=AUTO)[0] != RUN_DENSE
-    assert selection(H200, block=16, density=0.3, policy=AUTO)[0] != RUN_DENSE
-    assert selection(H200, block=64, density=0.7, policy=AUTO)[0] != RUN_DENSE
-
-
 @needs_cuda
 @on_others
 def test_dense_is_estimated_where_nothing_was_measured(device: _C.DeviceInfo) -> None:
@@ -326,28 +316,6 @@ def test_auto_stays_sparse_on_the_cpu() -> None:
 def test_dense_is_always_dense() -> None:
     index, reason = selection(CPU, dtype=torch.float32, policy=DENSE)
     assert (index, reason) == (RUN_DENSE, "the caller asks for dense")
-
-
-@needs_sm90
-def test_dense_gives_both_estimates() -> None:
-    index, reason = selection(H200, density=0.1, policy=DENSE)
-    assert index == RUN_DENSE
-    sparse, dense = times(reason)
-    assert sparse < dense
-
-
-@needs_cuda
-@pytest.mark.parametrize("policy", [AUTO, DENSE])
-def test_products_without_a_kernel_run_dense_where_that_is_allowed(policy: int) -> None:
-    index, _ = selection(_C.DeviceInfo(CUDA, 75, 40, 65536), policy=policy)
-    assert index == RUN_DENSE
-
-
-@needs_cuda
-def test_auto_stays_sparse_where_nothing_was_measured() -> None:
-    """Nothing was measured in float64."""
-    index, _ = selection(H200, dtype=torch.float64, density=1.0, policy=AUTO)
-    assert "f64" in KERNELS[index].name
 
 
 @needs_cuda
@@ -385,39 +353,6 @@ def test_estimates_are_close_to_what_was_measured(gpu: str) -> None:
         assert len(families[family]) > 200
         assert statistics.median(families[family]) < 0.09
         assert statistics.quantiles(families[family], n=10)[-1] < 0.27
-
-
-def test_estimates_are_printed_by_family(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_estimates.main([str(RESULTS / "h200_untuned.json"), "--worst", "1"]) == 0
-    assert capsys.readouterr().out.startswith("family")
-
-
-@needs_sm90
-def test_choices_are_close_to_the_best_that_was_measured() -> None:
-    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / "h200_fit.json.gz#kernels")]))
-    losses = [choice.loss for choice in check_estimates.choices_of(pairs)]
-    assert len(losses) > 800
-    assert statistics.mean(losses) < 0.02
-    assert statistics.quantiles(losses, n=20)[-1] < 0.1 and max(losses) < 0.3
-
-
-@needs_sm90
-def test_choices_are_compared_with_the_best_kernels(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All kernels of the case were measured; the fastest here is one that nothing would choose."""
-    document = stored.document(RESULTS / "h200_untuned.json")
-    case = next(case for case in document["cases"] if case["op"] == "dds_nt")
-    times = {"sm90_dds_nt_bf16_512x128": 100.0, "sm80_dds_nt_bf16_32x128": 50.0}
-    case["results"] = [
-        {"contender": "tilesparse", "kernel": kernel, "t_us": time} for kernel, time in times.items()
-    ]
-    path = tmp_path / "kernels.json"
-    path.write_text(json.dumps(document | {"cases": [case]}))
-    assert check_estimates.main([str(path), "--worst", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "of 1 cases the chosen kernel takes 100.0% longer than the best in the mean" in out
-    assert "+100%  sm90_dds_nt_bf16_512x128 100.0 us, sm80_dds_nt_bf16_32x128 50.0 us" in out
 
 
 SELECT = f"""
@@ -860,18 +795,6 @@ def test_preferences_that_overlap_leave_nothing_behind(ran: list[str]) -> None:
     assert "prefers" not in choose(Product.of(layer, tokens=8), "cpu").reason
 
 
-def test_what_is_preferred_for_another_device_is_no_matter(ran: list[str]) -> None:
-    layer, x = BlockSparseLinear(64, 64, block_shape=32), torch.randn(8, 64)
-    layer(x)
-    if "sm_80" in _C.architectures():
-        with prefer("sm80_"):
-            layer(x)
-        assert ran[0] == ran[1]
-    with prefer("cpu_portable"), use_kernel(ran[0]):  # which insists
-        layer(x)
-    assert set(ran) == {ran[0]}
-
-
 @pytest.mark.parametrize("kernel", ["sm70_", "", 3])
 def test_a_kernel_that_does_not_exist_is_not_preferred(kernel: str) -> None:
     expected = pytest.raises(InvalidArgumentError, match="kernel must be the name of a kernel")
@@ -928,7 +851,6 @@ LIMITS = {
     "RTX 5090": (1792, 210),
     "GB10": (273, 125),
 }
-SLICE = Device("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), 16, 232448, max_cluster=2)
 
 
 def described(
@@ -1000,19 +922,6 @@ def test_nothing_jumps_where_one_way_to_estimate_would_end(name: str) -> None:
                 for tokens in (count, count + 1)
             )
             assert min(second.values()) == pytest.approx(min(first.values()), rel=0.1)
-
-
-@needs_sm90
-def test_dense_scales_as_sparse_does() -> None:
-    """A slice of 16 multiprocessors takes the dense product as much longer as the sparse one, about."""
-    whole = Device.find("H100")
-    problem = described((4096, 14336), 4096, block=128, density=0.25)
-    ratios = []
-    for device in (whole, SLICE):
-        sparse = min(estimates(problem, device).values())
-        ratios.append(problem.estimate(device.info(), RUN_DENSE) / sparse)
-    assert ratios[0] > 1.5 and ratios[1] > 1.5
-    assert ratios[1] == pytest.approx(ratios[0], rel=0.3)
 
 
 @needs_sm90

@@ -17,7 +17,6 @@ from helpers import (
     INTEGERS,
     PATTERNS,
     STORAGES,
-    Recorder,
     Storage,
     Stored,
     assert_product_close,
@@ -1024,17 +1023,6 @@ def test_opcheck_of_transposed_values(device: str, dtype: torch.dtype) -> None:
     for transposed in (False, True):
         check(OPS.compress, values.detach(), t.mask, transposed)
     check(OPS.compress, values.detach()[:0], t.mask[:0])
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("device", DEVICES)
-def test_modes_see_every_product(device: str, storage: str) -> None:
-    o = Operands(storage, device=device)
-    expected = o.linear(), o.dds(o.y, transpose=False)
-    with Recorder() as recorder:
-        results = o.linear(), o.dds(o.y, transpose=False)
-    assert recorder.seen == {"dds_nt", "dds_nn"}
-    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
