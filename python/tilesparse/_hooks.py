@@ -6,12 +6,13 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Callback = Callable[[ModuleType], None]
+Callback = Callable[[ModuleType], Any]
 
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
@@ -29,15 +30,20 @@ def when_imported(name: str, callback: Callback, otherwise: str) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def adapt(owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
-    """Put ``adaptation(function)`` in the place of a function of a module or class.
+def adapt(owner: Any, name: str, adaptation: Callable[..., Any]) -> None:
+    """Have calls of a function of a module or class become ``adaptation(function, *args, **kwargs)``.
 
     Raises:
         AttributeError: there is none of that name.
     """
-    before = inspect.getattr_static(owner, name)
-    after = adaptation(getattr(owner, name))
-    setattr(owner, name, staticmethod(after) if isinstance(before, staticmethod) else after)
+    before, function = inspect.getattr_static(owner, name), getattr(owner, name)
+
+    @wraps(function)
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        return adaptation(function, *args, **kwargs)
+
+    is_bound = isinstance(before, staticmethod | classmethod)
+    setattr(owner, name, staticmethod(adapted) if is_bound else adapted)
 
 
 class _Finder(MetaPathFinder):

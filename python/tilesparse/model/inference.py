@@ -118,7 +118,6 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             for product in merged:
                 undo.callback(product.undo)
             encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
-            encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
         steps = [_step(*product, tokens, stored) for product in _products(model)]
         measured = _measured(steps)
         for step in steps:
