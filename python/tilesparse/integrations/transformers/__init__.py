@@ -15,9 +15,9 @@ except ImportError as error:
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse needs Transformers 5.17 or newer, got {transformers.__version__}")
 from ..._listeners import Listener, add_listener
-from .following import check_can_follow, follow, model_card
+from .following import check_can_follow, follow
 from .quantizer import TileSparseConfig as TileSparseConfig  # in pickles of configurations
 
-__all__ = ["follow", "model_card"]
+__all__ = ["follow"]
 
 add_listener(Listener(check_can_follow, follow))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class TileSparseConfig(QuantizationConfigMixin):
         section.pop("quant_method", None)
         parsed_layers(section)
         self._section = section
-        self._model: Callable[[], nn.Module | None] = _nobody
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self.instead_of: Any = None  # the configuration that the model had before, others may have it still
 
     @classmethod
@@ -183,16 +184,8 @@ class TileSparseConfig(QuantizationConfigMixin):
             copied._model = weakref.ref(with_it)
         return copied
 
-    def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[dict[str, Any]]]:
-        return _rebuild, (self.to_dict(),)
-
-
-def _nobody() -> None:
-    """The model of a configuration without one."""
-
-
-def _rebuild(section: dict[str, Any]) -> TileSparseConfig:
-    return TileSparseConfig(**section)
+    def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[()]]:
+        return partial(TileSparseConfig, **self.to_dict()), ()
 
 
 def method_of(config: Any) -> Any:
