@@ -11,8 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._hooks import adapt, when_imported
-from .._listeners import layers_changed
+from .._hooks import adapt, layers_changed, when_imported
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def _describe_and_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _follow_to_save(model: Any) -> None:
     if _HF in sys.modules:
-        sys.modules[_HF].following.follow_to_save(model)
+        sys.modules[_HF].follow_to_save(model)
 
 
 def _prepare_and_load(load: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._checks import shown
-from .._listeners import layers_changed
+from .._hooks import layers_changed
 from .._reports import listed
 from ..calibrate.stream import call, call_apart, device_of, listening, tensors_in, uncompiled
 from ..errors import InvalidArgumentError, InvalidTypeError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, check_text, shown
-from .._listeners import check_can_change, layers_changed
+from .._hooks import check_can_change, layers_changed
 from .._reports import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
