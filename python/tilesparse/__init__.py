@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import _belongs, _hooks
-from .integrations import accelerate, diffusers, hooks, peft_hooks
+from .integrations import hooks
 
 if TYPE_CHECKING:
     from . import distributed, errors, functional, nn, storage, train, tuning
@@ -123,12 +123,7 @@ class _TorchFirst(MetaPathFinder):
 
 _WITHOUT_TORCH = {"_C", "errors", "jax"}  # and the modules that are imported above
 
-accelerate.register()
-diffusers.register()
-hooks.register_checkpoints()
-hooks.register_configurations()
-hooks.register_inductor()
-peft_hooks.register()
+hooks.register()
 if "torch" not in sys.modules:
     sys.meta_path.insert(0, _TorchFirst())
 _hooks.when_imported("torch", _register, "its operators are not registered")

@@ -1,4 +1,4 @@
-"""Registration with libraries that are optional: done once they are imported, and never importing them."""
+"""Libraries that are optional: callbacks once they are imported, and what they say of changed models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Callback = Callable[[ModuleType], None]
+if TYPE_CHECKING:
+    from torch import nn
+
+Callback = Callable[[ModuleType], Any]
 
 
 def when_imported(name: str, callback: Callback, otherwise: str) -> None:
@@ -29,15 +33,20 @@ def when_imported(name: str, callback: Callback, otherwise: str) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def adapt(owner: Any, name: str, adaptation: Callable[[Any], Any]) -> None:
-    """Put ``adaptation(function)`` in the place of a function of a module or class.
+def adapt(owner: Any, name: str, adaptation: Callable[..., Any]) -> None:
+    """Have calls of a function of a module or class become ``adaptation(function, *args, **kwargs)``.
 
     Raises:
         AttributeError: there is none of that name.
     """
-    before = inspect.getattr_static(owner, name)
-    after = adaptation(getattr(owner, name))
-    setattr(owner, name, staticmethod(after) if isinstance(before, staticmethod) else after)
+    before, function = inspect.getattr_static(owner, name), getattr(owner, name)
+
+    @wraps(function)
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        return adaptation(function, *args, **kwargs)
+
+    is_bound = isinstance(before, staticmethod | classmethod)
+    setattr(owner, name, staticmethod(adapted) if is_bound else adapted)
 
 
 class _Finder(MetaPathFinder):
@@ -94,3 +103,23 @@ def _warn(name: str, error: Exception, otherwise: str) -> None:
 
 _WATCHED: dict[str, list[tuple[Callback, str]]] = {}
 _FINDER = _Finder()
+
+
+_LISTENERS: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
+
+
+def add_listener(check: Callable[[nn.Module], None], describe: Callable[[nn.Module], None]) -> None:
+    """Have a library describe models anew when their layers change; ``check`` raises where that would."""
+    _LISTENERS.append((check, describe))
+
+
+def check_can_change(model: nn.Module) -> None:
+    """Raise where `layers_changed` would; the model is only read."""
+    for check, _ in _LISTENERS:
+        check(model)
+
+
+def layers_changed(model: nn.Module) -> None:
+    """Tell the listeners that layers of a model were replaced, or are stored in another way."""
+    for _, describe in _LISTENERS:
+        describe(model)

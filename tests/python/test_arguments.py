@@ -338,7 +338,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "scales": torch.ones(32),
     },
     "integrations.transformers.follow": lambda: {"model": llama()},
-    "integrations.transformers.model_card": lambda: {"model": sparse_llama()},
     "BlockSparseLinear": lambda: {"block_shape": BLOCK},
     "BlockSparseLinear.from_state": lambda: {"tensors": layer().state_dict()},
     "BlockSparseLinear.cut": lambda: {"rows": (0, 16)},

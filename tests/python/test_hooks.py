@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch import nn
 from tilesparse import BlockSparseLinear
 from tilesparse._hooks import adapt, when_imported
 from tilesparse.errors import UnsupportedError
-from tilesparse.integrations import diffusers
+from tilesparse.integrations import hooks
 
 
 @pytest.fixture
@@ -113,11 +113,11 @@ def test_methods_are_adapted_where_they_are_inherited_or_static() -> None:
             return "theirs"
 
     for name in ("inherited", "fixed"):
-        adapt(Model, name, lambda function: lambda *arguments: "ours, " + function(*arguments))
+        adapt(Model, name, lambda function, *arguments: "ours, " + function(*arguments))
         assert getattr(Model(), name)() == "ours, theirs"
     assert Base().inherited() == "theirs"
     with pytest.raises(AttributeError):
-        adapt(Model, "missing", lambda function: function)
+        adapt(Model, "missing", lambda function: function())
 
 
 def test_what_takes_long_is_imported_by_who_needs_it() -> None:
@@ -146,7 +146,7 @@ def test_save_pretrained_of_diffusers_refuses_block_sparse_layers() -> None:
             super().__init__()
             self.layer = layer
 
-    diffusers._refuse_to_save(SimpleNamespace(ModelMixin=ModelMixin))
+    adapt(ModelMixin, "save_pretrained", hooks._refuse_to_save)
     assert Model(nn.Linear(64, 64)).save_pretrained("folder") == "folder"
     with pytest.raises(UnsupportedError, match=r"block-sparse layer 'layer'; call tilesparse\.save"):
         Model(BlockSparseLinear(64, 64, block_shape=32)).save_pretrained("folder")

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python" / "tilesparse"
 
 # Imports within functions that close a circle, and why that is right.
 DEFERRED = {
-    ("tilesparse.integrations.peft_hooks", "tilesparse.integrations.peft"): "PEFT is optional",
+    ("tilesparse.integrations.hooks", "tilesparse.integrations.peft"): "PEFT is optional",
 }
 
 # Attributes of other libraries that have no public name.

@@ -201,16 +201,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
 def load_model(name: str, command: str) -> Any:
-    """Return a model of the class that its config names.
-
-    Args:
-        name: a folder that from_pretrained loads, or a name on the Hub.
-        command: for the message if there is no Transformers.
-
-    Raises:
-        UnsupportedError: Transformers is not installed.
-        InvalidArgumentError: it cannot be loaded.
-    """
+    """Return a model of the class that its config names; messages name the command."""
     kind, _ = _class_and_config(name, command)
     with _reported():
         return kind.from_pretrained(name, dtype="auto")
@@ -229,10 +220,6 @@ def load_or_make_model(
     """Return a model in evaluation mode on a device, and True if its weights are random.
 
     They are where the folder has a config alone, or the name is that of the config's file.
-
-    Raises:
-        UnsupportedError: Transformers is not installed.
-        InvalidArgumentError: it can neither be loaded nor made.
     """
     kind, config = _class_and_config(name, command)
     if hasattr(config, "use_cache"):
@@ -249,18 +236,7 @@ def load_or_make_model(
 
 
 def random_batch(model: Any, batch: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Return random tokens, or images where the model takes these.
-
-    Args:
-        model: of Transformers.
-        batch: number of sequences or images.
-        tokens: tokens of a sequence.
-        device: where they are.
-
-    Raises:
-        InvalidArgumentError: the model has no positions for so many tokens.
-        UnsupportedError: it takes something else.
-    """
+    """Return a batch of so many sequences of random tokens, or images where the model takes these."""
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
         size, channels = config.image_size, getattr(config, "num_channels", 3)

@@ -1,29 +1,87 @@
-"""Hooks into torch.compile, torch.distributed.checkpoint and the configurations of Transformers."""
+"""Hooks into PyTorch and libraries around it, which are put in once these are imported."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from functools import wraps
+from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._hooks import adapt, when_imported
-from ..errors import CheckpointError, UnsupportedError
+from .._hooks import adapt, layers_changed, when_imported
+from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-_PASSES = "torch._inductor.fx_passes.post_grad"
+_HF = "tilesparse.integrations.transformers"
 
 
-def register_inductor() -> None:
-    """Have Inductor merge equal quantizations, now or as soon as it is imported."""
-    when_imported(_PASSES, _add_pass, "compiled layers that share an input quantize it once each")
+def register() -> None:
+    """Have each library call back, now or as soon as it is imported."""
+    for module, callback, otherwise in (
+        (
+            "accelerate.big_modeling",
+            lambda module: adapt(module, "load_checkpoint_in_model", _prepare_and_load),
+            "load_checkpoint_and_dispatch needs a model on which tilesparse.io.load was called",
+        ),
+        (
+            "diffusers.models.modeling_utils",
+            lambda module: adapt(module.ModelMixin, "save_pretrained", _refuse_to_save),
+            "save_pretrained will write block-sparse layers that nothing loads; use tilesparse.save",
+        ),
+        (
+            "torch.distributed.checkpoint.default_planner",
+            lambda module: adapt(module, "create_default_local_load_plan", _compare_and_plan),
+            "torch.distributed.checkpoint will cast values of 8 or 4 bits into layers of another storage",
+        ),
+        (
+            "torch._inductor.fx_passes.post_grad",
+            _add_pass,
+            "compiled layers that share an input quantize it once each",
+        ),
+        (
+            "transformers.quantizers.auto",  # where Transformers keeps quantization methods
+            lambda module: importlib.import_module(_HF),
+            "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
+        ),
+        (
+            "transformers.quantizers.auto",
+            lambda module: adapt(module.AutoQuantizationConfig, "from_dict", _refuse_dropped_formats),
+            "from_pretrained may give random weights for sparse checkpoints of compressed-tensors",
+        ),
+        (
+            "transformers.modeling_utils",
+            lambda module: adapt(module.PreTrainedModel, "save_pretrained", _describe_and_save),
+            "call follow(model) before save_pretrained if layers were not put in by the patcher",
+        ),
+        (
+            "peft.tuners.lora.model",
+            lambda module: adapt(module.LoraModel, "_create_new_module", _adapt_layer),
+            "LoRA of block-sparse layers will be refused",
+        ),
+        (
+            "peft.tuners.tuners_utils",
+            lambda module: adapt(module, "_maybe_include_all_linear_layers", _include_block_sparse),
+            'target_modules="all-linear" will pass over them',
+        ),
+        (
+            "peft.tuners.lora.model",
+            _check_before_merging,
+            "merging may end between two block-sparse layers",
+        ),
+    ):
+        when_imported(module, callback, otherwise)
+
+
+# ---- PyTorch ----
 
 
 def _add_pass(module: Any) -> None:
+    """Have Inductor merge equal quantizations."""
     matcher: Any = importlib.import_module("torch._inductor.pattern_matcher")
     x, dtype = matcher.KeywordArg("x"), matcher.KeywordArg("dtype")
     operators = sys.modules["torch"].ops.tilesparse
@@ -51,37 +109,16 @@ def _is_equal(node: torch.fx.Node, other: torch.fx.Node) -> bool:
     )
 
 
-_PLANNER = "torch.distributed.checkpoint.default_planner"
-
-
-def register_checkpoints() -> None:
-    """Have plans of loading compare storages, now or as soon as that module is imported."""
-    when_imported(
-        _PLANNER,
-        _compare_before_planning,
-        "torch.distributed.checkpoint will cast values of 8 or 4 bits into layers of another storage",
-    )
-
-
-def _compare_before_planning(module: Any) -> None:
-    def comparing(plan: Any) -> Any:
-        @wraps(plan)
-        def create_default_local_load_plan(state_dict: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-            _check_storages(state_dict, metadata.state_dict_metadata)
-            return plan(state_dict, metadata, *args, **kwargs)
-
-        return create_default_local_load_plan
-
-    adapt(module, "create_default_local_load_plan", comparing)
-
-
-def _check_storages(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _compare_and_plan(
+    plan: Any, state_dict: Mapping[str, Any], metadata: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Raise CheckpointError for the weight of a block-sparse layer that is stored in another way."""
     from .._checks import SCALED
 
     for name, tensor in state_dict.items():
         prefix, _, own = name.rpartition("weight")
-        stored = getattr(getattr(saved.get(name), "properties", None), "dtype", None)
+        saved = metadata.state_dict_metadata.get(name)
+        stored = getattr(getattr(saved, "properties", None), "dtype", None)
         if own or f"{prefix}crow_indices" not in state_dict or stored in (None, tensor.dtype):
             continue
         if not SCALED.keys().isdisjoint({stored, tensor.dtype}):
@@ -89,53 +126,26 @@ def _check_storages(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> 
                 f"{name} must be {tensor.dtype} in the checkpoint, as the layer stores it, got {stored}; "
                 "give the layer the storage of the checkpoint first, by to_storage or by io.reader.prepare"
             )
+    return plan(state_dict, metadata, *args, **kwargs)
 
 
-_METHODS = "transformers.quantizers.auto"  # where Transformers keeps them
-_HF = "tilesparse.integrations.transformers"
-
-
-def register_configurations() -> None:
-    """Register the quantization method of Transformers, now or as soon as it is imported."""
-    when_imported(
-        _METHODS,
-        lambda module: _import_hf(),
-        "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
-    )
-    when_imported(
-        _METHODS,
-        _refuse_sparse_formats,
-        "from_pretrained may give random weights for sparse checkpoints of compressed-tensors",
-    )
-    when_imported(
-        "transformers.modeling_utils",
-        _describe_before_saving,
-        "call follow(model) before save_pretrained if layers were not put in by the patcher",
-    )
+# ---- Transformers, Accelerate and Diffusers ----
 
 
 _DROPPED = ("sparse-bitmask", "sparse-24-bitmask", "marlin-24")  # formats of compressed-tensors
 
 
-def _refuse_sparse_formats(module: Any) -> None:
-    """Have `from_pretrained` refuse checkpoints whose sparse weights nothing there reads any more."""
-
-    def refusing(parse: Any) -> Any:
-        @wraps(parse)
-        def from_dict(quantization_config_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            sparsity = quantization_config_dict.get("sparsity_config")
-            formats = {quantization_config_dict.get("format")}
-            formats |= {sparsity.get("format")} if isinstance(sparsity, Mapping) else set()
-            if found := sorted(formats & {*_DROPPED}):
-                raise UnsupportedError(
-                    f"the checkpoint stores weights as {found[0]}, which Transformers no longer reads: run "
-                    "tilesparse convert SOURCE FOLDER, and load that folder"
-                )
-            return parse(quantization_config_dict, *args, **kwargs)
-
-        return staticmethod(from_dict)
-
-    adapt(module.AutoQuantizationConfig, "from_dict", refusing)
+def _refuse_dropped_formats(parse: Any, quantization_config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse checkpoints whose sparse weights nothing in Transformers reads any more."""
+    sparsity = quantization_config_dict.get("sparsity_config")
+    formats = {quantization_config_dict.get("format")}
+    formats |= {sparsity.get("format")} if isinstance(sparsity, Mapping) else set()
+    if found := sorted(formats & {*_DROPPED}):
+        raise UnsupportedError(
+            f"the checkpoint stores weights as {found[0]}, which Transformers no longer reads: run "
+            "tilesparse convert SOURCE FOLDER, and load that folder"
+        )
+    return parse(quantization_config_dict, *args, **kwargs)
 
 
 def configurations(model: Any) -> dict[str, dict[str, Any]]:
@@ -146,8 +156,7 @@ def configurations(model: Any) -> dict[str, dict[str, Any]]:
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return {}
-    if _HF in sys.modules:
-        sys.modules[_HF].following.follow_to_save(model)
+    _follow_to_save(model)
     own = json.loads(model.config.to_json_string())
     own |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     found = {"config.json": own}
@@ -156,18 +165,125 @@ def configurations(model: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _describe_before_saving(module: Any) -> None:
-    def describing(save: Any) -> Any:
-        @wraps(save)
-        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _HF in sys.modules:
-                sys.modules[_HF].following.follow_to_save(self)
-            return save(self, *args, **kwargs)
-
-        return save_pretrained
-
-    adapt(module.PreTrainedModel, "save_pretrained", describing)
+def _describe_and_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    _follow_to_save(model)
+    return save(model, *args, **kwargs)
 
 
-def _import_hf() -> None:
-    importlib.import_module(_HF)
+def _follow_to_save(model: Any) -> None:
+    if _HF in sys.modules:
+        sys.modules[_HF].follow_to_save(model)
+
+
+def _prepare_and_load(load: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a dense model block-sparse before Accelerate loads such a checkpoint into it."""
+    from ..io.manifest import CONFIG
+    from ..io.reader import prepare_for
+
+    given = signature(load).bind(*args, **kwargs).arguments
+    model, path = given["model"], Path(given["checkpoint"])
+    folder = path if path.is_dir() else path.parent
+    layers = prepare_for(model, folder, given.get("dtype")) if (folder / CONFIG).exists() else []
+    result = load(*args, **kwargs)
+    for layer in map(model.get_submodule, layers):
+        if not layer.slot.is_meta:  # else it is offloaded
+            _ = layer.pattern  # which looks at what was loaded
+    if layers:
+        layers_changed(model)
+    return result
+
+
+def _refuse_to_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse block-sparse layers, which Diffusers has no way to describe or load."""
+    from ..nn.linear import BlockSparseLinear
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, BlockSparseLinear):
+            raise UnsupportedError(
+                f"save_pretrained of Diffusers cannot describe the block-sparse layer {name!r}; call "
+                "tilesparse.save and tilesparse.load"
+            )
+    return save(model, *args, **kwargs)
+
+
+# ---- PEFT ----
+
+
+def _adapt_layer(create: Any, lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
+    """Give a block-sparse layer a LoRA class of its own, unless the config names another one.
+
+    The config does not name this one, since it would have to be unpickled where PEFT is alone.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    from ..nn.experts import ExpertsLinear
+    from ..nn.linear import BlockSparseLinear
+
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    named = tuple(getattr(lora_config, "_custom_modules", None) or ())
+    if isinstance(base, BlockSparseLinear) and not isinstance(base, named):
+        # Imported where a model has such layers, whatever others ask of PEFT.
+        from .peft import LoraExperts, LoraLinear
+
+        adapted = LoraExperts if isinstance(base, ExpertsLinear) else LoraLinear
+        return adapted(target, adapter_name, config=lora_config, **kwargs)
+    return create(lora_config, adapter_name, target, **kwargs)
+
+
+def _include_block_sparse(include: Any, peft_config: Any, model: Any) -> Any:
+    """Include block-sparse layers in target_modules="all-linear", which would pass over them in silence."""
+    targets = getattr(peft_config, "target_modules", None)
+    peft_config = include(peft_config, model)
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        peft_config.target_modules = {*peft_config.target_modules, *_block_sparse_layers(model)}
+    return peft_config
+
+
+def _block_sparse_layers(model: Any) -> set[str]:
+    """Return names of layers without an adapter, and without the output embedding, as PEFT has it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    from .._reports import listed, warn_user
+    from ..nn.experts import ExpertsLinear
+    from ..nn.linear import BlockSparseLinear
+
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = None if get_output is None else get_output()
+    names: set[str] = set()
+    experts: set[str] = set()
+    adapted: tuple[str, ...] = ()
+    for name, layer in model.named_modules():  # parents come first
+        if isinstance(layer, BaseTunerLayer):
+            adapted = (*adapted, f"{name}.")
+        elif isinstance(layer, BlockSparseLinear) and layer is not output and not name.startswith(adapted):
+            (experts if isinstance(layer, ExpertsLinear) else names).add(name)
+    if experts:
+        warn_user(
+            'target_modules="all-linear" leaves experts without an adapter, as in dense models; name them in '
+            f"target_modules to adapt them: {listed(sorted(experts))}"
+        )
+    return names
+
+
+def _check_before_merging(module: Any) -> None:
+    for name in ("merge_adapter", "merge_and_unload"):
+        adapt(module.LoraModel, name, _check_and_merge)
+
+
+def _check_and_merge(merge: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check all layers before PEFT merges one by one: one that refuses would leave half a model merged."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    from ..nn.linear import BlockSparseLinear
+
+    names = signature(merge).bind(model, *args, **kwargs).arguments.get("adapter_names")
+    owners = Counter(p for layer in model.modules() for p in layer.parameters(recurse=False))
+    for name, layer in model.named_modules():
+        base = layer.get_base_layer() if isinstance(layer, LoraLayer) else None
+        if isinstance(base, BlockSparseLinear):
+            layer.check_mergeable(names)
+            if owners[base.weight] > 1:
+                raise InvalidArgumentError(
+                    f"merge needs a weight of its own of layer {name!r}, got one that another layer has, too"
+                )
+    return merge(model, *args, **kwargs)

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import DTYPES, Index, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_header, read_json, read_tensor, shown
-from .._listeners import check_can_change, layers_changed
+from .._hooks import check_can_change, layers_changed
 from ..config import METHOD, LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from ..model.modules import Target, layers_in, names_of_modules, reason_from_parents, what_would_be_lost

@@ -5,12 +5,14 @@ As TEAL does, Liu et al., "Training-Free Activation Sparsity in Large Language M
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,32 +95,33 @@ def sparsify_activations_(
         raise InvalidArgumentError(f"fraction must be a number from 0 to below 1, got {shown(fraction)}")
     check_model(model)
     data = collected(batches)
-    names, (found, skipped) = names_of_modules(model), _layers_of_mlps(model)
-    samples = {layer: _Sample(layer) for layer in found}
-    with evaluating(model):
-        _run(model, data, {layer: sample.add for layer, sample in samples.items()})
-        for layer in [layer for layer, sample in samples.items() if not sample.rows]:
-            skipped.append(SkippedLayer(names[layer][0], type(layer).__name__, "the batches do not call it"))
-            del samples[layer]
-        levels = {layer: sample.levels() for layer, sample in samples.items()}
-        thresholds = _allocated(samples, levels, _effects(model, data[0], levels, number), number)
-        measures = {layer: _Measure(layer, thresholds[layer]) for layer in samples}
-        _run(model, data, {layer: measure.add for layer, measure in measures.items()}, thresholds)
-    records = {names[layer][0]: measure.record(names[layer][0]) for layer, measure in measures.items()}
+    layers, skipped = _layers_of_mlps(model)
+    with evaluating(model), _without_thresholds(layers):
+        _run(model, data, layers, _Layer.sample)
+        for layer in [layer for layer in layers if not layer.rows]:
+            kind = type(layer.module).__name__
+            skipped.append(SkippedLayer(layer.name, kind, "the batches do not call it"))
+            layers.remove(layer)
+        for layer in layers:
+            layer.rank()
+        _weigh(model, data[0], layers, number)
+        _allocate(layers, number)
+        _run(model, data, layers, _Layer.measure, {layer: layer.threshold for layer in layers})
     if not dry_run:
-        skipped += _set(model, {name: record.threshold for name, record in records.items()}, names)
+        skipped += _set(model, {layer.name: layer.threshold for layer in layers})
     left = {one.name for one in skipped}
-    layers = [record for name, record in records.items() if name not in left]
-    mean = _mean({name: one.off for name, one in records.items()}, {names[one][0]: one for one in measures})
-    notes = [f"{mean:.1%} of neurons are off"] if layers else []
-    return Report("sparsify_activations_", layers, skipped, notes=notes, facts={"off": mean})
+    records = [layer.record() for layer in layers if layer.name not in left]
+    mean = sum(layer.size * layer.off for layer in layers) / max(1, sum(layer.size for layer in layers))
+    notes = [f"{mean:.1%} of neurons are off"] if records else []
+    return Report("sparsify_activations_", records, skipped, notes=notes, facts={"off": mean})
 
 
-def _layers_of_mlps(model: nn.Module) -> tuple[list[Any], list[SkippedLayer]]:
+def _layers_of_mlps(model: nn.Module) -> tuple[list[_Layer], list[SkippedLayer]]:
     """Return the last layers of MLPs, and the modules that are named so and stay."""
+    names = names_of_modules(model)
     found: dict[nn.Module, None] = {}
     skipped = []
-    for module, (name, *_) in names_of_modules(model).items():
+    for module, (name, *_) in names.items():
         kind = type(module).__name__
         if projections_of(module) is not None or isinstance(module, ExpertsLinear):
             if not isinstance(module, ExpertsLinear):
@@ -132,7 +135,7 @@ def _layers_of_mlps(model: nn.Module) -> tuple[list[Any], list[SkippedLayer]]:
             skipped.append(SkippedLayer(name, kind, "its weight is sharded"))
         else:
             found[down] = None
-    return list(found), skipped
+    return [_Layer(names[layer][0], layer) for layer in found], skipped
 
 
 def _down_of(module: nn.Module) -> nn.Module | None:
@@ -164,173 +167,164 @@ def _shape(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-@torch.no_grad()
-def _product(layer: Any, x: Tensor) -> Tensor:
-    """Return x Wᵀ in float32."""
-    if isinstance(layer, BlockSparseLinear):
-        zeros = torch.zeros_like(x[:1])
-        y: Tensor = layer.forward(x) - layer.forward(zeros)  # without hooks
-        return y.float()
-    return nn.functional.linear(x, dense_weight(layer)).float()
-
-
-def _run(
-    model: nn.Module,
-    data: list[Any],
-    adds: Mapping[nn.Module, Any],
-    limits: Mapping[nn.Module, float] = MappingProxyType({}),
-) -> None:
-    """Call the model with each batch, with these thresholds; tell what enters layers, but for padding."""
-    mask: Tensor | None = None
-
-    def look(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        x: Tensor = args[0].detach()
-        keep = mask if mask is not None and mask.shape == x.shape[:-1] else None
-        rows = x.reshape(-1, x.shape[-1]) if keep is None else x[keep.to(x.device)]
-        if len(rows):
-            adds[layer](rows)
-        limit = limits.get(layer)
-        return None if limit is None else (thresholded(args[0], limit), *args[1:])
-
-    with ExitStack() as stack, torch.no_grad():
-        for layer in adds:
-            stack.callback(layer.register_forward_pre_hook(look).remove)
-            if isinstance(layer, BlockSparseLinear):
-                stack.callback(setattr, layer, "threshold", layer.threshold)
-                layer.threshold = None
-        for batch in data:
-            given = mask_of(batch)
-            mask = None if given is None else given != 0
-            call_model(model, batch)
-
-
 def _errors(y: Tensor, other: Tensor) -> Tensor:
     """Return the squared relative error of each token; few tokens are much larger than all others."""
     size = y.square().sum(-1)
     return ((y - other).square().sum(-1) / size.where(size > 0, 1)).nan_to_num(0.0, 0.0)
 
 
-class _Sample:
-    """Inputs of some tokens of a layer, and what thresholds cost there."""
+class _Level(NamedTuple):
+    """A threshold of a layer, the fraction that is off and the squared relative error on a sample."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.rows: list[Tensor] = []
-        self.weight = _shape(layer)[0] * _shape(layer)[1]
+    threshold: float
+    off: float
+    error: float
 
-    def add(self, x: Tensor) -> None:
+
+class _Layer:
+    """The last layer of an MLP, and what thresholds do to it."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+        self.size = math.prod(_shape(module))
+        self.rows: list[Tensor] = []  # a sample of what enters
+        self.levels: list[_Level] = []  # by rising fractions that are off
+        self.place = 0  # of the level that is chosen
+        self.effect = 1.0  # squared relative error of the model's results, over that of this layer
+        self.zeros = self.numbers = self.tokens = 0
+        self.errors = 0.0
+
+    @property
+    def threshold(self) -> float:
+        return self.levels[self.place].threshold
+
+    @property
+    def off(self) -> float:
+        """Fraction of the numbers that `measure` has met."""
+        return self.zeros / max(1, self.numbers)
+
+    def sample(self, x: Tensor) -> None:
         room = _TOKENS - sum(map(len, self.rows))
         if room > 0:
             step = max(1, len(x) // room)
             self.rows.append(x[::step][:room].clone())
 
-    def levels(self) -> list[tuple[float, float, float]]:
-        """Return (threshold, fraction that is off, squared relative error), by rising fractions."""
+    def rank(self) -> None:
+        """Measure what thresholds cost on the sample."""
         x = torch.cat(self.rows)
-        before = getattr(self.layer, "threshold", None)
-        if before is not None:
-            self.layer.threshold = None
-        magnitudes = x.abs().flatten().float()
+        magnitudes, y = x.abs().flatten().float(), self._product(x)
         ordered = magnitudes[magnitudes.isfinite()].sort().values
-        of_all = _product(self.layer, x)
-        found: list[tuple[float, float, float]] = []
         for level in range(round(_MOST / _STEP) + 1):
             place = int(level * _STEP * len(ordered))
             threshold = 0.0 if place == 0 else float(ordered[place - 1])
             off = float((magnitudes <= threshold).float().mean())
-            if found and off <= found[-1][1]:
-                continue
-            errors = _errors(of_all, _product(self.layer, thresholded(x, threshold)))
-            found.append((threshold, off, float(errors.mean())))
-        if before is not None:
-            self.layer.threshold = before
-        return found
+            if not self.levels or off > self.levels[-1].off:
+                errors = _errors(y, self._product(thresholded(x, threshold)))
+                self.levels.append(_Level(threshold, off, float(errors.mean())))
+
+    def measure(self, x: Tensor) -> None:
+        """Count what the threshold of the chosen level does to these inputs."""
+        zeroed = thresholded(x, self.threshold)
+        self.zeros += int((zeroed == 0).sum())
+        self.numbers += x.numel()
+        self.errors += float(_errors(self._product(x), self._product(zeroed)).sum())
+        self.tokens += len(x)
+
+    def record(self) -> ThresholdedLayer:
+        error = (self.errors / max(1, self.tokens)) ** 0.5
+        return ThresholdedLayer(self.name, self.threshold, self.off, error)
+
+    @torch.no_grad()
+    def _product(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ in float32."""
+        if isinstance(self.module, BlockSparseLinear):
+            y = self.module.forward(x) - self.module.forward(torch.zeros_like(x[:1]))  # without hooks
+            return y.float()
+        return nn.functional.linear(x, dense_weight(self.module)).float()
 
 
-_Levels = Mapping[Any, list[tuple[float, float, float]]]  # see `_Sample.levels`
+@contextmanager
+def _without_thresholds(layers: Iterable[_Layer]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (layer.module for layer in layers):
+            if isinstance(module, BlockSparseLinear):
+                stack.callback(setattr, module, "threshold", module.threshold)
+                module.threshold = None
+        yield
 
 
-def _effects(model: nn.Module, batch: Any, levels: _Levels, fraction: float) -> dict[Any, float]:
-    """Return what the squared relative error of each layer does to that of the model's results.
+def _run(
+    model: nn.Module,
+    data: list[Any],
+    layers: Iterable[_Layer],
+    tell: Callable[[_Layer, Tensor], None] | None,
+    limits: Mapping[_Layer, float] = MappingProxyType({}),
+) -> None:
+    """Call the model with each batch, with these thresholds; tell what enters layers, but for padding."""
+    mask: Tensor | None = None
+
+    def look(layer: _Layer, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x: Tensor = args[0].detach()
+        keep = mask if mask is not None and mask.shape == x.shape[:-1] else None
+        rows = x.reshape(-1, x.shape[-1]) if keep is None else x[keep.to(x.device)]
+        if tell is not None and len(rows):
+            tell(layer, rows)
+        limit = limits.get(layer)
+        return None if limit is None else (thresholded(args[0], limit), *args[1:])
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer in layers:
+            stack.callback(layer.module.register_forward_pre_hook(partial(look, layer)).remove)
+        for batch in data:
+            given = mask_of(batch)
+            mask = None if given is None else given != 0
+            call_model(model, batch)
+
+
+def _weigh(model: nn.Module, batch: Any, layers: Iterable[_Layer], fraction: float) -> None:
+    """Measure the effect of each layer's error on the model's results.
 
     Where these are no tensor, or nothing comes of it, all layers count alike.
     """
-    before = _results(model, batch, levels, {})
-    found = {}
-    for layer, own in levels.items():
-        threshold, _, error = min(own, key=lambda level: abs(level[1] - fraction))
-        after = before if before is None else _results(model, batch, levels, {layer: threshold})
+    before, effects = _results(model, batch, {}), {}
+    for layer in layers:
+        threshold, _, error = min(layer.levels, key=lambda level: abs(level.off - fraction))
+        after = before if before is None else _results(model, batch, {layer: threshold})
         change = 0.0 if before is None or after is None else float(_errors(before, after).mean())
-        found[layer] = change / error if error > 0 else 0.0
-    return found if any(found.values()) else dict.fromkeys(levels, 1.0)
+        effects[layer] = change / error if error > 0 else 0.0
+    if any(effects.values()):
+        for layer, effect in effects.items():
+            layer.effect = effect
 
 
-def _results(
-    model: nn.Module, batch: Any, layers: Iterable[nn.Module], limits: Mapping[nn.Module, float]
-) -> Tensor | None:
-    """Return the model's results [tokens, features], in float32, where these layers have these thresholds."""
+def _results(model: nn.Module, batch: Any, limits: Mapping[_Layer, float]) -> Tensor | None:
+    """Return the model's results [tokens, features], in float32, where layers have these thresholds."""
     found: list[Any] = []
     hook = model.register_forward_hook(lambda *call: found.append(first_of(call[-1])))
     try:
-        _run(model, [batch], dict.fromkeys(layers, lambda _: None), limits)
+        _run(model, [batch], limits, None, limits)
     finally:
         hook.remove()
     y = found[0]
     return y.float().flatten(0, -2) if isinstance(y, Tensor) and y.dim() > 1 else None
 
 
-def _allocated(
-    samples: Mapping[Any, _Sample], levels: _Levels, effects: Mapping[Any, float], fraction: float
-) -> dict[Any, float]:
-    """Return a threshold for each layer: that is raised next which costs least for what it turns off."""
-    at = dict.fromkeys(levels, 0)
-    weights = {layer: sample.weight for layer, sample in samples.items()}
-    whole = sum(weights.values())
+def _allocate(layers: Sequence[_Layer], fraction: float) -> None:
+    """Choose levels: that layer is raised next which costs least for what it turns off."""
+    whole = sum(layer.size for layer in layers)
 
-    def off() -> float:
-        return sum(weights[layer] * levels[layer][at[layer]][1] for layer in at) / whole
+    def price(layer: _Layer) -> float:
+        now, then = layer.levels[layer.place : layer.place + 2]
+        return layer.effect * max(0.0, then.error - now.error) / (layer.size * (then.off - now.off))
 
-    def price(layer: Any) -> float:
-        (_, before, error), (_, after, next_error) = levels[layer][at[layer] : at[layer] + 2]
-        return effects[layer] * max(0.0, next_error - error) / (weights[layer] * (after - before))
-
-    while at and off() < fraction:
-        rising = [layer for layer in at if at[layer] + 1 < len(levels[layer])]
+    while layers and sum(one.size * one.levels[one.place].off for one in layers) / whole < fraction:
+        rising = [layer for layer in layers if layer.place + 1 < len(layer.levels)]
         if not rising:
             break
-        at[min(rising, key=price)] += 1
-    return {layer: levels[layer][at[layer]][0] for layer in at}
+        min(rising, key=price).place += 1
 
 
-class _Measure:
-    """The effect of a threshold on the layer that has it, over all tokens."""
-
-    def __init__(self, layer: Any, threshold: float) -> None:
-        self.layer, self.threshold = layer, threshold
-        self.off = self.count = 0
-        self.errors, self.tokens = 0.0, 0
-
-    def add(self, x: Tensor) -> None:
-        zeroed = thresholded(x, self.threshold)
-        self.off += int((zeroed == 0).sum())
-        self.count += x.numel()
-        y = _product(self.layer, x)
-        self.errors += float(_errors(y, _product(self.layer, zeroed)).sum())
-        self.tokens += len(x)
-
-    def record(self, name: str) -> ThresholdedLayer:
-        error = (self.errors / max(1, self.tokens)) ** 0.5
-        return ThresholdedLayer(name, self.threshold, self.off / max(1, self.count), error)
-
-
-def _mean(off: Mapping[str, float], layers: Mapping[str, Any]) -> float:
-    sizes = {name: _shape(layer)[0] * _shape(layer)[1] for name, layer in layers.items()}
-    return sum(sizes[name] * off[name] for name in off) / max(1, sum(sizes.values()))
-
-
-def _set(
-    model: nn.Module, thresholds: Mapping[str, float], names: Mapping[nn.Module, list[str]]
-) -> list[SkippedLayer]:
+def _set(model: nn.Module, thresholds: Mapping[str, float]) -> list[SkippedLayer]:
     """Give layers their thresholds, dense ones as block-sparse ones; return those that cannot have one."""
     rules, skipped = {}, []
     for name in thresholds:

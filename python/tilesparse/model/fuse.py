@@ -27,16 +27,10 @@ _NOT_MERGED = "product of one x"  # kind of skipped layers
 
 
 def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SkippedLayer], list[MergedProduct]]:
-    """Have layers share products that a run shows to have one x.
+    """Have layers share products that a run of the model, whose parameters are frozen, shows to have one x.
 
     What a second run gives with each shared product is compared with what its layers give by themselves.
-
-    Args:
-        model: changed in place; its parameters are frozen.
-        run: calls the model, without recording gradients.
-
-    Returns:
-        The layers of one x that keep products of their own, and the products that were made.
+    Returns the layers of one x that keep products of their own, and the products that were made.
     """
     names = names_of_modules(model)
     apart: dict[tuple[str, ...], str] = {}  # names of layers, and why
@@ -202,12 +196,7 @@ def unfuse(model: nn.Module, targets: Iterable[Target]) -> None:
 
 
 def mlps_to_fuse(model: nn.Module, batch: Any) -> tuple[list[Target], list[SkippedLayer]]:
-    """Return the MLPs of a model with what is to replace them, and modules named so that stay.
-
-    Args:
-        model: only read.
-        batch: what it is called with; None calls nothing.
-    """
+    """Return the MLPs of a model with what is to replace them, and modules named so that stay."""
     reasons: dict[nn.Module, str | None] = {}
     waiting: list[nn.Module] = []  # for a call
     names = names_of_modules(model)
@@ -271,19 +260,12 @@ def _seen(
 
 @dataclass(frozen=True)
 class FusedEncoder:
-    """The layers of an encoder, as one operator: see `prepare_for_inference_`.
+    """The layers of an encoder, as one operator: see `prepare_for_inference_`."""
 
-    Attributes:
-        name: name of the list that has them.
-        kind: class of a layer.
-        count: number of layers.
-        reason: why they compute by themselves; None where they are one operator.
-    """
-
-    name: str
-    kind: str
+    name: str  # of the list that has them
+    kind: str  # class of a layer
     count: int
-    reason: str | None
+    reason: str | None  # why they compute by themselves
 
 
 _LEAST = 0.997  # cosine of a token's features
@@ -312,13 +294,7 @@ def _is_in_int8(layer: nn.Module) -> bool:
 def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
     """Have encoders compute their layers as one operator, where a run shows that it gives the same.
 
-    Args:
-        model: changed in place; its parameters are frozen.
-        run: calls the model, without recording gradients.
-        undo: gets what puts the layers back.
-
-    Returns:
-        The encoders, also those of layers that are not known.
+    The parameters of the model are frozen; ``undo`` gets what puts the layers back.
     """
     names = names_of_modules(model)
     layers = {one: list(one) for one in encoders_in(model)}
@@ -349,7 +325,8 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
                 reason = str(error)
             else:
                 with ExitStack() as stack:
-                    stack.callback(_put_back, model, name, old, new)
+                    stack.callback(set_submodule, model, name, old)
+                    stack.callback(new.end)
                     set_submodule(model, name, new)
                     reason = _reason_differs(new, [calls[layer] for layer in own], given, run)
                     if reason is None:
@@ -363,11 +340,6 @@ class _LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     y: Any
-
-
-def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncoder) -> None:
-    new.end()
-    set_submodule(model, name, old)
 
 
 def _given(run: Callable[[], Any]) -> Any:

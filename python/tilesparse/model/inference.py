@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._checks import shown
-from .._listeners import layers_changed
+from .._hooks import layers_changed
 from .._reports import listed
 from ..calibrate.stream import call, call_apart, device_of, listening, tensors_in, uncompiled
 from ..errors import InvalidArgumentError, InvalidTypeError
@@ -118,14 +118,18 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             for product in merged:
                 undo.callback(product.undo)
             encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
-        steps = [_step(*product, tokens, stored) for product in _products(model)]
+        steps = [_step(*product, tokens, stored) for product in _products(model).items()]
         measured = _measured(steps)
         for step in steps:
             _choose_policy(step)
             undo.callback(step.layer.prepack, False)
             step.layer.prepack(step.dequantized or not step.layer.weight.is_cpu)
         products = [entry for step in steps for entry in _entries(step, measured)]
-        products += [_line((name,), layer, ("nothing to choose",)) for name, layer in _experts(model)]
+        products += [
+            _line((name,), layer, ("nothing to choose",))
+            for name, layer in model.named_modules()
+            if isinstance(layer, ExpertsLinear)
+        ]
         after = None if batch is None else _seconds(model, batch)
         stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
         undo.pop_all()
@@ -184,21 +188,13 @@ def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitS
 
 
 class _Step(NamedTuple):
-    """A product of the prepared model.
-
-    Attributes:
-        members: the layers that share it, by name.
-        layer: the layer that computes it.
-        tokens: numbers of tokens to measure it with.
-        done: what was done, in words.
-        dequantized: True if it multiplies dense blocks that are kept beside the stored ones.
-    """
+    """A product of the prepared model, and the layers that share it."""
 
     members: dict[str, BlockSparseLinear]
-    layer: BlockSparseLinear
-    tokens: list[int]
-    done: tuple[str, ...]
-    dequantized: bool
+    layer: BlockSparseLinear  # which computes it
+    tokens: list[int]  # to measure it with
+    done: tuple[str, ...]  # in words
+    dequantized: bool  # it multiplies dense blocks that are kept beside the stored ones
 
     def products(self) -> list[Product]:
         """Return what kernels compute, for each number of tokens."""
@@ -223,12 +219,6 @@ def _checked_layers(model: nn.Module) -> list[BlockSparseLinear]:
         if isinstance(module, BlockSparseLinear) and module.weight.is_meta:
             raise InvalidArgumentError(f"model must be on its device, got {name} on the meta device")
     return [layer for layer in layers if not isinstance(layer, ExpertsLinear)]
-
-
-def _experts(model: nn.Module) -> Iterator[tuple[str, BlockSparseLinear]]:
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertsLinear):
-            yield name, module
 
 
 def _tokens_of(model: nn.Module, batch: Any, layers: Sequence[BlockSparseLinear]) -> _Tokens:
@@ -261,19 +251,19 @@ def _store_for_kernels(layer: BlockSparseLinear) -> bool:
     return True
 
 
-def _products(model: nn.Module) -> Iterator[tuple[dict[str, BlockSparseLinear], BlockSparseLinear]]:
-    """Yield the layers that have one product, by name, and the layer that computes it."""
+def _products(model: nn.Module) -> dict[BlockSparseLinear, dict[str, BlockSparseLinear]]:
+    """Return the layers that have one product, by name, by the layer that computes it."""
     found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear):
             product = product_of(module)
             found.setdefault(module if product is None else product.whole, {})[name] = module
-    yield from ((members, layer) for layer, members in found.items())
+    return found
 
 
 def _step(
-    members: dict[str, BlockSparseLinear],
     layer: BlockSparseLinear,
+    members: dict[str, BlockSparseLinear],
     tokens: _Tokens,
     stored: set[BlockSparseLinear],
 ) -> _Step:

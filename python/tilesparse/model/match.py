@@ -153,13 +153,9 @@ def match_modules(
 ) -> tuple[list[Match], list[SkippedLayer]]:
     """Return the layers that rules replace, and the modules that they match and that stay, with the reason.
 
-    Args:
-        model: only read.
-        names: `names_of_modules` of the model.
-        rules: the first one that matches a layer counts.
-        refusal: why a module of a name cannot be replaced by `make` of `patch`, or None.
-        reads: `weight_reads` of the model, if they are known.
-        spare_outputs: leave output embeddings alone unless a rule writes out the last part of their name.
+    The first rule that matches a layer counts. With `spare_outputs` it leaves output embeddings alone unless
+    it writes out the last part of their name. `names` and `reads` are `names_of_modules` and `weight_reads`
+    of the model.
 
     Raises:
         InvalidArgumentError: others, with other options, come before a rule for all of its layers.
@@ -255,12 +251,6 @@ def refusal_of(
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> Refusal:
     """Return why modules are not replaced: for a reason of their own, or for what the user leaves out.
-
-    Args:
-        names: `names_of_modules` of the model.
-        reason_not: why a module cannot be replaced, or None.
-        exclude: names or regular expressions of layers that stay as they are.
-        filter_fn: returns True for a layer, and its name, that is to be replaced.
 
     Raises:
         InvalidArgumentError: one of `exclude` matches no module.

@@ -155,8 +155,9 @@ def hidden_attribute(module: nn.Module, replacement: nn.Module) -> str | None:
 
 
 def hand_over(source: nn.Module, receiver: nn.Module) -> None:
-    """Let the replacement of a module have its hooks, and attributes that someone has given to it."""
-    share_hooks(source, receiver)
+    """Let the replacement of a module have its very hooks, and attributes that someone has given to it."""
+    for attribute in _HOOKS:
+        setattr(receiver, attribute, getattr(source, attribute))
     if not is_linear(source):
         return
     vars(receiver).update(own_attributes(source))
@@ -164,12 +165,6 @@ def hand_over(source: nn.Module, receiver: nn.Module) -> None:
         taker = receiver._parameters.get(name)
         if parameter is not None and taker is not None:
             vars(taker).update(vars(parameter))
-
-
-def share_hooks(source: nn.Module, receiver: nn.Module) -> None:
-    """Let `receiver` have the very hooks of `source`."""
-    for attribute in _HOOKS:
-        setattr(receiver, attribute, getattr(source, attribute))
 
 
 # A name has no character of regular expressions but dots, which separate its components.
@@ -237,11 +232,8 @@ def matching(
 ) -> dict[Module, list[int]]:
     """Return the places of the patterns that match a module, in ascending order, for all modules of a model.
 
-    Names are looked up rather than tried, so that thousands of them take time in proportion to the modules.
-
-    Args:
-        patterns: any.
-        names: all names of each module. A pattern that is one of them stands for that module alone.
+    Names are looked up rather than tried, so that thousands of them take time in proportion to the modules. A
+    pattern that is the whole name of a module stands for that module alone.
     """
     known = {name for aliases in names.values() for name in aliases}
     whole: dict[str, list[int]] = {}
@@ -296,11 +288,7 @@ _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
 def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | nn.Parameter, Reference]:
-    """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold.
-
-    Args:
-        names: `names_of_modules` of the model.
-    """
+    """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold."""
     found: dict[nn.Module | nn.Parameter, Reference] = {}
     seen: set[int] = set()
     for module, aliases in names.items():
@@ -397,9 +385,7 @@ _ALIKE = {"device", "dtype", "grad", "is_cuda", "is_meta", "layout", "requires_g
 def weight_reads(model: nn.Module, batch: Any) -> dict[nn.Module, str]:
     """Call a model; return the linear layers whose weight others use themselves, and the class that does.
 
-    Args:
-        model: only read.
-        batch: what it is called with; None calls nothing, and finds nothing.
+    Without a batch nothing is called or found.
     """
     if batch is None:
         return {}

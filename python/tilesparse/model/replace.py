@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, check_text, shown
-from .._listeners import check_can_change, layers_changed
+from .._hooks import check_can_change, layers_changed
 from .._reports import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
@@ -59,17 +59,9 @@ def patch(
     strict: bool,
     spare_outputs: bool = True,
 ) -> Report:
-    """Replace the layers that rules match; on an error, none.
+    """Replace the layers that rules match by what `make` returns; on an error, none.
 
-    Args:
-        model: changed in place.
-        rules: see `match_modules`.
-        refusal: see `match_modules`.
-        make: returns the replacement of a module, from its name, itself and its options.
-        batch: what the model is called with to see who reads weights, or None.
-        dry_run: only report what would be done.
-        strict: raise for rules by which no layer is block-sparse.
-        spare_outputs: see `match_modules`.
+    Other arguments are those of `sparsify_` and `match_modules`.
     """
     names, reads = names_of_modules(model), weight_reads(model, batch)
     matched, skipped = match_modules(model, names, rules, refusal, reads=reads, spare_outputs=spare_outputs)
@@ -261,14 +253,11 @@ def sparsify_(
     rules = rules_of(config, layers)
     refusal = refusal_of(names_of_modules(model), reason_not_patchable, exclude, filter_fn)
 
-    def make(name: str, module: nn.Module, options: LayerOptions) -> Replacement:
-        return sparse_layer(module, options)
-
     return patch(
         model,
         rules,
         refusal,
-        make,
+        lambda _, module, options: sparse_layer(module, options),
         batch=batch,
         dry_run=dry_run,
         strict=strict,

@@ -46,15 +46,9 @@ def chosen_layers(
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
     """Return the linear layers that a config is for, each with its own, and those that stay dense.
 
-    Args:
-        model: only read.
-        config: for all of them; or a config by names or regular expressions, where None leaves layers dense.
-        layers: names or regular expressions, or None for all.
-        exclude: likewise, of layers that stay dense.
-        filter_fn: returns True for a layer, and its name, that is pruned.
-        strict: each name or expression has to find a layer.
-        cut: one whose name is written out has to fit the blocks.
-        refused: `reasons_against_experts` of the model, where these are linear layers.
+    The first arguments are those of `prune_`. With `strict` each name or expression has to find a layer, and
+    with `cut` one whose name is written out has to fit the blocks. `refused` are `reasons_against_experts` of
+    the model, where these are linear layers.
     """
     names, rules = names_of_modules(model), rules_of(config, layers)
     refusal = refusal_of(names, reason_not_linear, exclude, filter_fn)
@@ -161,7 +155,7 @@ def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
-    """(out_features, in_features) of a dense layer."""
+    """Return (out_features, in_features) of a dense layer."""
     out_features, in_features = dense_weight(layer).shape
     return out_features, in_features
 

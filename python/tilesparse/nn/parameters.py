@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -157,35 +156,24 @@ def _is_data_of(weight: Tensor | None, tensor: Tensor) -> bool:
     return not is_sharded(weight) and not is_sharded(tensor) and weight.data_ptr() == tensor.data_ptr() != 0
 
 
-def _with_fans(calculate: Callable[[Tensor], tuple[int, int]]) -> Callable[[Tensor], tuple[int, int]]:
-    @wraps(calculate)
-    def fans(tensor: Tensor) -> tuple[int, int]:
-        layer = _owner_of(tensor)
-        if layer is None:
-            return calculate(tensor)
-        kept = tensor.numel() if getattr(layer, "nm", None) is None else tensor.numel() // 2
-        fan_out = kept / (layer.in_features * getattr(layer, "experts", 1))
-        return max(1, round(kept / layer.out_features)), max(1, round(fan_out))
-
-    return fans
+def _fans(calculate: Callable[[Tensor], tuple[int, int]], tensor: Tensor) -> tuple[int, int]:
+    layer = _owner_of(tensor)
+    if layer is None:
+        return calculate(tensor)
+    kept = tensor.numel() if getattr(layer, "nm", None) is None else tensor.numel() // 2
+    fan_out = kept / (layer.in_features * getattr(layer, "experts", 1))
+    return max(1, round(kept / layer.out_features)), max(1, round(fan_out))
 
 
-def _refusing(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def refusing(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @wraps(initialise)
-        def call(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-            if _owner_of(tensor) is not None:
-                raise UnsupportedError(
-                    f"torch.nn.init.{name} takes the kept blocks [nnz, bn, bk] for another kind of weight; "
-                    "initialise an nn.Linear and convert it by BlockSparseLinear.from_linear"
-                )
-            return initialise(tensor, *args, **options)
-
-        return call
-
-    return refusing
+def _refuse(initialise: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    if _owner_of(tensor) is not None:
+        raise UnsupportedError(
+            f"torch.nn.init.{initialise.__name__} takes the kept blocks [nnz, bn, bk] for another kind of "
+            "weight; initialise an nn.Linear and convert it by BlockSparseLinear.from_linear"
+        )
+    return initialise(tensor, *args, **options)
 
 
-adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _with_fans)
+adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _fans)
 for _name in ("orthogonal_", "dirac_"):
-    adapt(torch.nn.init, _name, _refusing(_name))
+    adapt(torch.nn.init, _name, _refuse)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import _reports
 from .._checks import check_flag, checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
-from .._listeners import check_can_change, layers_changed
+from .._hooks import check_can_change, layers_changed
 from .._reports import empty_of, listed, warn_user
 from ..calibrate.calibration import (
     Calibration,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._checks import check_flag, shown
-from .._listeners import check_can_change, layers_changed
+from .._hooks import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig

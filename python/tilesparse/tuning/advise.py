@@ -115,9 +115,9 @@ def advise(
     with evaluating(model), own_numbers(device):
         groups = _called_layers(model, batch, layers, configs)
         whole, busy = milliseconds_of_call(model, batch, device)
-        with left_out(model, [name for group in groups for name in group.names]):
+        with left_out(model, {name for group in groups for name in group.calls}):
             rest, busy_in_rest = milliseconds_of_call(model, batch, device)
-        dtype = max(groups, key=lambda group: group.calls).dtype
+        dtype = max(groups, key=lambda group: len(group.calls)).dtype
         tokens = max(group.tokens for group in groups)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
         measured, refused = _measured(groups, contenders, device)
@@ -139,7 +139,7 @@ def _fused(
 ) -> dict[str, float]:
     """Return milliseconds of a call of copies whose encoder is one operator, by the words for a contender."""
     found: dict[str, float] = {}
-    names = {re.escape(name): None for group in groups if group.experts is None for name in group.names}
+    names = [re.escape(name) for group in groups if group.experts is None for name in group.calls]
     for contender in contenders:
         if not isinstance(contender, BlockSparseConfig) or contender.activations != "int8":
             continue
@@ -168,8 +168,8 @@ def _measured(
         refused = {**why, **refused}
         times = _milliseconds(list(calls.values()), device, _SECONDS / len(groups))
         of = dict(zip(calls, times, strict=True))
-        sizes = group.shape, group.tokens, dtype_name(group.dtype)
-        found.append(MeasuredLayers(*sizes, of, tuple(group.names), group.calls))
+        sizes, names = (group.shape, group.tokens, dtype_name(group.dtype)), dict.fromkeys(group.calls)
+        found.append(MeasuredLayers(*sizes, of, tuple(names), len(group.calls)))
         progress.show(done, f"products measured, {'x'.join(map(str, group.shape))} the last")
     known = {contender for measured in found for contender in measured.milliseconds}
     return found, {contender: reason for contender, reason in refused.items() if contender not in known}
@@ -186,7 +186,7 @@ def _calls_of(
     for contender in contenders:
         try:
             if group.experts is not None:
-                calls[contender] = _call_of_experts(contender, *group.experts)
+                calls[contender] = _call_of_experts(contender, group.experts)
             else:
                 calls[contender] = call_of(contender, (out_features, in_features), x)
         except UnsupportedError as error:
@@ -207,19 +207,18 @@ def call_of(contender: Way, shape: tuple[int, int], x: Tensor) -> Call:
     return call
 
 
-def _call_of_experts(
-    contender: Way, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call:
+def _call_of_experts(contender: Way, dense: partial[Any]) -> Call:
     if contender is None:
-        return partial(module, *args, **kwargs)
+        return dense
     if not isinstance(contender, BlockSparseConfig) or (
         contender != in_own_dtype(contender) and contender.activations is None
     ):
         raise UnsupportedError("experts are measured in their own dtype, and sparse ones in 8 bits, too")
+    module, shape = dense.func, contender.block_shape
+    assert isinstance(module, nn.Module)
     stored: Any = {"storage": contender.storage, "activations": contender.activations}
-    shape = contender.block_shape
     experts = BlockSparseExperts.from_experts(module, contender.density, block_shape=shape, **stored)
-    return partial(experts.eval(), *args, **kwargs)
+    return partial(experts.eval(), *dense.args, **dense.keywords)
 
 
 def _milliseconds(calls: Sequence[Call], device: torch.device, seconds: float) -> list[float]:
@@ -267,12 +266,7 @@ def contenders_for(
 ) -> list[Way]:
     """Return the contenders for layers of a dtype: dense ones first, then those of the highest density.
 
-    Args:
-        device: where they compute.
-        dtype: of the layers.
-        densities: of the sparse ones.
-        block_shapes: of the sparse ones.
-        tokens: the most that a layer is called with; weights in 4 bits are for few.
+    Weights in 4 bits are for few tokens, which are the most that a layer is called with.
     """
     eight = () if dtype == torch.float64 else _SPARSE_8_BITS[device.type]
     stored: list[dict[str, Any]] = [{}, *({"storage": name, "activations": name} for name in eight)]
@@ -292,24 +286,13 @@ def contenders_for(
 
 @dataclass
 class _Called:
-    """The layers of one shape that a call of the model gives one number of tokens.
-
-    Attributes:
-        shape: (out_features, in_features), of experts (experts, out_features, in_features) of the first
-            projection.
-        tokens: rows of x in a call.
-        dtype: of the weights.
-        experts: a module of dense experts with the arguments of a call; None for a linear layer.
-        names: names of the layers, in the order of the model.
-        calls: number of calls of all of them in one of the model.
-    """
+    """The layers of one shape that a call of the model gives one number of tokens: see `MeasuredLayers`."""
 
     shape: tuple[int, ...]
     tokens: int
     dtype: torch.dtype
-    experts: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
-    names: list[str] = field(default_factory=list)
-    calls: int = 0
+    experts: partial[Any] | None  # a call of such experts; None for linear layers
+    calls: list[str] = field(default_factory=list)  # the name of the layer that each is of
 
 
 def _called_layers(
@@ -335,14 +318,11 @@ def _called_layers(
         else:
             weight = module.get_parameter(projections.up)
             shape = (weight.mT if projections.transposed else weight).shape
-            dtype, experts = weight.dtype, (module, args, kwargs)
+            dtype, experts = weight.dtype, partial(module, *args, **kwargs)
         tokens = x.numel() // shape[-1]
         if tokens:
             key = type(module) if experts else None, *shape, tokens, dtype
-            group = found.setdefault(key, _Called(tuple(shape), tokens, dtype, experts))
-            group.calls += 1
-            if name not in group.names:
-                group.names.append(name)
+            found.setdefault(key, _Called(tuple(shape), tokens, dtype, experts)).calls.append(name)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())

@@ -65,10 +65,8 @@ def tune(
         TuneFileError: the file is damaged or cannot be written; nothing was measured.
     """
     wanted = list(dict.fromkeys(products))
-    candidates, repetitions = (
-        checked_count("candidates", candidates),
-        checked_count("repetitions", repetitions),
-    )
+    candidates = checked_count("candidates", candidates)
+    repetitions = checked_count("repetitions", repetitions)
     on = device_to_measure(device)
     described = Device.find(on)
     for product in wanted:
@@ -130,17 +128,11 @@ def _on_kernel(asked: int, call: Call) -> Call:
 
 
 class ProductCalls(NamedTuple):
-    """Calls of one product with random operands.
-
-    Attributes:
-        sparse: the product with the block-sparse weight.
-        expanded: writes W out and computes the dense product.
-        dense: the dense product of a weight of the same shape, which is there.
-    """
+    """Calls of one product with random operands."""
 
     sparse: Call
-    expanded: Call
-    dense: Call
+    expanded: Call  # writes W out and computes the dense product
+    dense: Call  # of a weight of the same shape, which is there
 
 
 def product_calls(product: Product, device: torch.device) -> ProductCalls:
@@ -220,12 +212,7 @@ def random_layer(
 
 
 def layer_call(way: Way, shape: tuple[int, int], x: Tensor) -> Call:
-    """Return a call of a layer with random values, computed one way and packed as for inference.
-
-    Args:
-        way: block-sparse, dense, or dense in 8 bits as PyTorch has it.
-        shape: (out_features, in_features).
-        x: [tokens, in_features].
+    """Return a call of a layer [out_features, in_features] of random values, packed as for inference.
 
     Raises:
         UnsupportedError: nothing here computes it.

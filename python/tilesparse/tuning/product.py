@@ -345,13 +345,7 @@ class Product:
         return pattern_block_shape(self.block_shape)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
-        """Describe the product to the native module, without operands.
-
-        Args:
-            device: device that computes it.
-            policy: 0 for sparse, 1 for auto, 2 for dense.
-            prefer: prefix of the names of kernels to prefer.
-        """
+        """Describe the product to the native module, without operands; ``policy`` is a number of POLICIES."""
         shape = self.out_features, self.in_features
         layout = int(self.column_major)
         eight = QUANTIZED[getattr(torch, self.activations)] if self.activations is not None else None

@@ -30,12 +30,8 @@ def milliseconds(
     host needs for a call: the time of the host is not part of it. On the CPU it is the least of the
     wall-clock times, as other programs may use it, too; weights may be in the caches.
 
-    Args:
-        calls: functions without arguments.
-        device: where they compute.
-        repetitions: number of times each is measured.
-        head_start: seconds that the GPU sleeps first, for calls that take the host longer than a flush; None
-            has every call begin on an idle GPU, and what it waits for the host is part of its time.
+    With a `head_start` the GPU sleeps so many seconds first, for calls that take the host longer than a
+    flush. None has every call begin on an idle GPU, and what it waits for the host is part of its time.
     """
     for call in calls:
         for _ in range(WARM_UP):

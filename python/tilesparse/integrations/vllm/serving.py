@@ -28,15 +28,9 @@ def sparse_part(
     columns: Span,
     dtype: torch.dtype,
 ) -> BlockSparseLinear:
-    """Return rows and columns of a layer of a checkpoint; several spans of rows become one layer.
+    """Return rows and columns of a layer of a checkpoint, from the spec and tensors of the whole layer.
 
-    Args:
-        name: of the layer, for errors.
-        spec: of the whole layer.
-        state: its tensors.
-        rows: (begin, end) of output features.
-        columns: (begin, end) of input features.
-        dtype: of the weight, but for values in 8 bits.
+    Several spans of rows become one layer. Values in 8 bits do not get the dtype; errors name the layer.
 
     Raises:
         CheckpointError: the tensors are not those that the spec describes.
