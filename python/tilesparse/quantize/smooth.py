@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.calibration import Calibration, Unit, check_inputs
+from ..calibrate.calibration import Calibration, check_inputs
 from ..calibrate.moments import exact_products
 from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
@@ -20,7 +20,7 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import is_sharded
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import clip_limits
-from .plan import Plan, Task, inverse_norms, stored_copy
+from .plan import Plan, Task, inverse_norms
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers
 _BASES = {torch.float16: 4}  # of digits, whose number bounds the powers of two; 16 for other dtypes
@@ -60,18 +60,22 @@ class GroupFinder:
 
     Args:
         model: in evaluation mode; only read.
-        calibration: stands before the unit. Its first batch is what the unit runs on.
-        unit: with the names of its linear layers and norms.
+        calibration: has the unit at hand. Its first batch is what the unit runs on.
+        layers: names of the linear layers and norms of that unit.
         against: why modules cannot be scaled, by names.
     """
 
     def __init__(
-        self, model: nn.Module, calibration: Calibration, unit: Unit, against: Mapping[str, str]
+        self,
+        model: nn.Module,
+        calibration: Calibration,
+        layers: Sequence[str],
+        against: Mapping[str, str],
     ) -> None:
-        self._model, self._calibration, self._unit, self._against = model, calibration, unit, against
+        self._model, self._calibration, self._against = model, calibration, against
         self._inputs: dict[str, Tensor] = {}  # of the first call, in the order of these
         self._calls: dict[str, list[Input]] = {}
-        self._output = calibration.trial(unit, unit.layers, self._note)
+        self._output = calibration.trial(layers, self._note)
 
     def _note(self, name: str, x: Tensor) -> None:
         if name not in self._inputs:
@@ -152,9 +156,7 @@ class GroupFinder:
     def _digits(self, layer: str, parameters: Mapping[str, Tensor], base: int) -> Tensor | None:
         """Return by which powers of 1/2 a layer's input is multiplied; None if it changes in another way."""
         inputs: list[Tensor] = []
-        self._calibration.trial(
-            self._unit, [layer], lambda _, x: inputs.append(x.detach()), parameters, until=layer
-        )
+        self._calibration.trial([layer], lambda _, x: inputs.append(x.detach()), parameters, until=layer)
         before = self._inputs[layer]
         if not inputs or inputs[0].shape != before.shape:
             return None
@@ -173,7 +175,7 @@ class GroupFinder:
         columns = torch.where(group.source >= 0, 1 / factors[group.source.clamp(min=0)], 1.0)
         rows = self._of_rows(group.producer, group.start, factors)
         parameters = scaled_in(self._model, rows, dict.fromkeys(group.layers, columns))
-        output = self._calibration.trial(self._unit, [], lambda *_: None, parameters)
+        output = self._calibration.trial([], lambda *_: None, parameters)
         found = differences(output, self._output)
         return all(each <= _DIFFERENCE * torch.finfo(dtype).eps for dtype, each in found)
 
@@ -221,23 +223,20 @@ class SmoothPlan(Plan):
         self._limits: dict[str, Tensor] = {}
         self._scaled: list[_Scaled] = []
         self.layers.clear()
-        for unit in self._calibration.units():
-            self._make(unit)
-            self._calibration.advance(unit, {})
-        missing = [name for name in self._task.storages if name not in self._limits]
+        for layers in self._calibration.units():
+            if not self._task.configs.keys().isdisjoint(layers):
+                self._make(layers)
+        missing = [name for name in self._task.configs if name not in self._limits]
         if missing:
             raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
 
-    def _make(self, unit: Unit) -> None:
-        targets = self._task.storages
-        if targets.keys().isdisjoint(unit.layers):
-            return
-        finder = GroupFinder(self._task.model, self._calibration, unit, self._against)
-        found = finder.groups(targets, self._task.smooth)
+    def _make(self, layers: Sequence[str]) -> None:
+        finder = GroupFinder(self._task.model, self._calibration, layers, self._against)
+        found = finder.groups(self._task.configs, self._task.smooth)
         groups = [self._refused.get(group.layers, group) for group in found]
         samples = {group.layers[0]: Samples(self._task.device) for group in groups}
         self._calibration.visit(
-            unit, list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
+            list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
         )
         for group in groups:
             own = samples[group.layers[0]]
@@ -245,7 +244,7 @@ class SmoothPlan(Plan):
             self._solve(group, own)
 
     def _solve(self, group: ScaleGroup, samples: Samples) -> None:
-        storages = {name: each for name, each in self._task.storages.items() if name in group.layers}
+        storages = {name: self._task.storage(name) for name in self._task.configs if name in group.layers}
         weights = {name: self._task.weight(name) for name in group.layers if name in storages}
         found = Search(samples, weights, storages).best(group.source, clip=self._task.clip)
         if found.columns is not None:
@@ -259,7 +258,6 @@ class SmoothPlan(Plan):
                 found.before[name],
                 found.after[name],
                 samples.tokens,
-                activations=storages[name].name,
                 clipped=float(clipped.float().mean()),
                 smoothed_by=None if found.columns is None else group.producer,
                 alpha=found.alpha,
@@ -312,20 +310,16 @@ class SmoothPlan(Plan):
     def scaled(self) -> dict[str, Tensor]:
         """Return the scaled parameters of norms and of layers that are not quantized."""
         rows, columns = (
-            {name: own for name, own in factors.items() if name not in self._task.storages}
+            {name: own for name, own in factors.items() if name not in self._task.configs}
             for factors in (self._rows, self._columns)
         )
         return scaled_in(self._task.model, rows, columns)
 
     def _stored(self, name: str) -> BlockSparseLinear:
-        layer, rows, columns = self._task.layer(name), self._rows.get(name), self._columns.get(name)
-        storage, limits = self._task.storages[name].name, self._limits[name]
-        return stored_copy(
+        rows, columns, limits = self._rows.get(name), self._columns.get(name), self._limits[name]
+        return self._copy(
             name,
-            layer,
-            storage,
-            scaled_parameters(layer, rows, columns),
-            activations=storage,
+            scaled_parameters(self._task.layer(name), rows, columns),
             limits=limits if rows is None else limits * rows.to(limits.device),
         )
 
