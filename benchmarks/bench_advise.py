@@ -73,12 +73,11 @@ ON_CPU = ("minilm",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = result_parser(__doc__, "advise.json", 540.0)
+    parser = result_parser(__doc__, "advise.json", 540.0, device=True)
     parser.add_argument("--models", type=subset(MODELS), help="(those for the device)")
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
     parser.add_argument("--blocks", type=block_list, help="(by model)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parsed(parser, argv)
     warnings.simplefilter("ignore")
     with torch.no_grad():

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import prune_minilm
+import subjects
 import torch
 from common import packaged
 from harness import environment, result_parser, write_json
@@ -148,7 +148,7 @@ def calibration(name: str) -> list[list[Any]]:
         return [[torch.randn(8, 3, 224, 224).numpy()] for _ in range(4)]
     transformers = importlib.import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(packaged(PACKAGE, "model"))
-    texts = prune_minilm.docstrings()
+    texts = subjects.docstrings()
     random.Random(0).shuffle(texts)
     batches = [texts[start : start + 16] for start in range(0, 256, 16)]
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "np"}

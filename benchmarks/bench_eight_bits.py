@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from harness import (
     Timer,
+    add_names,
     block_list,
     density_list,
+    measuring,
     parsed,
     poisoned,
-    recording,
     relative_error,
     result_parser,
     run_benchmark,
     steady_times,
-    subset,
     warm_up,
     within_budget,
 )
@@ -163,14 +163,11 @@ def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = result_parser(__doc__, "eight_bits.json", 540.0)
-    parser.add_argument(
-        "--dtypes", type=subset(QUANTIZED), default=tuple(QUANTIZED), help=f"({','.join(QUANTIZED)})"
-    )
-    parser.add_argument("--shapes", type=subset(SHAPES), default=tuple(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser = result_parser(__doc__, "eight_bits.json", 540.0, seed=True)
+    add_names(parser, "--dtypes", QUANTIZED)
+    add_names(parser, "--shapes", SHAPES)
     parser.add_argument("--blocks", type=block_list, default=block_list("128,64,32"), help="(128,64,32)")
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     arguments = parsed(parser, argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run)
@@ -188,9 +185,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
-        result: dict[str, Any] = {"contender": "tilesparse"}
-        record["results"].append(result)
-        with recording(result, str(case)):
+        with measuring(record, contender="tilesparse") as result:
             result |= _measure(Layer(case, arguments.seed), case, timer)
             print(f"    {result}", flush=True)
 

@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from harness import (
     Timer,
+    add_names,
     block_list,
     density_list,
+    judged,
+    measuring,
     name_list,
     parsed,
     poisoned,
@@ -218,25 +221,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, "experts.json", 540.0)
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: against the loop alone (%(default)s)")
-    dtypes = ",".join(DTYPES)
+    parser = result_parser(__doc__, "experts.json", 540.0, device=True, repetitions=20, seed=True)
+    for option, names in (("--ops", OPS), ("--sections", SECTIONS), ("--routings", ROUTINGS)):
+        add_names(parser, option, names)
+    add, dtypes = parser.add_argument, ",".join(DTYPES)
     add("--dtypes", type=subset(DTYPES), default=(), help=f"of {dtypes} (bf16 on a GPU, fp32 on a CPU)")
-    add("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
     add(
         "--shapes",
         type=_shapes,
         default=tuple(SHAPES.values()),
         help=f"of {','.join(SHAPES)}, or experts x out x in x top_k x tokens as 8x1024x512x2x512 (all named)",
     )
-    add("--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (both)")
     add("--layer-tokens", type=positive, nargs="+", default=[8192], help="of a whole layer (%(default)s)")
     add("--blocks", type=block_list, default=block_list("128,64"), help="as 32 or 128x32 (128,64)")
     add("--densities", type=density_list, default=(0.25, 0.5, 1.0), help="(.25,.5,1)")
-    add("--routings", type=subset(ROUTINGS), default=ROUTINGS, help=f"of {','.join(ROUTINGS)} (both)")
-    add("--repetitions", type=positive, default=20, help="at least (%(default)s)")
-    add("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     return parser
 
 
@@ -282,9 +280,7 @@ def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: a
     operands = Operands(case, arguments.device, arguments.seed)
     record |= {"rows": len(operands.x), "most_rows": max(operands.counts)}
     if case.dtype in EIGHT:
-        result: dict[str, Any] = {"op": "forward"}
-        record["results"].append(result)
-        with recording(result, "forward"), torch.no_grad():
+        with measuring(record, op="forward") as result, torch.no_grad():
             result |= _measure_in_8_bits(case, operands, timer, arguments.repetitions)
             print(f"  {result}", flush=True)
         return
@@ -292,12 +288,9 @@ def _measure_case(case: Case, record: dict[str, Any], timer: Timer, arguments: a
     errors = {op: relative_error(poisoned(calls[op]), _exact(op, operands)) for op in arguments.ops}
     operands.randomize_weight()
     for op in arguments.ops:
-        result = {"op": op}
-        record["results"].append(result)
-        with recording(result, op):
+        with measuring(record, op=op) as result:
             result |= _measure(op, calls[op], operands, timer, arguments.repetitions)
-            error = errors[op]
-            result |= {"error": error, "wrong": error is None or error > WRONG[case.dtype]}
+            result |= judged(errors[op], WRONG[case.dtype])
             print(f"  {op:8} {result}", flush=True)
 
 
@@ -385,8 +378,7 @@ def _measure_in_8_bits(case: Case, operands: Operands, timer: Timer, repetitions
         **found,
         "speedup": round(grouped_us / times.sparse_us, 4),
         "unsteady": times.unsteady,
-        "error": error,
-        "wrong": error is None or error > WRONG[case.dtype],
+        **judged(error, WRONG[case.dtype]),
     }
 
 
@@ -402,9 +394,7 @@ def _measure_layer(
     if case.dtype in EIGHT:
         del calls["layer step"]  # their weights have no gradient
     for op, call in calls.items():
-        result: dict[str, Any] = {"op": op}
-        record["results"].append(result)
-        with recording(result, op):
+        with measuring(record, op=op) as result:
             sparse_call, dense_call = (captured(call(layer, x, dy)) for layer in (sparse, dense))
             times = steady_times(sparse_call, dense_call, timer, arguments.repetitions)
             result |= {
@@ -412,8 +402,7 @@ def _measure_layer(
                 "grouped_us": round(sum(times.dense_us) / 2, 2),
                 "speedup": round(times.speedup, 4),
                 "unsteady": times.unsteady,
-                "error": error,
-                "wrong": error is None or error > WRONG_LAYER[case.dtype],
+                **judged(error, WRONG_LAYER[case.dtype]),
             }
             print(f"  {op:8} {result}", flush=True)
 

@@ -37,12 +37,10 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
-    parser = result_parser(__doc__, "host.json")
-    parser.add_argument("--device", choices=DTYPES, default="cuda", help="(%(default)s)")
+    parser = result_parser(__doc__, "host.json", device=True, seed=True)
     parser.add_argument("--tokens", type=positive, default=16, help="(%(default)s)")
     parser.add_argument("--activations", choices=("int8", "float8_e4m3fn"), help="multiply in 8 bits")
     parser.add_argument("--rounds", type=positive, default=25, help="turns of each layer (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, pattern and data (%(default)s)")
     arguments = parsed(parser, argv)
     return run_benchmark(arguments, _run)
 

@@ -46,8 +46,7 @@ FILL = 0.04  # seconds of calls in a row
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if a result was wrong or the GPU gave up."""
-    parser = result_parser(__doc__, "jax.json")
-    parser.add_argument("--device", choices=SIZES, default="cuda", help="(%(default)s)")
+    parser = result_parser(__doc__, "jax.json", device=True)
     parser.add_argument("--rounds", type=positive, default=9, help="turns of each (%(default)s)")
     return run_benchmark(parsed(parser, argv), _run)
 

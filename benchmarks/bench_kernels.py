@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from harness import (
     Timer,
+    add_names,
+    measuring,
     name_list,
     parsed,
     positive,
-    recording,
     relative_error,
     result_parser,
     run_benchmark,
-    subset,
     warm_up,
     within_budget,
 )
@@ -50,14 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, "kernels.json", 540.0)
+    parser = result_parser(__doc__, "kernels.json", 540.0, seed=True)
     parser.add_argument("--cases", type=positive, default=100_000, help="at most (%(default)s)")
-    parser.add_argument(
-        "--kinds", type=subset(KINDS), default=tuple(KINDS), help=f"of {','.join(KINDS)} (all)"
-    )
-    parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
+    add_names(parser, "--kinds", KINDS)
+    add_names(parser, "--ops", OPS)
     parser.add_argument("--layers", type=_layers, default=(), help="out x in, as 768x3072,4096x4096 (many)")
-    parser.add_argument("--seed", type=int, default=0, help="of cases, patterns and data (%(default)s)")
     return parser
 
 
@@ -79,10 +76,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     chance = random.Random(arguments.seed)
     cases = [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
     for case in within_budget(cases, arguments, document, start):
-        record, result = case.record(), {"contender": "tilesparse"}
-        record["results"].append(result)
+        record = case.record()
         document["cases"].append(record)
-        with recording(result, str(case)):
+        with measuring(record, contender="tilesparse") as result:
             calls = Calls(case, arguments.seed)
             record["density"] = calls.pattern.density
             result |= _measure(calls, _kernels(case, calls), timer)

@@ -33,8 +33,7 @@ TIMES = ("call_us", "host_us", "device_us")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if the GPU gave up."""
-    parser = result_parser(__doc__, "looks.json")
-    parser.add_argument("--device", choices=DTYPES, default="cuda", help="(%(default)s)")
+    parser = result_parser(__doc__, "looks.json", device=True)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 16], help="(%(default)s)")
     parser.add_argument("--density", type=float, default=0.25, help="(%(default)s)")
     parser.add_argument("--rounds", type=positive, default=15, help="turns of each (%(default)s)")

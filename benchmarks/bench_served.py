@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 from bench_models import CapturedCall
-from harness import parsed, positive, recording, result_parser, run_benchmark, subset, warm_up, write_json
+from harness import (
+    add_names,
+    measuring,
+    parsed,
+    positive,
+    recording,
+    result_parser,
+    run_benchmark,
+    warm_up,
+    write_json,
+)
 from models import Float8Linear
 from torch import Tensor, nn
 
@@ -48,14 +58,12 @@ DTYPE = torch.bfloat16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
-    parser = result_parser(__doc__, "served.json", 540.0)
-    parser.add_argument("--forms", type=subset(FORMS), default=tuple(FORMS), help="(all)")
+    parser = result_parser(__doc__, "served.json", 540.0, device=True, repetitions=5)
+    add_names(parser, "--forms", FORMS)
     parser.add_argument("--layers", type=positive, default=32, help="(%(default)s)")
     parser.add_argument("--tokens", type=positive, default=8192, help="of the prompt (%(default)s)")
     parser.add_argument("--sequences", default="1,16,64", help="that are decoded (%(default)s)")
     parser.add_argument("--cached", type=positive, default=1024, help="positions of the cache (%(default)s)")
-    parser.add_argument("--repetitions", type=positive, default=5, help="(%(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
     parser.add_argument("--small", action="store_true", help="with 256 features, to try the script")
     return run_benchmark(parsed(parser, argv), _run)
 
@@ -86,9 +94,7 @@ def _measure(arguments: argparse.Namespace, name: str, record: dict[str, Any]) -
     device = torch.device(arguments.device)
 
     def add(what: str, call: Callable[[], Tensor]) -> None:
-        result: dict[str, Any] = {"what": what}
-        record["results"].append(result)
-        with recording(result, what):
+        with measuring(record, what=what) as result:
             result["ms"] = round(milliseconds([call], device, arguments.repetitions)[0], 4)
             print(f"  {what:12} {result['ms']:10.3f} ms", flush=True)
 

@@ -21,15 +21,16 @@ import torch
 from harness import (
     Timer,
     Unavailable,
+    add_names,
+    judged,
+    measuring,
     parsed,
     poisoned,
-    positive,
     recording,
     relative_error,
     result_parser,
     run_benchmark,
     steady_times,
-    subset,
     warm_up,
     within_budget,
     write_json,
@@ -201,18 +202,8 @@ class Bench(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = result_parser(__doc__, "storages.json", 140.0)
-    parser.add_argument(
-        "--sections", type=subset(SECTIONS), default=SECTIONS, help=f"of {','.join(SECTIONS)} (all)"
-    )
-    parser.add_argument("--repetitions", type=positive, default=20, help="at least (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu only tries the script (%(default)s)",
-    )
+    parser = result_parser(__doc__, "storages.json", 140.0, device=True, repetitions=20, seed=True)
+    add_names(parser, "--sections", SECTIONS)
     arguments = parsed(parser, argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run)
@@ -233,7 +224,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
             record["density"] = layer.pattern.density
             bench = Bench(device, Timer(device), arguments.repetitions, arguments.seed)
             measure = _measure_masks if case.section == "masks" else _measure_products
-            measure(case, layer, bench, record["results"])
+            measure(case, layer, bench, record)
         write_json(arguments.output, document)
 
 
@@ -259,16 +250,14 @@ def _description(case: Case) -> dict[str, Any]:
 # ---- products ----
 
 
-def _measure_products(case: Case, layer: Layer, bench: Bench, results: list[dict[str, Any]]) -> None:
+def _measure_products(case: Case, layer: Layer, bench: Bench, record: dict[str, Any]) -> None:
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
     features = layer.pattern.shape[0 if case.section == "gradient of x" else 1]
     activations = _randn(case.shape.tokens, features, generator=generator)
     compare = {"gradient of x": _compare_gradient, "sm80": _compare_sm80}.get(case.section, _compare_forward)
     comparison = compare(layer, activations, bench.timer)
     for name in case.contenders:
-        result: dict[str, Any] = {"contender": name}
-        results.append(result)
-        with recording(result, name):
+        with measuring(record, contender=name) as result:
             result |= _measure(comparison, name, bench)
             _print_result(result)
 
@@ -389,14 +378,9 @@ def _measure(comparison: Comparison, name: str, bench: Bench) -> dict[str, Any]:
         contender.call, comparison.dense, bench.timer, bench.repetitions, plain=comparison.plain
     )
     return {
-        "t_us": round(times.sparse_us, 2),
-        **{f"{beside}_us": [round(time_us, 2) for time_us in pair] for beside, pair in times.beside.items()},
-        "unsteady": times.unsteady,
-        "speedup": round(times.speedup, 4),
+        **times.record(),
         "speedup_over_plain": round(times.speedup_over("plain"), 4),
-        "error": error,
-        "wrong": error is None or error > TOLERANCE,
-        "repetitions": times.repetitions,
+        **judged(error, TOLERANCE),
         **contender.details,
     }
 
@@ -417,13 +401,11 @@ def _print_result(result: dict[str, Any]) -> None:
 # ---- masks ----
 
 
-def _measure_masks(case: Case, layer: Layer, bench: Bench, results: list[dict[str, Any]]) -> None:
+def _measure_masks(case: Case, layer: Layer, bench: Bench, record: dict[str, Any]) -> None:
     """Times of choosing two of four and of compressing, and whether what results is right."""
     jobs = _mask_jobs(layer)
     for name in case.contenders:
-        result: dict[str, Any] = {"contender": name}
-        results.append(result)
-        with recording(result, name):
+        with measuring(record, contender=name) as result:
             call, is_right = jobs[name]
             wrong = not is_right(call())
             t_us = bench.timer.microseconds(call, bench.repetitions)

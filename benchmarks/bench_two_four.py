@@ -21,14 +21,15 @@ from bench_eight_bits import QUANTIZED, SHAPES
 from harness import (
     Timer,
     Unavailable,
+    add_names,
+    judged,
+    measuring,
     parsed,
     poisoned,
-    recording,
     relative_error,
     result_parser,
     run_benchmark,
     steady_times,
-    subset,
     warm_up,
     within_budget,
 )
@@ -119,12 +120,9 @@ class Layer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
-    parser = result_parser(__doc__, "two_four.json", 120.0)
-    parser.add_argument("--dtypes", type=subset(DTYPES), default=tuple(DTYPES), help=f"({','.join(DTYPES)})")
-    shapes = ("up", "down", "square", "up-m2048")
-    parser.add_argument("--shapes", type=subset(SHAPES), default=shapes, help=f"({','.join(shapes)})")
-    parser.add_argument("--seed", type=int, default=0, help="of the data (%(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
+    parser = result_parser(__doc__, "two_four.json", 120.0, device=True, seed=True)
+    add_names(parser, "--dtypes", DTYPES)
+    add_names(parser, "--shapes", SHAPES, ("up", "down", "square", "up-m2048"))
     arguments = parsed(parser, argv)
     with torch.no_grad():
         return run_benchmark(arguments, _run)
@@ -152,9 +150,7 @@ def _run(arguments: Any, document: dict[str, Any]) -> None:
         layer = Layer(shape, dtype, device, arguments.seed)
         exact, dense = layer.exact(), layer.dense()
         for contender in CONTENDERS:
-            result: dict[str, Any] = {"contender": contender}
-            record["results"].append(result)
-            with recording(result, contender):
+            with measuring(record, contender=contender) as result:
                 result |= _measure(layer, contender, exact, dense, timer)
                 print(f"    {result}", flush=True)
 
@@ -172,15 +168,7 @@ def _measure(
         call = partial(multiply, **details.get("settings", {}))
     error = relative_error(poisoned(call), exact)
     times = steady_times(call, dense, timer, REPETITIONS)
-    return {
-        "t_us": round(times.sparse_us, 2),
-        "dense_us": [round(us, 2) for us in times.dense_us],
-        "speedup": round(times.speedup, 3),
-        "unsteady": times.unsteady,
-        "error": error,
-        "wrong": error is None or error > TOLERANCE,
-        **details,
-    }
+    return {**times.record(), **judged(error, TOLERANCE), **details}
 
 
 def _fastest(multiply: Callable[..., Tensor], timer: Timer) -> dict[str, Any]:

@@ -54,9 +54,18 @@ class ContextLostError(Exception):
 
 
 def result_parser(
-    description: str | None, output: str | None, budget: float | None = None
+    description: str | None,
+    output: str | None,
+    budget: float | None = None,
+    *,
+    device: bool = False,
+    repetitions: int | None = None,
+    seed: bool = False,
 ) -> argparse.ArgumentParser:
-    """Make the parser of a script that writes results, and starts no case after a budget of seconds."""
+    """Make the parser of a script that writes results, and starts no case after a budget of seconds.
+
+    The others are options that many scripts have.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +74,24 @@ def result_parser(
     if budget is not None:
         help = "no case starts later (%(default)s)"
         parser.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=help)
+    if device:
+        help = "cpu only tries most of the scripts (%(default)s)"
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=help)
+    if repetitions is not None:
+        help = "at least (%(default)s)"
+        parser.add_argument("--repetitions", type=positive, default=repetitions, help=help)
+    if seed:
+        help = "of weights, patterns and data (%(default)s)"
+        parser.add_argument("--seed", type=int, default=0, help=help)
     return parser
+
+
+def add_names(
+    parser: argparse.ArgumentParser, option: str, names: Collection[str], default: Collection[str] = ()
+) -> None:
+    """Add an option that lists some of these names; all of them by default."""
+    help = f"of {','.join(names)} ({','.join(default) or 'all'})"
+    parser.add_argument(option, type=subset(names), default=tuple(default or names), help=help)
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,6 +168,15 @@ def recording(record: dict[str, Any], name: str) -> Iterator[None]:
             _check_gpu(reason)
 
 
+@contextmanager
+def measuring(record: dict[str, Any], **first: str) -> Iterator[dict[str, Any]]:
+    """Add a result with this field to a record, to be filled; a failure becomes its ``unavailable``."""
+    result: dict[str, Any] = {**first}
+    record["results"].append(result)
+    with recording(result, *first.values()):
+        yield result
+
+
 def _check_gpu(reason: str) -> None:
     try:
         torch.cuda.synchronize()
@@ -191,6 +226,12 @@ class Times(NamedTuple):
     @property
     def unsteady(self) -> bool:
         return self.drift > STEADY
+
+    def record(self) -> dict[str, Any]:
+        """Return what most results say of times."""
+        beside = {f"{name}_us": [round(us, 2) for us in pair] for name, pair in self.beside.items()}
+        own = {"t_us": round(self.sparse_us, 2), **beside, "unsteady": self.unsteady}
+        return {**own, "speedup": round(self.speedup, 4), "repetitions": self.repetitions}
 
 
 def steady_times(
@@ -244,6 +285,11 @@ def relative_error(result: Tensor, exact: Tensor) -> float | None:
     """Frobenius norm of the difference over that of the exact result; None if it is not finite."""
     error = float((result.double() - exact).norm() / exact.norm())
     return error if math.isfinite(error) else None
+
+
+def judged(error: float | None, tolerance: float) -> dict[str, Any]:
+    """Return what a result says of its error."""
+    return {"error": error, "wrong": error is None or error > tolerance}
 
 
 def host_microseconds(call: Callable[[], Tensor], batches: int = 9) -> float:

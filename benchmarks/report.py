@@ -1,7 +1,6 @@
 """Print results of the benchmarks as Markdown.
 
 python benchmarks/report.py results.json [more.json ...]
-python benchmarks/report.py results.json --sm80-floors
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import report_cpu
 import stored
-from numpy import interp
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
 WHO = {
@@ -33,9 +30,9 @@ SECTIONS = {
     "few tokens": "small batch",
     "sm80": "kernels for compute capability 8.0",
 }  # others by their names
+Case = Mapping[str, Any]
 Item = TypeVar("Item")
 SMALL_BATCH = 128  # below it a product is memory-bound, and times say more than η
-SM80_FLOORS = {16: 1.5, 32: 1.0, 64: 0.9, 128: 0.9}  # by the smaller side of a block, against Triton BSR
 
 
 class Row(NamedTuple):
@@ -50,10 +47,6 @@ class Row(NamedTuple):
         return WHO.get(name, name)
 
     @property
-    def block(self) -> str:
-        return _block(self.case)
-
-    @property
     def density(self) -> float:
         density: float = self.case["requested_density"]
         return density
@@ -63,89 +56,109 @@ class Row(NamedTuple):
         tokens: int = self.case["tokens"]
         return tokens < SMALL_BATCH
 
-    @property
-    def dense_tflops(self) -> float:
-        """TFLOP/s of the dense product timed beside it."""
-        operations = 2 * self.case["tokens"] * self.case["out_features"] * self.case["in_features"]
-        before, after = self.result["dense_us"]
-        return float(operations / ((before + after) / 2) / 1e6)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; with --sm80-floors return 1 if a floor is missed or nothing was measured."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "results",
-        nargs="+",
-        help="of bench_ops.py, bench_models.py or bench_storages.py, or one of the others",
-    )
+    parser.add_argument("results", nargs="+", help="that any of the benchmarks has written")
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
-    parser.add_argument(
-        "--sm80-floors",
-        action="store_true",
-        help="compare forward kernels whose names begin with sm80 with the tuned Triton BSR",
-    )
     arguments = parser.parse_args(argv)
     documents = [run for file in arguments.results for run in stored.documents(file).values()]
-    if arguments.sm80_floors:
-        return int(not _print_floors(rows_of(documents)))
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
-    if "model" in documents[0]["cases"][0]:
-        _print_models([case for document in documents for case in document["cases"]])
-        return 0
-    if "section" in documents[0]["cases"][0]:  # of bench_storages.py
-        _print_storages([case for document in documents for case in document["cases"]])
-        return 0
-    if "way" in documents[0]["cases"][0]:  # of bench_parallel.py
-        _print_parallel(documents[0]["cases"])
-        return 0
-    if "int8_us" in documents[0]["cases"][0]:  # of bench_cpu_eight_bits.py
-        what, header, lines = report_cpu.eight_bits([one for run in documents for one in run["cases"]])
-        print(f"{what}\n")
-        _print_table(header, lines)
-        return 0
-    if "speedup" in documents[0]["cases"][0]:  # of bench_cpu.py
-        _print_cpu(documents[0]["cases"])
-        return 0
-    _print_host(documents)
-    _print_layers([row for row in rows_of(documents) if not row.is_small_batch], arguments.metric)
-    _print_small_batches([row for row in rows_of(documents) if row.is_small_batch])
+    cases = [case for document in documents for case in document["cases"]]
+    rows = rows_of(documents)
+    if "section" in cases[0]:  # of bench_storages.py
+        _print_storages(cases)
+    elif "int8_us" in cases[0]:  # of bench_cpu_eight_bits.py
+        _print_cpu_eight_bits(cases)
+    elif "dense_ms" in cases[0] and "op" in cases[0]:  # of bench_cpu.py
+        _print_cpu(cases)
+    elif rows and "efficiency" in rows[0].result:  # of bench_ops.py
+        _print_host(documents)
+        _print_layers([row for row in rows if not row.is_small_batch], arguments.metric)
+        _print_small_batches([row for row in rows if row.is_small_batch])
+    else:
+        _print_any(cases)
     return 0
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return everything that bench_ops.py measured."""
+    """Return everything that was measured."""
     return [
         Row(case, result)
         for document in documents
         for case in document["cases"]
-        for result in case["results"]
+        for result in case.get("results", ())
         if "unavailable" not in result
     ]
 
 
-def _print_cpu(cases: Sequence[dict[str, Any]]) -> None:
+def _print_any(cases: Iterable[Case]) -> None:
+    """Print a line for each result, with the fields of its case, and a table for each kind of line."""
+    nothing: list[Case] = [{}]
+    lines = [_flat(case) | _flat(result) for case in cases for result in case.get("results") or nothing]
+    for fields, group in _grouped(lines, tuple).items():
+        _print_table(fields, ([line[field] for field in fields] for line in group))
+
+
+def _flat(record: Case) -> dict[str, str]:
+    """Return the fields of a record as texts; of lists those that are shapes."""
+    found: dict[str, str] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name} {key}": text for key, text in _flat(value).items()}
+        elif not isinstance(value, list):
+            found[name] = f"{value:.4g}" if isinstance(value, float) else str(value).strip().splitlines()[0]
+        elif value and all(isinstance(one, int) for one in value):
+            found[name] = "x".join(map(str, value))
+    return found
+
+
+def _print_cpu(cases: Iterable[Case]) -> None:
     """Print speedups over dense at both densities: a line per product, a column per block."""
     print("Speedup over dense PyTorch at density .25 / .5\n")
-    lines: dict[tuple[str, str], dict[int, list[str]]] = {}
-    for case in cases:
-        product = (
-            f"{case['dtype']} {case['op']}",
-            f"{case['tokens']} x {case['in_features']} → {case['out_features']}",
+
+    def line(case: Case) -> tuple[str, str]:
+        layer = f"{case['tokens']} x {case['in_features']} → {case['out_features']}"
+        return f"{case['dtype']} {case['op']}", layer
+
+    lines = []
+    blocks = _by_block(cases)
+    for product, group in _grouped(cases, line).items():
+        of_blocks = _grouped(group, lambda case: case["block"])
+        cells = (" / ".join(f"{case['speedup']:.2f}" for case in of_blocks[block]) for block in blocks)
+        lines.append([*product, *cells])
+    _print_table(["", "tokens x in → out", *blocks.values()], lines)
+
+
+def _print_cpu_eight_bits(cases: Iterable[Case]) -> None:
+    what = "Time of int8, speedup over the fastest dense int8 product, and over the same blocks in bfloat16"
+    print(f"{what}\n")
+    lines = []
+    blocks = _by_block(cases)
+    cases = sorted(cases, key=lambda case: int(case["block"]))
+    groups = _grouped(cases, lambda case: (case["in_features"], case["out_features"], case["density"]))
+    for (in_features, out_features, density), group in groups.items():
+        name, time = min(group[0]["dense_us"].items(), key=lambda item: item[1])
+        cells = (
+            f"{case['int8_us'] / 1e3:.2f} ms, {case['speedup']:.2f}×,"
+            f" {case['own_us']['bfloat16'] / case['int8_us']:.2f}×"
+            for case in group
         )
-        cells = lines.setdefault(product, {})
-        cells.setdefault(case["block"], []).append(f"{case['speedup']:.2f}")
-    blocks = sorted({case["block"] for case in cases})
-    _print_table(
-        ["", "tokens x in → out", *(f"{block}x{block}" for block in blocks)],
-        ([*product, *(" / ".join(cells[block]) for block in blocks)] for product, cells in lines.items()),
-    )
+        layer = f"{in_features} → {out_features}"
+        lines.append([layer, f"{density:g}", f"{time / 1e3:.2f} ms ({name})", *cells])
+    _print_table(["layer", "density", "dense int8", *blocks.values()], lines)
 
 
-def _print_storages(cases: Sequence[dict[str, Any]]) -> None:
+def _by_block(cases: Iterable[Case]) -> dict[int, str]:
+    """Return the headings of columns by square block."""
+    return {block: f"{block}x{block}" for block in sorted({case["block"] for case in cases})}
+
+
+def _print_storages(cases: Sequence[Case]) -> None:
     """Print a table for each section, then the cases that could not be measured."""
     for section, group in _grouped(cases, lambda case: case["section"]).items():
         names = dict.fromkeys(result["contender"] for case in group for result in case["results"])
@@ -166,7 +179,7 @@ def _print_storages(cases: Sequence[dict[str, Any]]) -> None:
             print()
 
 
-def _mask_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
+def _mask_cells(case: Case, names: Iterable[str]) -> list[str | None]:
     cells = {
         result["contender"]: _cell(result, f"{result['t_us'] / 1e3:.3g}")
         for result in case["results"]
@@ -175,7 +188,7 @@ def _mask_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
     return [f"{case['out_features']}x{case['in_features']}", *map(cells.get, names)]
 
 
-def _storage_cells(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
+def _storage_cells(case: Case, names: Iterable[str]) -> list[str | None]:
     """Times of the dense product and of dense blocks are medians of those beside every contender."""
     results = [result for result in case["results"] if "t_us" in result]
     size = "x".join(str(case[name]) for name in ("tokens", "out_features", "in_features"))
@@ -196,89 +209,8 @@ def _microseconds(time_us: float) -> str:
     return f"{time_us:.{0 if time_us >= 100 else 1}f}"
 
 
-def _block(case: dict[str, Any]) -> str:
+def _block(case: Case) -> str:
     return "x".join(map(str, case["block_shape"]))
-
-
-def _print_parallel(cases: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each way to train a model, of its slowest process."""
-    lines = []
-    for case in cases:
-        if "unavailable" in case:
-            print(f"- {case['contender']}, {case['way']}: {case['unavailable'].strip().splitlines()[0]}")
-            continue
-        slowest = max(case["results"], key=lambda result: float(result["step_ms"]))
-        peak, apart = slowest["peak_bytes"], slowest.get("loss_difference")
-        lines.append(
-            [
-                case["contender"],
-                case["way"],
-                f"{slowest['step_ms']:.1f}",
-                f"{sum(slowest['state_bytes'].values()) / 1e9:.2f}",
-                None if peak is None else f"{peak / 1e9:.2f}",
-                f"{sum(slowest['sent_bytes'].values()) / 1e9:.2f}",
-                f"{slowest['losses'][-1]:.4f}",
-                None if apart is None else f"{apart:.1e}{' wrong' if slowest['wrong'] else ''}",
-            ]
-        )
-    header = ["", "way", "ms per step", "GB of state", "peak GB", "GB sent per step", "last loss"]
-    _print_table([*header, "from one process, relative"], lines)
-
-
-def _interpolated(case: dict[str, Any], by: str, at: float, what: str) -> float:
-    """Return a value between two evaluations of a contender."""
-    results = case["results"]
-    return float(interp(at, [result[by] for result in results], [result[what] for result in results]))
-
-
-def _print_models(cases: Sequence[dict[str, Any]]) -> None:
-    """Print a table for each model and task, then the cases that could not be measured."""
-    for heading, group in _grouped_cases(cases).items():
-        print(f"### {heading}\n\ntime in ms / speedup over dense / peak memory in GB\n")
-        densities = sorted({result["density"] for case in group for result in case["results"]}, reverse=True)
-        lines: dict[tuple[str, str], dict[float | None, str]] = defaultdict(dict)
-        for case in group:
-            for result in case["results"]:
-                line = lines[case["mode"], "x".join(map(str, result["block_shape"]))]
-                if "unavailable" not in result:
-                    line[None] = _dense_cell(case, result)
-                    line[result["density"]] = _model_cell(result)
-        _print_table(
-            ["mode", "block", "dense", *(f"density {density:g}" for density in densities)],
-            ([*key, *map(line.get, (None, *densities))] for key, line in lines.items()),
-        )
-        _print_unavailable(group)
-
-
-def _grouped_cases(cases: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for case in cases:
-        size = ", ".join(f"{name} {number}" for name, number in case["size"].items() if number)
-        groups[f"{case['model']}, {case['task']} ({size})"].append(case)
-    return groups
-
-
-def _dense_cell(case: dict[str, Any], result: dict[str, Any]) -> str:
-    return f"{sum(result['dense_us']) / 2e3:.3g}{_gigabytes(case)}"
-
-
-def _model_cell(result: dict[str, Any]) -> str:
-    text = f"{result['t_us'] / 1e3:.3g} / {result['speedup']:.2f}x{_gigabytes(result)}"
-    return _cell({"wrong": False} | result, text)  # a step of training has no output to check
-
-
-def _gigabytes(record: dict[str, Any]) -> str:
-    return "" if record["peak_bytes"] is None else f" / {record['peak_bytes'] / 1e9:.2f}"
-
-
-def _print_unavailable(cases: Iterable[dict[str, Any]]) -> None:
-    for case in cases:
-        for record in (case, *case["results"]):
-            if "unavailable" in record:
-                block = "x".join(map(str, record.get("block_shape", ())))
-                what = f"{block} at density {record['density']:g}" if block else "all"
-                print(f"- {case['mode']}, {what}: {record['unavailable'].strip().splitlines()[0]}")
-    print()
 
 
 def _environment(environment: dict[str, Any]) -> str:
@@ -288,12 +220,10 @@ def _environment(environment: dict[str, Any]) -> str:
 
 def _print_host(documents: Iterable[dict[str, Any]]) -> None:
     costs: dict[str, dict[str, str]] = defaultdict(dict)
-    for document in documents:
-        for record in document["host"]:
-            if "host_us" in record:
-                costs[WHO.get(record["contender"], record["contender"])][record["op"]] = (
-                    f"{record['host_us']:.1f}"
-                )
+    for record in (record for document in documents for record in document.get("host", ())):
+        if "host_us" in record:
+            who = WHO.get(record["contender"], record["contender"])
+            costs[who][record["op"]] = f"{record['host_us']:.1f}"
     if costs:
         print("### Host time of one eager call, in µs\n")
         _print_table(["", *OPS.values()], [[who, *map(cells.get, OPS)] for who, cells in costs.items()])
@@ -307,18 +237,13 @@ def _print_layers(rows: Sequence[Row], metric: str) -> None:
         print(f"### {heading}\n\n{title} at density {_slashed(f'{density:g}' for density in densities)}\n")
         lines = []
         group = sorted(group, key=lambda row: row.case["block_shape"])
-        for (block, who), line in _grouped(group, lambda row: (row.block, row.who)).items():
+        for key, line in _grouped(group, lambda row: (_block(row.case), row.who)).items():
             cells = {
                 (row.case["shape"], row.density): _cell(row.result, form.format(row.result[metric]))
                 for row in line
             }
-            lines.append(
-                [
-                    block,
-                    who,
-                    *(_slashed(cells.get((shape, density)) for density in densities) for shape in shapes),
-                ]
-            )
+            of_shapes = (_slashed(cells.get((shape, density)) for density in densities) for shape in shapes)
+            lines.append([*key, *of_shapes])
         _print_table(["block", "", *shapes], lines)
 
 
@@ -331,10 +256,10 @@ def _print_small_batches(rows: Sequence[Row]) -> None:
             "time over bytes / (3 TB/s) + 6 µs\n"
         )
         lines = []
-        keys = _grouped(group, lambda row: (row.case["shape"], row.block, row.who))
-        for (shape, block, who), line in keys.items():
+        keys = _grouped(group, lambda row: (row.case["shape"], _block(row.case), row.who))
+        for key, line in keys.items():
             cells = {row.density: _cell(row.result, _memory_cell(row)) for row in line}
-            lines.append([shape, block, who, *map(cells.get, densities)])
+            lines.append([*key, *map(cells.get, densities)])
         _print_table(["shape", "block", "", *(f"density {density:g}" for density in densities)], lines)
 
 
@@ -360,42 +285,6 @@ def _cell(result: dict[str, Any], text: str) -> str:
 
 def _slashed(parts: Iterable[str | None]) -> str:
     return " / ".join(part or "-" for part in parts)
-
-
-def _print_floors(rows: Sequence[Row]) -> bool:
-    lines, misses = [], 0
-    forward = [row for row in rows if row.case["op"] == "dds_nt" and not row.is_small_batch]
-    for (heading, shape, block, density), group in _grouped(
-        forward, lambda row: (_section(row), row.case["shape"], row.block, row.density)
-    ).items():
-        ours = [
-            row
-            for row in group
-            if row.result.get("kernel", "").startswith("sm80") and not row.result["wrong"]
-        ]
-        triton = [row for row in group if row.result["contender"] == "triton"]
-        if not ours or not triton:
-            continue
-        best = max(ours, key=lambda row: float(row.result["efficiency"]))
-        ratio = best.result["efficiency"] / triton[-1].result["efficiency"]
-        floor = SM80_FLOORS[min(best.case["block_shape"])]
-        misses += ratio < floor
-        lines.append(
-            [
-                heading,
-                shape,
-                block,
-                f"{density:g}",
-                f"{best.result['efficiency']:.2f}",
-                f"{triton[-1].result['efficiency']:.2f}",
-                f"{ratio:.2f}",
-                f"{floor:g}",
-                "missed" if ratio < floor else "met",
-            ]
-        )
-    _print_table(["", "shape", "block", "density", "η tilesparse", "η Triton", "ratio", "floor", ""], lines)
-    print(f"{len(lines) - misses} of {len(lines)} floors met")
-    return bool(lines) and not misses
 
 
 def _grouped(rows: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:

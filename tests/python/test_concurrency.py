@@ -26,7 +26,7 @@ from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import TENSORS, exclusive
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
-from tilesparse.prune.driver import Progress
+from tilesparse.prune.driver import SavedSolutions
 from tilesparse.prune.obs import Solution
 from tilesparse.tuning import Device, LatencyTable
 
@@ -362,8 +362,8 @@ def save_table(path: Path) -> None:
     LatencyTable(Device("CPU", None, 1), 8, "float32", {}, times).save(path)
 
 
-def progress_beside(path: Path) -> Progress:
-    return Progress(path.parent / "progress", nn.Identity(), [], {})
+def progress_beside(path: Path) -> SavedSolutions:
+    return SavedSolutions(path.parent / "progress", nn.Identity(), [], {})
 
 
 def save_solution(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +35,12 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
-class Unit(NamedTuple):
-    """A part of the model whose layers are pruned together: a block of a stack, or the model itself."""
-
-    number: int | None  # of the block, or None for the model
-    layers: list[str]  # names of layers in it
-
-
 class Calibration:
     """Calibration data on their way through a model, of which nothing changes.
 
     Where the model has a stack of blocks, each of which takes what the one before gives, the data wait before
-    the first block and go on block by block. Everything else runs with the model as a whole.
-
-    Methods take the next unit and names of layers in it. ``parameters`` are tensors in place of the model's
-    own, by their names.
+    the first block and go on block by block; each block is a unit. What lies outside is the last unit, and
+    runs with the model as a whole. `units` and `groups` walk along; all other methods run the unit at hand.
 
     Args:
         model: in evaluation mode.
@@ -57,7 +48,7 @@ class Calibration:
         forward: calls the model with a batch.
         layers: names of the layers that are of interest.
         device: where blocks of a stack compute, and where sums are kept.
-        compare: whether the data go through the dense model beside the pruned one.
+        compare: whether the data go through the dense model beside the changed one.
     """
 
     def __init__(
@@ -67,43 +58,70 @@ class Calibration:
         forward: Forward,
         layers: Sequence[str],
         device: torch.device,
-        compare: bool,
+        compare: bool = False,
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
         self._layers, self._compare = layers, compare
         self._keep = [moved(_kept_tokens(batch), device) for batch in batches]
         self.stack: str | None = None
         self._blocks: list[str] = []
+        self._block: str | None = None  # the unit at hand; None is the model
+        self._parameters: dict[str, Tensor] = {}  # in place of the model's own, by their names
         for stack in stacks(model, layers):
             container = model.get_submodule(stack)
             blocks = [f"{stack}.{key}".lstrip(".") for key, _ in container.named_children()]
             stream = Stream(model, blocks, batches, forward, device, keep=device)
             if stream.is_chain and stream.order == blocks:
                 self.stack, self._blocks = stack, blocks
-                self._pruned, self._dense = stream, stream.fork()
+                self._changed, self._dense = stream, stream.fork()
                 break
 
-    def units(self) -> list[Unit]:
-        """Return the units to prune, in order; each is passed before the next is looked at."""
-        inside = [Unit(number, []) for number in range(len(self._blocks))]
-        outside = Unit(None, [])
-        homes: dict[nn.Module, list[Unit]] = {}
-        for unit, block in zip(inside, self._blocks, strict=True):
+    def units(self) -> Iterator[list[str]]:
+        """Yield the layers of one unit after the other; the data move on when the next is asked for."""
+        inside: dict[str, list[str]] = {block: [] for block in self._blocks}
+        outside: list[str] = []
+        homes: dict[nn.Module, list[list[str]]] = {}
+        for block, layers in inside.items():
             for module in self._model.get_submodule(block).modules():
-                homes.setdefault(module, []).append(unit)
+                homes.setdefault(module, []).append(layers)
         for name in self._layers:
             own = homes.get(self._model.get_submodule(name), [])
-            (own[0] if len(own) == 1 else outside).layers.append(name)
-        return [*inside, outside] if outside.layers else inside
+            (own[0] if len(own) == 1 else outside).append(name)
+        for block, layers in inside.items():
+            self._block, self._parameters = block, {}
+            yield layers
+            self._changed.advance(block, self._parameters)
+            if self._compare:
+                self._dense.advance(block)
+        self._block, self._parameters = None, {}
+        if outside:
+            yield outside
 
-    def groups(self, unit: Unit) -> list[list[str]]:
-        """Return the layers of a unit in the order in which they run, those with the same input together."""
+    def groups(
+        self, changed: Callable[[Sequence[str]], dict[str, Tensor]] = lambda layers: {}
+    ) -> Iterator[list[str]]:
+        """Yield layers in the order in which they run, those with the same input together.
+
+        ``changed(layers)`` gives tensors in place of the model's own, by their names, for layers that were
+        yielded before: what comes after them runs with these.
+        """
+        done: list[str] = []
+        for layers in self.units():
+            groups = self._with_same_input(layers)
+            if self._block is None:
+                self._parameters = changed(done)
+            for group in groups:
+                yield group
+                self._parameters |= changed(group)
+                done += group
+
+    def _with_same_input(self, layers: Sequence[str]) -> list[list[str]]:
         inputs: dict[str, list[Input]] = {}
-        self.trial(unit, unit.layers, lambda name, x: inputs.setdefault(name, []).append(Input.of(x)))
+        self.trial(layers, lambda name, x: inputs.setdefault(name, []).append(Input.of(x)))
         groups: dict[Any, list[str]] = {}
         for name, own in inputs.items():
             groups.setdefault(self._projection(name) or tuple(one.key for one in own), []).append(name)
-        for name in unit.layers:
+        for name in layers:
             if name not in inputs:  # which other batches may run
                 groups.setdefault(self._projection(name) or name, []).append(name)
         return list(groups.values())
@@ -113,37 +131,15 @@ class Calibration:
         parent = self._model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
         return Place.of(name)[:2] if isinstance(parent, LinearExperts) else None
 
-    def moments_of_experts(
-        self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]
-    ) -> ExpertMoments | None:
-        """Return the moments of all experts of a layer's projection, None for a layer of another kind."""
-        projection = self._projection(layer)
-        if projection is None:
-            return None
-        experts = self._model.get_submodule(projection[0])
-        assert isinstance(experts, LinearExperts)
-        found = ExpertMoments(self._device)
-
-        def note(name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
-            if keep is not None and keep.numel() == experts.rows:
-                keep = keep.reshape(-1)[experts.tokens]
-            found.add(name, x, number, keep)
-
-        prefix = ".".join(projection)
-        names = [f"{prefix}.{key}" for key, _ in self._model.get_submodule(prefix).named_children()]
-        self.visit(unit, names, note, parameters)
-        return found
-
     def trial(
         self,
-        unit: Unit,
         layers: Sequence[str],
         note: Callable[[str, Tensor], None],
         parameters: Mapping[str, Tensor] | None = None,
         *,
         until: str | None = None,
     ) -> Any:
-        """Run the next unit on the first batch; return its output.
+        """Run the unit on the first batch, with some parameters in place of its own; return its output.
 
         ``note(name, x)`` is called at each call of a layer. The first call of the layer ``until`` ends the
         run; there is no output then.
@@ -155,27 +151,50 @@ class Calibration:
                 raise ForwardEnded
 
         with self._listening(layers, tell), contextlib.suppress(ForwardEnded):
-            return next(self._results(unit, parameters))
+            return next(self._results(self._block, parameters or {}))
 
-    def visit(
-        self,
-        unit: Unit,
-        layers: Sequence[str],
-        note: Callable[[str, Tensor, int, Tensor | None], None],
-        parameters: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Run the next unit on all batches.
+    def visit(self, layers: Sequence[str], note: Callable[[str, Tensor, int, Tensor | None], None]) -> None:
+        """Run the unit on all batches.
 
         ``note(name, x, number, keep)`` is called at each call of a layer: with its input, the number of the
         batch, and which of its tokens count, [sequences, tokens] of bools or None.
         """
         number = 0
         with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
-            for current, _ in enumerate(self._results(unit, parameters), 1):
+            for current, _ in enumerate(self._results(self._block, self._parameters), 1):
                 number = min(current, len(self._batches) - 1)
 
-    def moments(self, unit: Unit, layer: str, parameters: Mapping[str, Tensor]) -> Moments | None:
-        """Return the moments of the inputs of a layer, and so of its group; None if nothing calls it."""
+    def moments(self, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
+        """Yield the layers of a group, or some of them, each with the moments of its inputs.
+
+        Raises:
+            InvalidArgumentError: a layer meets no token that counts, or one that is not finite.
+        """
+        projection = self._projection(group[0]) if group else None
+        if projection is not None:
+            of_experts = self._moments_of_experts(projection)
+            yield from ((name, checked_moments(name, of_experts.of(name))) for name in group)
+        elif group:
+            moments = self._moments_of(group[0])
+            yield from ((name, checked_moments(name, moments)) for name in group)
+
+    def _moments_of_experts(self, projection: tuple[str, str]) -> ExpertMoments:
+        """Return the moments of all experts of a projection."""
+        experts = self._model.get_submodule(projection[0])
+        assert isinstance(experts, LinearExperts)
+        found = ExpertMoments(self._device)
+
+        def note(name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
+            if keep is not None and keep.numel() == experts.rows:
+                keep = keep.reshape(-1)[experts.tokens]
+            found.add(name, x, number, keep)
+
+        prefix = ".".join(projection)
+        self.visit([f"{prefix}.{key}" for key, _ in self._model.get_submodule(prefix).named_children()], note)
+        return found
+
+    def _moments_of(self, layer: str) -> Moments | None:
+        """Return the moments of the inputs of a layer; None if nothing calls it."""
         found: list[Moments] = []
         dense: list[Tensor] = []
         number, in_dense = 0, False
@@ -189,8 +208,8 @@ class Calibration:
             found[0].add(x, dense.pop(0) if dense else None, number, self._keep[number])
 
         with self._listening([layer], note):
-            pruned = self._results(unit, parameters)
-            beside = self._results(unit, dense=True) if self._compare else None
+            changed = self._results(self._block, self._parameters)
+            beside = self._results(self._block, {}, dense=True) if self._compare else None
             for current in range(len(self._batches)):
                 number = current
                 if beside is not None:
@@ -198,20 +217,12 @@ class Calibration:
                     in_dense = True
                     next(beside)
                     in_dense = False
-                next(pruned)
+                next(changed)
         return found[0] if found else None
-
-    def advance(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
-        """Move the data on behind a unit."""
-        if unit.number is None:
-            return
-        self._pruned.advance(self._blocks[unit.number], parameters)
-        if self._compare:
-            self._dense.advance(self._blocks[unit.number])
 
     def outputs(self, parameters: Mapping[str, Tensor]) -> Iterator[Any]:
         """Yield what the whole model gives for each batch."""
-        return self._results(Unit(None, []), parameters)
+        return self._results(None, parameters)
 
     def _listening(
         self, layers: Sequence[str], note: Callable[[str, Tensor], None]
@@ -225,15 +236,14 @@ class Calibration:
 
     @torch.no_grad()
     def _results(
-        self, unit: Unit, parameters: Mapping[str, Tensor] | None = None, *, dense: bool = False
+        self, block: str | None, parameters: Mapping[str, Tensor], *, dense: bool = False
     ) -> Iterator[Any]:
-        """Yield what a unit gives for each batch."""
-        if unit.number is not None:
-            stream = self._dense if dense else self._pruned
-            yield from stream.results(self._blocks[unit.number], parameters)
+        """Yield what a block, or the model, gives for each batch."""
+        if block is not None:
+            yield from (self._dense if dense else self._changed).results(block, parameters)
             return
         given: dict[Tensor, Tensor] = {
-            self._model.get_parameter(name): tensor for name, tensor in (parameters or {}).items()
+            self._model.get_parameter(name): tensor for name, tensor in parameters.items()
         }
         blocks, home = [self._model.get_submodule(name) for name in self._blocks], device_of(self._model)
         for batch in self._batches:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
-from .._reports import aligned
+from .._reports import Progress, aligned
 from ..calibrate.calibration import (
     Calibration,
     Forward,
     call_model,
     check_model,
     collected,
+    naming_layer,
     warn_of_few_tokens,
 )
 from ..calibrate.experts import expanded, refuse_experts, tokens_of_projections
@@ -43,7 +44,8 @@ from ..model.targets import (
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.latency import LatencyTable
-from .driver import Run, check_numbers
+from .driver import check_numbers
+from .obs import Pruner
 from .scores import GRADIENT_METHODS
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
@@ -548,13 +550,17 @@ def measure_errors(
         profiles: dict[str, dict[BlockSparseConfig, float]] = {}
         tokens: dict[str, int] = {}
         with observing(model):
-            calibration = Calibration(model, data, forward or call_model, order, device, compare=False)
-            run = Run(model, calibration, fitting, damping)
-            for name, pruner in run.pruners():
-                tokens[name] = pruner.tokens
-                profiles[name] = {
-                    config: pruner.prune(config, method, refit=refit).error for config in fitting[name]
-                }
+            calibration = Calibration(model, data, forward or call_model, order, device)
+            progress = Progress(len(order))
+            for group in calibration.groups():
+                for name, moments in calibration.moments(group):
+                    with naming_layer(name):
+                        pruner = Pruner(model.get_submodule(name), moments, damping)
+                    tokens[name] = pruner.tokens
+                    profiles[name] = {
+                        config: pruner.prune(config, method, refit=refit).error for config in fitting[name]
+                    }
+                    progress.show(len(profiles), f"layers measured, {name} the last")
         if refit or method == "obs":
             warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
         return profiles

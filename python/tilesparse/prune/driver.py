@@ -13,25 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _reports
 from .._checks import check_flag, checked_number, shown
 from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._hooks import check_can_change, layers_changed
-from .._reports import empty_of, listed, warn_user
+from .._reports import Progress, empty_of, listed, warn_user
 from ..calibrate.calibration import (
     Calibration,
     Forward,
     Loss,
-    Unit,
     call_model,
     check_model,
-    checked_moments,
     collected,
     naming_layer,
     warn_of_few_tokens,
 )
 from ..calibrate.experts import check_configs_of, expanded, joined, place_in, tokens_of_projections
-from ..calibrate.moments import DAMPING
+from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
@@ -213,7 +210,7 @@ def prune_(
             data = collected(batches)
             check_can_change(model)
             device = chosen_device(model, device)
-            progress = None
+            saved = None
             if folder is not None:
                 indices = {
                     name: [getattr(pattern, own).tolist() for own in INDEX_NAMES]
@@ -221,21 +218,24 @@ def prune_(
                 }
                 arguments = {"method": method, "refit": refit, "damping": float(damping)}
                 arguments |= {"configs": targets, "patterns": indices}
-                progress = Progress(Path(folder), model, data, arguments)
+                saved = SavedSolutions(Path(folder), model, data, arguments)
             with observing(model):
                 block_scores: Mapping[str, Tensor] = {}
                 if patterns is None and method in GRADIENT_METHODS:
                     block_scores = gradient_scores(model, data, targets, method, forward, loss)
                 calibration = Calibration(model, data, forward or call_model, list(targets), device, refit)
 
-                def solve(name: str, pruner: Pruner) -> Solution:
+                def solve(name: str, moments: Moments) -> Solution:
                     pattern = None if patterns is None else patterns[name]
-                    scores = block_scores.get(name)
+                    pruner, scores = (
+                        Pruner(model.get_submodule(name), moments, damping),
+                        block_scores.get(name),
+                    )
                     return pruner.prune(
                         targets[name], method, refit=refit, pattern=pattern, block_scores=scores
                     )
 
-                solutions = Run(model, calibration, targets, damping, progress).solutions(solve)
+                solutions = _solutions(model, calibration, targets, solve, saved)
             sparse = {
                 name: built(model.get_submodule(name), solution, targets[name])
                 for name, solution in solutions.items()
@@ -287,88 +287,49 @@ def prune_(
     return report
 
 
-class Run:
-    """Pass of the calibration data through a model, on which its layers are pruned."""
+def _solutions(
+    model: nn.Module,
+    calibration: Calibration,
+    targets: Mapping[str, BlockSparseConfig],
+    solve: Callable[[str, Moments], Solution],
+    saved: SavedSolutions | None,
+) -> dict[str, Solution]:
+    """Return the solutions of all layers, each by its inputs behind those that were pruned before."""
+    solutions: dict[str, Solution] = {}
+    progress = Progress(len(targets))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        calibration: Calibration,
-        targets: Mapping[str, Any],
-        damping: float,
-        progress: Progress | None = None,
-    ) -> None:
-        self._model, self._calibration, self._targets = model, calibration, targets
-        self._damping, self._progress = damping, progress
-        self._said = _reports.Progress(len(targets))
-        self._done = 0
+    def changed(layers: Sequence[str]) -> dict[str, Tensor]:
+        return _parameters(model, targets, {name: solutions[name] for name in layers})
 
-    def pruners(self) -> Iterator[tuple[str, Pruner]]:
-        """Yield all layers with a pruner each, by their inputs in the dense model."""
-        for unit in self._calibration.units():
-            for group in self._calibration.groups(unit):
-                yield from self._pruners_of(unit, group, {})
-            self._calibration.advance(unit, {})
-
-    def solutions(self, solve: Callable[[str, Pruner], Solution]) -> dict[str, Solution]:
-        """Return the solutions of all layers, by their inputs behind pruned blocks."""
-        solutions: dict[str, Solution] = {}
-        for unit in self._calibration.units():
-            saved = self._saved(unit)
-            # Layers outside the stack come last, and run with everything before them pruned.
-            parameters = {} if unit.number is not None else self._parameters(solutions, solutions)
-            solutions |= saved
-            for group in self._calibration.groups(unit):
-                missing = [name for name in group if name not in solutions]
-                for name, pruner in self._pruners_of(unit, missing, parameters):
-                    with naming_layer(name):
-                        solutions[name] = solve(name, pruner)
-                    if self._progress is not None:
-                        self._progress.save(name, solutions[name])
-                parameters |= self._parameters(group, solutions)
-            self._calibration.advance(unit, parameters)
-        return solutions
-
-    def _saved(self, unit: Unit) -> dict[str, Solution]:
-        if self._progress is None:
-            return {}
-        found = {}
-        for name in unit.layers:
-            shape = shape_of(self._model.get_submodule(name))
-            solution = self._progress.load(name, self._targets[name].block_shape, shape)
-            if solution is not None:
-                found[name] = solution
-        self._done += len(found)
-        self._said.skip(len(found))
-        return found
-
-    def _pruners_of(
-        self, unit: Unit, names: list[str], parameters: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Pruner]]:
-        """Yield layers that have the same input, with a pruner each."""
-        if not names:
-            return
-        of_experts = self._calibration.moments_of_experts(unit, names[0], parameters)
-        moments = None if of_experts else self._calibration.moments(unit, names[0], parameters)
-        for name in names:
-            own = checked_moments(name, of_experts.of(name) if of_experts else moments)
+    for group in calibration.groups(changed):
+        for name in group:
+            shape = shape_of(model.get_submodule(name))
+            known = None if saved is None else saved.load(name, block_shape_of(targets[name]), shape)
+            if known is not None:
+                solutions[name] = known
+                progress.skip(1)
+        for name, moments in calibration.moments([name for name in group if name not in solutions]):
             with naming_layer(name):
-                pruner = Pruner(self._model.get_submodule(name), own, self._damping)
-            yield name, pruner
-            self._done += 1
-            self._said.show(self._done, f"layers pruned, {name} the last")
+                solutions[name] = solve(name, moments)
+            if saved is not None:
+                saved.save(name, solutions[name])
+            progress.show(len(solutions), f"layers pruned, {name} the last")
+    return solutions
 
-    def _parameters(self, names: Iterable[str], solutions: Mapping[str, Solution]) -> dict[str, Tensor]:
-        """Return the parameters with which the dense layers compute as the pruned ones, by their names."""
-        found: dict[str, Tensor] = {}
-        for name in names:
-            linear = self._model.get_submodule(name)
-            layer = built(linear, solutions[name], self._targets[name])
-            weight = layer.to_linear().weight.detach()
-            found[f"{name}.weight"] = weight.T if is_conv1d(linear) else weight
-            if layer.bias is not None:
-                found[f"{name}.bias"] = layer.bias.detach()
-        return found
+
+def _parameters(
+    model: nn.Module, targets: Mapping[str, BlockSparseConfig], solutions: Mapping[str, Solution]
+) -> dict[str, Tensor]:
+    """Return the parameters with which dense layers compute as pruned ones, by their names in the model."""
+    found: dict[str, Tensor] = {}
+    for name, solution in solutions.items():
+        linear = model.get_submodule(name)
+        layer = built(linear, solution, targets[name])
+        weight = layer.to_linear().weight.detach()
+        found[f"{name}.weight"] = weight.T if is_conv1d(linear) else weight
+        if layer.bias is not None:
+            found[f"{name}.bias"] = layer.bias.detach()
+    return found
 
 
 def check_numbers(method: str, damping: float, refit: bool) -> None:
@@ -433,7 +394,7 @@ _FILE = "pruning.json"
 _NUMBERS = ("error_before", "error", "damping", "tokens")
 
 
-class Progress:
+class SavedSolutions:
     """Solutions of layers in files, one for each; a folder belongs to one model, data and arguments.
 
     Args:

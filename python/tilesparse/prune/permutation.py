@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, shown
 from .._reports import Progress
-from ..calibrate.calibration import Calibration, Forward, call_model, check_model, checked_moments, collected
+from ..calibrate.calibration import Calibration, Forward, call_model, check_model, collected
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in
 from ..config import BlockSparseConfig
@@ -424,14 +424,11 @@ def _with_moments(
     """Yield groups as soon as the inputs of their layers are known; the caller keeps these in order."""
     waiting = list(groups)
     names = list(dict.fromkeys(name for group in groups for name in group._layers()))
-    calibration = Calibration(model, data, call, names, device, compare=False)
+    calibration = Calibration(model, data, call, names, device)
     known: dict[str, Moments] = {}
     progress = Progress(len(groups))
-    for unit in calibration.units():
-        for alike in calibration.groups(unit):
-            moments = checked_moments(alike[0], calibration.moments(unit, alike[0], {}))
-            known |= dict.fromkeys(alike, moments)
-        calibration.advance(unit, {})
+    for layers in calibration.groups():
+        known |= calibration.moments(layers)
         for group in [group for group in waiting if known.keys() >= set(group._layers())]:
             waiting.remove(group)
             yield group, known

@@ -21,7 +21,7 @@ from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, QuantizedExpertsPlan, Task
+from .plan import ExpertsPlan, Plan, Task
 from .smooth import SmoothPlan, is_linear
 from .weights import WeightPlan
 
@@ -107,15 +107,12 @@ def quantize_(
         return Report("quantize_", [], skipped)
     check_can_change(model)
     by_plan = _by_plan(model, targets)
-    weights = by_plan[1]
+    weights = by_plan[WeightPlan]
     with observing(model):
         task = Task(
             model, {}, data, forward or call_model, chosen_device(model, device), smooth, clip, weights
         )
-        kinds = SmoothPlan, WeightPlan, ExpertsPlan, QuantizedExpertsPlan
-        plans: list[Plan] = [
-            kind(task._replace(storages=own)) for kind, own in zip(kinds, by_plan, strict=True) if own
-        ]
+        plans = [kind(task._replace(configs=own)) for kind, own in by_plan.items() if own]
         # Everything that can fail comes before the first change.
         with torch.inference_mode(False), torch.no_grad():
             stored = [pair for plan in plans for pair in plan.stored()]
@@ -138,14 +135,14 @@ def quantize_(
 
 def _by_plan(
     model: nn.Module, targets: Mapping[str, BlockSparseConfig]
-) -> tuple[dict[str, QuantizedStorage], ...]:
-    """Return storages by name for each kind of plan, in the order of their lists in `quantize_`."""
-    plans: tuple[dict[str, QuantizedStorage], ...] = {}, {}, {}, {}
+) -> dict[type[Plan], dict[str, BlockSparseConfig]]:
+    """Return the layers that each kind of plan quantizes."""
+    plans: dict[type[Plan], dict[str, BlockSparseConfig]] = {SmoothPlan: {}, WeightPlan: {}, ExpertsPlan: {}}
     for name, config in targets.items():
-        storage, experts = storage_of(config.storage), isinstance(model.get_submodule(name), ExpertsLinear)
-        assert isinstance(storage, QuantizedStorage)
-        eight = config.activations is not None
-        plans[2 + eight if experts else 1 - eight][name] = storage
+        if isinstance(model.get_submodule(name), ExpertsLinear):
+            plans[ExpertsPlan][name] = config
+        else:
+            plans[WeightPlan if config.activations is None else SmoothPlan][name] = config
     return plans
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, naming_layer
+from ..config import BlockSparseConfig
 from ..matrix import BlockSparseMatrix
-from ..nn.dense import dense_weight
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import dense_blocks
 from ..storage.formats import QuantizedStorage, storage_of
@@ -82,7 +82,7 @@ class Task(NamedTuple):
 
     Attributes:
         model: in evaluation mode; plans only read it.
-        storages: of the layers afterwards, by their names.
+        configs: of the layers afterwards, by their names.
         data: calibration data.
         forward: calls the model with a batch.
         device: where blocks run and errors are computed.
@@ -92,7 +92,7 @@ class Task(NamedTuple):
     """
 
     model: nn.Module
-    storages: Mapping[str, QuantizedStorage]
+    configs: Mapping[str, BlockSparseConfig]
     data: Sequence[Any]
     forward: Forward
     device: torch.device
@@ -104,38 +104,21 @@ class Task(NamedTuple):
         """Return a module of the model."""
         return self.model.get_submodule(name)
 
+    def storage(self, name: str) -> QuantizedStorage:
+        """Return the storage of a layer afterwards."""
+        storage = storage_of(self.configs[name].storage)
+        assert isinstance(storage, QuantizedStorage)
+        return storage
+
     def calibration(self, layers: Sequence[str]) -> Calibration:
         """Return the data before the first block, where layers are of interest."""
-        return Calibration(self.model, self.data, self.forward, layers, self.device, compare=False)
+        return Calibration(self.model, self.data, self.forward, layers, self.device)
 
     def weight(self, name: str) -> Tensor:
         """Return a float32 copy of a layer's W [out_features, in_features] on the device."""
         layer = self.layer(name)
-        if isinstance(layer, BlockSparseLinear):
-            dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
-            return dense.to(self.device, torch.float32)
-        return dense_weight(layer).to(self.device, torch.float32, copy=True)
-
-
-def stored_copy(
-    name: str, layer: Any, storage: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
-) -> BlockSparseLinear:
-    """Return a layer of the same tensors in another storage.
-
-    Args:
-        name: of the layer, in errors.
-        layer: stays as it is.
-        storage: as of `BlockSparseLinear.to_storage`.
-        parameters: new ones, by their names in the layer.
-        options: the other arguments of `to_storage`.
-    """
-    other: BlockSparseLinear = copy(layer)
-    own = other.__dict__
-    own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
-    for parameter, tensor in (parameters or {}).items():
-        setattr(other, parameter, nn.Parameter(tensor, layer.get_parameter(parameter).requires_grad))
-    with naming_layer(name):
-        return other.to_storage(storage, **options)
+        dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
+        return dense.to(self.device, torch.float32)
 
 
 class Plan:
@@ -151,23 +134,40 @@ class Plan:
     def __init__(self, task: Task) -> None:
         self._task = task
         self.layers: list[QuantizedLayer] = []
-        self._progress = Progress(len(task.storages))
+        self._progress = Progress(len(task.configs))
 
     def stored(self) -> list[tuple[BlockSparseLinear, BlockSparseLinear]]:
         """Return the layers, each with one of the same tensors that is stored as it is to become."""
-        return [(self._task.layer(name), self._stored(name)) for name in self._task.storages]
+        return [(self._task.layer(name), self._stored(name)) for name in self._task.configs]
 
     def scaled(self) -> dict[str, Tensor]:
         """Return new parameters of modules that are not quantized, by their names in the model."""
         return {}
 
     def _stored(self, name: str) -> BlockSparseLinear:
-        return stored_copy(name, self._task.layer(name), self._task.storages[name].name)
+        return self._copy(name)
+
+    def _copy(
+        self, name: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> BlockSparseLinear:
+        """Return a layer of the same tensors, but for some parameters, in its new storage.
+
+        ``options`` are other arguments of `BlockSparseLinear.to_storage`.
+        """
+        layer, config = self._task.layer(name), self._task.configs[name]
+        other: BlockSparseLinear = copy(layer)
+        own = other.__dict__
+        own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
+        for parameter, tensor in (parameters or {}).items():
+            setattr(other, parameter, nn.Parameter(tensor, layer.get_parameter(parameter).requires_grad))
+        with naming_layer(name):
+            return other.to_storage(config.storage, activations=config.activations, **options)
 
     def _note(self, name: str, error_before: float, error: float, tokens: int, **found: Any) -> None:
         """Add a layer to the report."""
-        layer, storage = self._task.layer(name), self._task.storages[name].name
-        form = layer.spec.shape, layer.block_shape, layer.density, storage
+        layer, config = self._task.layer(name), self._task.configs[name]
+        form = layer.spec.shape, layer.block_shape, layer.density, self._task.storage(name).name
+        found["activations"] = config.activations
         self.layers.append(QuantizedLayer(name, *form, error_before, error, tokens, **found))
         self._progress.show(len(self.layers), f"layers quantized, {name} the last")
 
@@ -175,27 +175,12 @@ class Plan:
 class ExpertsPlan(Plan):
     """Projections of experts, stored as `to_storage` does."""
 
-    _in_eight_bits = False  # whether x is multiplied so, too
-
     @torch.no_grad()
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        for name in task.storages:
+        for name in task.configs:
             error = self._stored(name).storage_error ** 2
-            self._note(name, error, error, 0, activations=self._activations(name))
-
-    def _activations(self, name: str) -> str | None:
-        return self._task.storages[name].name if self._in_eight_bits else None
-
-    def _stored(self, name: str) -> BlockSparseLinear:
-        storage, activations = self._task.storages[name].name, self._activations(name)
-        return stored_copy(name, self._task.layer(name), storage, activations=activations)
-
-
-class QuantizedExpertsPlan(ExpertsPlan):
-    """The same with 8-bit activations."""
-
-    _in_eight_bits = True
+            self._note(name, error, error, 0)
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:

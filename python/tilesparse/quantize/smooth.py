@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.calibration import Calibration, Unit, check_inputs
+from ..calibrate.calibration import Calibration, check_inputs
 from ..calibrate.moments import exact_products
 from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
@@ -20,7 +20,7 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import is_sharded
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import clip_limits
-from .plan import Plan, Task, inverse_norms, stored_copy
+from .plan import Plan, Task, inverse_norms
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers
 _BASES = {torch.float16: 4}  # of digits, whose number bounds the powers of two; 16 for other dtypes
@@ -38,6 +38,8 @@ class ScaleGroup:
         source: [in_features] of integers on the CPU: which row, counted from start, a feature comes from; -1
             where the feature is always 0. None without a producer.
         reason: why there is no producer, or None.
+        columns: [in_features] factors of the columns of all weights, powers of two; the producer's rows have
+            their inverse. None where nothing is scaled.
     """
 
     layers: tuple[str, ...]
@@ -45,14 +47,7 @@ class ScaleGroup:
     start: int = 0
     source: Tensor | None = None
     reason: str | None = None
-
-    def rows(self, of_features: Tensor) -> Tensor:
-        """Return [rows] of factors for the producer, from those of features; 1 for rows without features."""
-        assert self.source is not None
-        known = self.source >= 0
-        rows = torch.ones(int(self.source.max()) + 1, device="cpu")
-        rows[self.source[known]] = of_features.cpu()[known]
-        return rows
+    columns: Tensor | None = None
 
 
 class GroupFinder:
@@ -60,18 +55,22 @@ class GroupFinder:
 
     Args:
         model: in evaluation mode; only read.
-        calibration: stands before the unit. Its first batch is what the unit runs on.
-        unit: with the names of its linear layers and norms.
+        calibration: has the unit at hand. Its first batch is what the unit runs on.
+        layers: names of the linear layers and norms of that unit.
         against: why modules cannot be scaled, by names.
     """
 
     def __init__(
-        self, model: nn.Module, calibration: Calibration, unit: Unit, against: Mapping[str, str]
+        self,
+        model: nn.Module,
+        calibration: Calibration,
+        layers: Sequence[str],
+        against: Mapping[str, str],
     ) -> None:
-        self._model, self._calibration, self._unit, self._against = model, calibration, unit, against
+        self._model, self._calibration, self._against = model, calibration, against
         self._inputs: dict[str, Tensor] = {}  # of the first call, in the order of these
         self._calls: dict[str, list[Input]] = {}
-        self._output = calibration.trial(unit, unit.layers, self._note)
+        self._output = calibration.trial(layers, self._note)
 
     def _note(self, name: str, x: Tensor) -> None:
         if name not in self._inputs:
@@ -133,8 +132,9 @@ class GroupFinder:
         found, place = torch.zeros(x.shape[-1], dtype=torch.long, device="cpu"), 1
         while place <= stop - start:
             digits = numbers // place % base  # 0 is that of what comes from elsewhere
-            factors = self._of_rows(producer, start, 0.5**digits)
-            seen = self._digits(layer, scaled_in(self._model, factors, {}), base)
+            rows = torch.ones(sizes_of(self._model.get_submodule(producer))[0], device="cpu")
+            rows[start:stop] = 0.5**digits
+            seen = self._digits(layer, scaled_in(self._model, {producer: rows}, {}), base)
             if seen is None:
                 return None
             found, place = found + seen * place, place * base
@@ -143,18 +143,10 @@ class GroupFinder:
             return None
         return torch.where(live, found - 1, -1)
 
-    def _of_rows(self, producer: str, start: int, factors: Tensor) -> dict[str, Tensor]:
-        """Return the factors of all rows of a module, by its name; 1 but for some."""
-        rows = torch.ones(sizes_of(self._model.get_submodule(producer))[0], device="cpu")
-        rows[start : start + len(factors)] = factors
-        return {producer: rows}
-
     def _digits(self, layer: str, parameters: Mapping[str, Tensor], base: int) -> Tensor | None:
         """Return by which powers of 1/2 a layer's input is multiplied; None if it changes in another way."""
         inputs: list[Tensor] = []
-        self._calibration.trial(
-            self._unit, [layer], lambda _, x: inputs.append(x.detach()), parameters, until=layer
-        )
+        self._calibration.trial([layer], lambda _, x: inputs.append(x.detach()), parameters, until=layer)
         before = self._inputs[layer]
         if not inputs or inputs[0].shape != before.shape:
             return None
@@ -166,14 +158,13 @@ class GroupFinder:
 
     def _keeps_output(self, group: ScaleGroup) -> bool:
         """Return True if factors of a group leave what the unit gives the same, but for rounding."""
-        assert group.producer is not None and group.source is not None
+        assert group.source is not None
         generator = torch.Generator().manual_seed(0)
         count = int(group.source.max()) + 1
         factors = 2.0 ** torch.randint(-1, 2, (count,), generator=generator, device="cpu")
-        columns = torch.where(group.source >= 0, 1 / factors[group.source.clamp(min=0)], 1.0)
-        rows = self._of_rows(group.producer, group.start, factors)
-        parameters = scaled_in(self._model, rows, dict.fromkeys(group.layers, columns))
-        output = self._calibration.trial(self._unit, [], lambda *_: None, parameters)
+        columns = torch.where(group.source >= 0, factors[group.source.clamp(min=0)], 1.0)
+        parameters = scaled_in(self._model, *factors_of(self._model, [replace(group, columns=columns)]))
+        output = self._calibration.trial([], lambda *_: None, parameters)
         found = differences(output, self._output)
         return all(each <= _DIFFERENCE * torch.finfo(dtype).eps for dtype, each in found)
 
@@ -186,8 +177,6 @@ def _norms(x: Tensor) -> Tensor:
 
 # Relative differences of outputs that count as equal. Factors are powers of two: only float16 rounds anew.
 _LIMITS = {2: 3e-2, 4: 1e-4, 8: 1e-6}  # by bytes of a number
-
-_Scaled: TypeAlias = tuple[ScaleGroup, Tensor]  # and the factors of its columns
 
 
 class SmoothPlan(Plan):
@@ -212,32 +201,29 @@ class SmoothPlan(Plan):
             for group, reason in harmful:
                 self._refused[group.layers] = ScaleGroup(group.layers, reason=reason)
             self._make_all()
-        self._rows, self._columns = self._factors(self._scaled)
+        self._rows, self._columns = factors_of(task.model, self._scaled)
         del self._calibration  # whose data take memory
 
     def _make_all(self) -> None:
         self._calibration = self._calibrated()
         self.stack = self._calibration.stack
         self._limits: dict[str, Tensor] = {}
-        self._scaled: list[_Scaled] = []
+        self._scaled: list[ScaleGroup] = []
         self.layers.clear()
-        for unit in self._calibration.units():
-            self._make(unit)
-            self._calibration.advance(unit, {})
-        missing = [name for name in self._task.storages if name not in self._limits]
+        for layers in self._calibration.units():
+            if not self._task.configs.keys().isdisjoint(layers):
+                self._make(layers)
+        missing = [name for name in self._task.configs if name not in self._limits]
         if missing:
             raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
 
-    def _make(self, unit: Unit) -> None:
-        targets = self._task.storages
-        if targets.keys().isdisjoint(unit.layers):
-            return
-        finder = GroupFinder(self._task.model, self._calibration, unit, self._against)
-        found = finder.groups(targets, self._task.smooth)
+    def _make(self, layers: Sequence[str]) -> None:
+        finder = GroupFinder(self._task.model, self._calibration, layers, self._against)
+        found = finder.groups(self._task.configs, self._task.smooth)
         groups = [self._refused.get(group.layers, group) for group in found]
         samples = {group.layers[0]: Samples(self._task.device) for group in groups}
         self._calibration.visit(
-            unit, list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
+            list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
         )
         for group in groups:
             own = samples[group.layers[0]]
@@ -245,11 +231,11 @@ class SmoothPlan(Plan):
             self._solve(group, own)
 
     def _solve(self, group: ScaleGroup, samples: Samples) -> None:
-        storages = {name: each for name, each in self._task.storages.items() if name in group.layers}
+        storages = {name: self._task.storage(name) for name in self._task.configs if name in group.layers}
         weights = {name: self._task.weight(name) for name in group.layers if name in storages}
         found = Search(samples, weights, storages).best(group.source, clip=self._task.clip)
         if found.columns is not None:
-            self._scaled.append((group, found.columns))
+            self._scaled.append(replace(group, columns=found.columns))
         self._limits |= found.limits
         for name, weight in weights.items():
             scaled = weight if found.columns is None else weight * found.columns
@@ -259,27 +245,13 @@ class SmoothPlan(Plan):
                 found.before[name],
                 found.after[name],
                 samples.tokens,
-                activations=storages[name].name,
                 clipped=float(clipped.float().mean()),
                 smoothed_by=None if found.columns is None else group.producer,
                 alpha=found.alpha,
                 reason=group.reason if self._task.smooth else None,
             )
 
-    def _factors(self, groups: Sequence[_Scaled]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the factors of rows and of columns of modules, by name, where these groups are scaled."""
-        rows: dict[str, Tensor] = {}
-        columns: dict[str, Tensor] = {}
-        for group, factors in groups:
-            assert group.producer is not None
-            columns |= dict.fromkeys(group.layers, factors)
-            size = sizes_of(self._task.layer(group.producer))[0]
-            own = rows.setdefault(group.producer, torch.ones(size, device="cpu"))
-            inverse = group.rows(1 / factors)
-            own[group.start : group.start + len(inverse)] *= inverse
-        return rows, columns
-
-    def _harmful(self, groups: Sequence[_Scaled]) -> list[tuple[ScaleGroup, str]]:
+    def _harmful(self, groups: Sequence[ScaleGroup]) -> list[tuple[ScaleGroup, str]]:
         """Return the groups whose scales change what the whole model gives for any batch, and why.
 
         A group was found in one block on one batch: something outside of the block, or a branch that other
@@ -289,22 +261,22 @@ class SmoothPlan(Plan):
             return []
         if not self._keeps_outputs([]):
             reason = "the model's outputs cannot be compared: two runs give different tensors, or none"
-            return [(group, reason) for group, _ in groups]
+            return [(group, reason) for group in groups]
         return [
             (group, f"the model's outputs change where {group.producer} takes its scales")
-            for group, _ in self._harmful_of(groups)
+            for group in self._harmful_of(groups)
         ]
 
-    def _harmful_of(self, groups: Sequence[_Scaled]) -> list[_Scaled]:
+    def _harmful_of(self, groups: Sequence[ScaleGroup]) -> list[ScaleGroup]:
         """Return those of some groups, which change outputs together, that do so alone, or else all."""
         half = len(groups) // 2
         halves = [part for part in (groups[:half], groups[half:]) if part]
         changing = [part for part in halves if len(groups) > 1 and not self._keeps_outputs(part)]
         return [group for part in changing for group in self._harmful_of(part)] or list(groups)
 
-    def _keeps_outputs(self, groups: Sequence[_Scaled]) -> bool:
+    def _keeps_outputs(self, groups: Sequence[ScaleGroup]) -> bool:
         """Return True if the model gives the same for all batches where these groups are scaled."""
-        parameters = scaled_in(self._task.model, *self._factors(groups))
+        parameters = scaled_in(self._task.model, *factors_of(self._task.model, groups))
         outputs = zip(self._calibration.outputs(parameters), self._calibration.outputs({}), strict=True)
         found = (differences(output, expected) for output, expected in outputs)
         return all(each <= _LIMITS[dtype.itemsize] for of_batch in found for dtype, each in of_batch)
@@ -312,20 +284,16 @@ class SmoothPlan(Plan):
     def scaled(self) -> dict[str, Tensor]:
         """Return the scaled parameters of norms and of layers that are not quantized."""
         rows, columns = (
-            {name: own for name, own in factors.items() if name not in self._task.storages}
+            {name: own for name, own in factors.items() if name not in self._task.configs}
             for factors in (self._rows, self._columns)
         )
         return scaled_in(self._task.model, rows, columns)
 
     def _stored(self, name: str) -> BlockSparseLinear:
-        layer, rows, columns = self._task.layer(name), self._rows.get(name), self._columns.get(name)
-        storage, limits = self._task.storages[name].name, self._limits[name]
-        return stored_copy(
+        rows, columns, limits = self._rows.get(name), self._columns.get(name), self._limits[name]
+        return self._copy(
             name,
-            layer,
-            storage,
-            scaled_parameters(layer, rows, columns),
-            activations=storage,
+            scaled_parameters(self._task.layer(name), rows, columns),
             limits=limits if rows is None else limits * rows.to(limits.device),
         )
 
@@ -551,6 +519,21 @@ def scaled_parameters(
     if rows is not None and getattr(module, "bias", None) is not None:
         found["bias"] = module.bias.detach() * rows.to(module.bias.device, module.bias.dtype)
     return found
+
+
+def factors_of(model: nn.Module, groups: Sequence[ScaleGroup]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the factors of rows and of columns of modules, by name, where these groups are scaled."""
+    rows: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
+    for group in groups:
+        assert group.producer is not None and group.source is not None and group.columns is not None
+        columns |= dict.fromkeys(group.layers, group.columns)
+        size = sizes_of(model.get_submodule(group.producer))[0]
+        own, known = rows.setdefault(group.producer, torch.ones(size, device="cpu")), group.source >= 0
+        inverse = torch.ones(int(group.source.max()) + 1, device="cpu")  # also of rows without features
+        inverse[group.source[known]] = 1 / group.columns.cpu()[known]
+        own[group.start : group.start + len(inverse)] *= inverse
+    return rows, columns
 
 
 def scaled_in(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..calibrate.calibration import Unit, checked_moments
+from ..calibrate.calibration import Calibration, checked_moments
 from ..calibrate.moments import Damped, Moments, damped, exact_products, supports
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
@@ -16,7 +16,7 @@ from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 from ..storage.formats import QuantizedStorage
 from ..storage.quantize import CLIP_RATIOS
-from .plan import Plan, Task, inverse_norms, stored_copy
+from .plan import Plan, Task, inverse_norms
 
 # Of the mean of the diagonal. On tokens that were not calibrated on a tenth was better than a hundredth, and
 # much better with few tokens, where a hundredth was worse than rounding to the nearest.
@@ -34,23 +34,14 @@ class WeightPlan(Plan):
             InvalidArgumentError: the batches do not run a layer, or give it NaN or infinities.
         """
         super().__init__(task)
-        self._calibration = task.calibration([*task.storages])
+        calibration = task.calibration([*task.configs])
         self._rounded: dict[str, RoundedWeight] = {}
-        self.stack = self._calibration.stack
-        for unit in self._calibration.units():
-            self._make(unit)
-        del self._calibration  # whose data take memory
-
-    def _make(self, unit: Unit) -> None:
-        # Layers outside the stack come last, and run with everything before them rounded.
-        parameters = {} if unit.number is not None else self._parameters(self._rounded)
-        for group in self._calibration.groups(unit):
+        self.stack = calibration.stack
+        for group in calibration.groups(self._parameters):
             weights = {name: self._weight(name) for name in group}
-            moments = checked_moments(group[0], self._moments(unit, weights, parameters))
+            moments = checked_moments(group[0], self._moments(calibration, weights))
             for name, weight in weights.items():
                 self._round(name, weight, moments)
-            parameters |= self._parameters({name: self._rounded[name] for name in group})
-        self._calibration.advance(unit, parameters)
 
     def _weight(self, name: str) -> Tensor:
         weight = self._task.weight(name)
@@ -58,9 +49,7 @@ class WeightPlan(Plan):
             raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
         return weight
 
-    def _moments(
-        self, unit: Unit, weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-    ) -> Moments | None:
+    def _moments(self, calibration: Calibration, weights: Mapping[str, Tensor]) -> Moments | None:
         """Return the moments of the input of some layers, each token over the norm of its outputs."""
         found: list[Moments] = []
         together, device = torch.cat(list(weights.values())), self._task.device
@@ -73,11 +62,11 @@ class WeightPlan(Plan):
                 sizes = inverse_norms(x @ together.T)
             found[0].add(x * sizes, None, number, keep)
 
-        self._calibration.visit(unit, list(weights)[:1], note, parameters)
+        calibration.visit(list(weights)[:1], note)
         return found[0] if found else None
 
     def _round(self, name: str, weight: Tensor, moments: Moments) -> None:
-        second, storage = moments.second(), self._task.storages[name]
+        second, storage = moments.second(), self._task.storage(name)
         pattern = self._task.layer(name).pattern.to(self._task.device)
         found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage, self._task.clip)
         self._rounded[name] = found
@@ -85,18 +74,17 @@ class WeightPlan(Plan):
         errors = found.error_before, found.error
         self._note(name, *errors, moments.tokens(), clipped=found.clipped, nearest=nearest)
 
-    def _parameters(self, rounded: Mapping[str, RoundedWeight]) -> dict[str, Tensor]:
+    def _parameters(self, layers: Sequence[str]) -> dict[str, Tensor]:
         """Return parameters with which layers compute as quantized ones, by names in the model."""
-        weights = {name: self._task.model.get_parameter(f"{name}.weight") for name in rounded}
+        weights = {name: self._task.model.get_parameter(f"{name}.weight") for name in layers}
         return {
-            f"{name}.weight": rounded[name].values.to(weight.device, weight.dtype)
+            f"{name}.weight": self._rounded[name].values.to(weight.device, weight.dtype)
             for name, weight in weights.items()
         }
 
     def _stored(self, name: str) -> BlockSparseLinear:
-        layer, found = self._task.layer(name), self._rounded[name]
-        storage = self._task.storages[name].name
-        return stored_copy(name, layer, storage, limits=found.limits, values=found.values)
+        found = self._rounded[name]
+        return self._copy(name, limits=found.limits, values=found.values)
 
 
 class RoundedWeight(NamedTuple):
