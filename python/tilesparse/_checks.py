@@ -632,10 +632,7 @@ def check_dense(dense: Tensor, index: Index) -> None:
 
 
 def check_device(name: str, tensor: Tensor, index: Index) -> None:
-    if tensor.device != index.col_indices.device:
-        raise InvalidArgumentError(
-            f"{name} must be on {index.col_indices.device} like the pattern, got {tensor.device}"
-        )
+    check_same_device(name, tensor, "the pattern", index.col_indices)
 
 
 def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
@@ -709,10 +706,7 @@ def group_count(index: Index, offsets: Tensor) -> int:
             f"offsets must be a contiguous tensor [experts + 1] of torch.int32, got shape "
             f"{list(offsets.shape)} with strides {offsets.stride()} of {offsets.dtype}"
         )
-    if offsets.device != index.col_indices.device:
-        raise InvalidArgumentError(
-            f"offsets must be on {index.col_indices.device} like the pattern, got {offsets.device}"
-        )
+    check_device("offsets", offsets, index)
     groups = offsets.shape[0] - 1
     if not 1 <= groups <= MAX_GROUPS:
         raise InvalidArgumentError(

@@ -209,11 +209,6 @@ class LayerSpec:
         """(nnz, bn, bk) of the dense blocks."""
         return self.nnz, *self.block_shape
 
-    @property
-    def value_dtype(self) -> torch.dtype:
-        """The dtype in which values are stored."""
-        return traits_of(self.storage).dtype or self.dtype
-
     def with_storage(
         self, storage: str, granularity: str = "row", activations: str | None = None
     ) -> LayerSpec:

@@ -190,22 +190,12 @@ _GROUP_SUMS = register_plainly(
 # ---- work ----
 
 
-def _flops(
-    takes: Sequence[str],
-    first: Sequence[int],
-    _: Sequence[int],
-    crow: Any,
-    col: Sequence[int],
-    slot: Any,
-    shape: Any,
-    block_shape: Any,
-    *rest: Any,
-    **named: Any,
-) -> int:
+def _flops(takes: Sequence[str], first: Sequence[int], _: Any, *rest: Any, **named: Any) -> int:
     """Count two operations for each kept element and token, as if tokens were evenly shared by groups."""
-    offsets = {**dict(zip(takes, rest, strict=False)), **named}.get("offsets")
+    _, col, _, _, (bn, bk), *given = rest
+    offsets = {**dict(zip(takes, given, strict=False)), **named}.get("offsets")
     groups = 1 if offsets is None else offsets[0] - 1
-    return 2 * math.prod(first[:-1]) * col[0] * int(block_shape[0] * block_shape[1]) // groups
+    return 2 * math.prod(first[:-1]) * int(col[0] * bn * bk) // groups
 
 
 for _name, _takes in (

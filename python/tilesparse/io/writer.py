@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_module
 from .._files import STORABLE, few, read_json, write_json
 from ..config import METHOD
-from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
+from ..errors import CheckpointError, InvalidTypeError
 from ..integrations.hooks import configurations
 from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import is_sharded
@@ -66,8 +67,7 @@ def save(
         InvalidArgumentError: another argument is wrong, such as the path of a file.
         OSError: writing fails.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if not isinstance(state_dict, Mapping | None):
         raise InvalidTypeError(f"state_dict must be a mapping or None, got {type(state_dict).__name__}")
     folder, limit = checked_folder(path), byte_limit(max_shard_size)

@@ -44,7 +44,7 @@ from ..errors import (
 )
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside, zero_outside_
-from ..storage.formats import Form, forms_of, storage_of
+from ..storage.formats import forms_of, storage_of
 from ..storage.quantize import two_of_four
 from .dense import best_blocks, dense_weight, is_conv1d, linear_of, reason_not_dense
 from .loading import load
@@ -214,9 +214,9 @@ class BlockSparseLinear(StoredWeight):
             del forms["bias"]
         differing = {*tensors} ^ {*forms, *INDEX_NAMES}
         if differing:
-            wanted = ", ".join((*forms, *INDEX_NAMES))
+            names = ", ".join((*forms, *INDEX_NAMES))
             raise InvalidArgumentError(
-                f"tensors must be {wanted}; they differ in {', '.join(sorted(differing))}"
+                f"tensors must be {names}; they differ in {', '.join(sorted(differing))}"
             )
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
@@ -227,7 +227,17 @@ class BlockSparseLinear(StoredWeight):
             raise InvalidArgumentError(
                 f"tensors must have {spec.nnz} blocks, as spec.nnz says, got {pattern.nnz}"
             )
-        own = {name: _fitting(name, tensors[name], form) for name, form in forms.items()}
+        own = {}
+        for name, (shape, wanted) in forms.items():
+            tensor = tensors[name]
+            # Only dtypes of layers are cast to each other.
+            castable = name in ("weight", "bias") and {tensor.dtype, wanted} <= {*DTYPES}
+            if tensor.shape != shape or not (tensor.dtype == wanted or castable):
+                raise InvalidArgumentError(
+                    f"tensors: {name} must be {list(shape)} of {wanted}, got {list(tensor.shape)} of "
+                    f"{tensor.dtype}"
+                )
+            own[name] = tensor.detach().to(wanted).contiguous()
         return layer_of(cls, Stored(spec, pattern, own))
 
     @classmethod
@@ -723,17 +733,6 @@ def layer_of_dense(
     if spec != plain:
         layer._convert(spec)
     return layer
-
-
-def _fitting(name: str, tensor: Tensor, form: Form) -> Tensor:
-    """Return a tensor of this shape and dtype; only dtypes of layers are cast to each other."""
-    shape, dtype = form
-    castable = name in ("weight", "bias") and {tensor.dtype, dtype} <= {*DTYPES}
-    if tensor.shape != shape or not (tensor.dtype == dtype or castable):
-        raise InvalidArgumentError(
-            f"tensors: {name} must be {list(shape)} of {dtype}, got {list(tensor.shape)} of {tensor.dtype}"
-        )
-    return tensor.detach().to(dtype).contiguous()
 
 
 def _span(name: str, span: Sequence[int] | None, size: int) -> tuple[int, int]:

@@ -135,7 +135,7 @@ class CompressedStorage(Storage):
         """Return shape and dtype of each tensor."""
         nnz, bn, bk = spec.values_shape
         return {
-            "weight": ((nnz, bn, bk // 2), spec.value_dtype),
+            "weight": ((nnz, bn, bk // 2), self.dtype or spec.dtype),
             "metadata": ((nnz, bk // COMPRESSIBLE, bn), torch.int32),
         }
 
