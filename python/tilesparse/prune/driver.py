@@ -27,7 +27,7 @@ from ..calibrate.calibration import (
     naming_layer,
     warn_of_few_tokens,
 )
-from ..calibrate.experts import check_configs_of, expanded, joined, place_in, tokens_of_projections
+from ..calibrate.experts import check_configs_of, expanded, joined, projection_of, tokens_of_projections
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, check_flag
@@ -264,7 +264,7 @@ def prune_(
             solution.damping,
             solution.tokens,
             *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
-            None if place_in(experts, name) is None else name.rpartition(".")[0],
+            projection_of(experts, name),
         )
         for name, solution in solutions.items()
     ]

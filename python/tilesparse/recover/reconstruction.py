@@ -27,6 +27,7 @@ from ..calibrate.stream import (
     moved,
     observing,
     placed,
+    restoring,
     stacks,
     swapped,
     tensor_of,
@@ -116,7 +117,8 @@ def reconstruct_(
             )
     names, skipped = _chosen(model, teacher, submodules)
     run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
-    with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
+    trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
+    with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
         pieces = run.pieces(names)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
@@ -299,20 +301,6 @@ def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> 
         left_out = mask.to(output.device).eq(0).view(*mask.shape, *(1,) * (output.dim() - 2))
         output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
     return (output - target).square().sum(), target.square().sum()
-
-
-@contextlib.contextmanager
-def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Write the parameters back if anything goes wrong; copies are kept where the model is."""
-    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
-    copies = [parameter.detach().clone() for parameter in parameters]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, copy in zip(parameters, copies, strict=True):
-                parameter.copy_(copy)
-        raise
 
 
 @contextlib.contextmanager
