@@ -226,10 +226,10 @@ class ExpertMoments:
     def add(self, name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
         """Add the inputs [tokens, features] of one call of an expert; ``keep``: bools [tokens]."""
         if self._all is None:
-            self._all = Moments(x.shape[-1], self._device, False)
+            self._all = Moments(x.shape[-1], self._device)
         self._all.add(x, None, number, keep)
         if name not in self._own:
-            self._own[name] = Moments(x.shape[-1], self._device, False, origin=self._all.origin)
+            self._own[name] = Moments(x.shape[-1], self._device, origin=self._all.origin)
         self._own[name].add(x, None, number, keep)
 
     def of(self, name: str) -> Moments | None:
@@ -239,5 +239,5 @@ class ExpertMoments:
         features = len(self._all.origin)
         own = self._own.get(name)
         if own is None:
-            own = Moments(features, self._device, False, origin=self._all.origin)
+            own = Moments(features, self._device, origin=self._all.origin)
         return own.drawn_to(self._all, features)

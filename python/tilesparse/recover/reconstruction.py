@@ -37,6 +37,7 @@ from ..model.report import Report, SkippedLayer
 from ..nn.dense import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from .distillation import Forward, autocasting, check_autocast
+from .losses import _alike, _without_padding
 
 
 def reconstruct_(
@@ -295,11 +296,9 @@ def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> 
         raise InvalidArgumentError(
             f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
         )
-    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-    output, target = output.to(dtype), target.to(dtype)
-    if mask is not None and output.dim() > 2 and output.shape[:2] == mask.shape:
-        left_out = mask.to(output.device).eq(0).view(*mask.shape, *(1,) * (output.dim() - 2))
-        output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
+    output, target = _alike(output, target)
+    if mask is not None and output.shape[:2] == mask.shape:
+        output, target = _without_padding(output, mask), _without_padding(target, mask)
     return (output - target).square().sum(), target.square().sum()
 
 
