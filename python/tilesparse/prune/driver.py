@@ -397,11 +397,7 @@ _NUMBERS = ("error_before", "error", "damping", "tokens")
 class SavedSolutions:
     """Solutions of layers in files, one for each; a folder belongs to one model, data and arguments.
 
-    Args:
-        folder: made if it is not there.
-        model: whose weights are compared by their checksums.
-        batches: likewise, of all tensors in them.
-        arguments: what else decides results.
+    Tensors of model and batches are compared by their checksums.
 
     Raises:
         InvalidArgumentError: the folder belongs to something else; or batches hold what cannot be compared.

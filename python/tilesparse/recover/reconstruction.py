@@ -157,13 +157,7 @@ class _Run(NamedTuple):
     generator: torch.Generator
 
     def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
-        """Record how batches run through blocks.
-
-        Raises:
-            InvalidArgumentError: a block is given keys and values of former calls, which each run would
-                change.
-            UnsupportedError: a block runs more than once in a forward pass.
-        """
+        """Record how batches run through blocks, which must not get keys and values that each run changes."""
 
         def run(model: nn.Module, batch: Any) -> Any:
             """Call a model with copies on its device, which it may write to."""

@@ -40,13 +40,7 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
 def matched_layers(
     model: nn.Module, name: str, numbers: float | Mapping[str, float]
 ) -> dict[float, dict[str, BlockSparseLinear]]:
-    """The layers that have each number: all have a single one, or it is that of the first expression.
-
-    Args:
-        model: what has the layers.
-        name: of the argument.
-        numbers: from 0 to 1, by names or regular expressions that layers match as in the patcher, or one for
-            all layers.
+    """Return layers by their number from 0 to 1: one for all, or that of the first expression that matches.
 
     Raises:
         InvalidArgumentError: a number or an expression is none, no layer is left, or an expression is for
