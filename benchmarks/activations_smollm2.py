@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import result_parser
-from records import recorded, write_json
+from harness import result_parser, run_benchmark, write_json
 from subjects import SmolLM2
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
     parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
     parser.add_argument("--turns", type=int, default=40, help="of each contender (%(default)s)")
-    return recorded(parser.parse_args(argv), run)
+    return run_benchmark(parser.parse_args(argv), run)
 
 
 @torch.no_grad()

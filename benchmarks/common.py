@@ -1,8 +1,9 @@
-"""Code shared by examples: models of installed packages, and a learning-rate schedule."""
+"""Code shared by programs that train: models of installed packages, time, and a learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,25 @@ def language_model(file: Path | None) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options).eval()
     model.hf_quantizer.remove_quantization_config(model)  # its layers are dense again
     return model, tokenizer
+
+
+class Course:
+    """Progress of something that ends after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._limit, self._start = seconds, time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.perf_counter() - self._start
+
+    def leave_out(self, seconds: float) -> None:
+        """Not count so many of the seconds that have passed."""
+        self._start += seconds
+
+    def progress(self) -> float:
+        """Return what part of the time has passed, 1 or more at the end."""
+        return self.seconds() / self._limit
 
 
 def rate_of(progress: float, warm_up: float) -> float:

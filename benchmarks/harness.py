@@ -1,12 +1,16 @@
-"""Shared parts of the benchmarks: arguments, the timer, and records of an environment or a failure."""
+"""Shared parts of the benchmarks: arguments, the timer, and results as JSON with what they depend on."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
+import json
 import math
 import os
+import platform
 import statistics
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,11 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import records
 import torch
-from records import write_json as write_json
 from torch import Tensor
 
+import tilesparse
 from tilesparse import _C
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse.tuning.timing import milliseconds
@@ -36,17 +39,44 @@ Item = TypeVar("Item")
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Machine and versions a result belongs to; ``commit`` where the sources are not in a repository."""
-    return records.environment(commit) | _of_kernels()
-
-
-def _of_kernels() -> dict[str, Any]:
-    """Kernels that were there: this library's architectures, and other libraries."""
-    found: dict[str, Any] = {"architectures": _C.architectures()}
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "tilesparse": tilesparse.__version__,
+        "architectures": _C.architectures(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": tilesparse.tuning.Device.find("cpu").name,
+        "cpus": os.cpu_count(),
+    }
     if torch.cuda.is_available():
-        found |= {"triton": _installed("triton"), "stk": _installed("stanford-stk")}
+        query = ("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0")
+        driver, _, power_limit = (_output(*query) or "").partition(", ")
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "driver": driver or None,
+            "power_limit": power_limit or None,
+            "cuda": torch.version.cuda,
+            "triton": _installed("triton"),
+            "stk": _installed("stanford-stk"),
+        }
         if limits := os.environ.get("TILESPARSE_DEVICE_LIMITS"):
             found["limits"] = limits  # of a smaller GPU, as which the library used this one
     return found
+
+
+def described(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Return a document without cases that says what results depend on: environment, arguments, and more."""
+    given = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
+    return {"environment": environment(arguments.commit), "arguments": given, **more, "cases": []}
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Replace the file in one step, so that an interrupted run leaves the results it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
 
 
 class ContextLostError(Exception):
@@ -128,8 +158,7 @@ def run_benchmark(
     The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
     which shall have "results".
     """
-    document = records.described(arguments, **sections)
-    document["environment"] |= _of_kernels()
+    document = described(arguments, **sections)
     lost = False
     try:
         run(arguments, document)
@@ -359,4 +388,11 @@ def _installed(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None

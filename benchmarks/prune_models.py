@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import result_parser
-from records import recorded, write_json
+from harness import result_parser, run_benchmark, write_json
 from subjects import MiniLM, SmolLM2, Subject
 
 from tilesparse import BlockSparseConfig, prune_
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=512, help="of a chunk of these (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the choice of texts")
     parser.add_argument("--resume", type=Path, help="a folder that keeps progress")
-    return recorded(parser.parse_args(argv), run)
+    return run_benchmark(parser.parse_args(argv), run)
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

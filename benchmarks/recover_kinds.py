@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import language_model, rate_of
+from common import Course, language_model, rate_of
 from documents import by_kind, limited, parted, read
-from records import Course, described, write_json
+from harness import described, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
-from harness import block_list, positive
-from records import recorded
+from harness import block_list, positive, run_benchmark
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -323,7 +322,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit")
-    return recorded(parser.parse_args(), measure)
+    return run_benchmark(parser.parse_args(), measure)
 
 
 if __name__ == "__main__":

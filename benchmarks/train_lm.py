@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from documents import sources
-from records import recorded, write_json
+from harness import run_benchmark, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_contender(name)
     # Each event of "gradual" and the steps that take dense gradients compile again.
     torch._dynamo.config.cache_size_limit = 8 + 2 * arguments.events
-    return recorded(arguments, run_all)
+    return run_benchmark(arguments, run_all)
 
 
 def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

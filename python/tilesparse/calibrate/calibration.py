@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._reports import MOST, listed, warn_user
 from ..errors import InvalidArgumentError, TileSparseError
 from ..nn.dense import dense_weight
-from .experts import ExpertMoments, LinearExperts, Place
+from .experts import ExpertMoments, LinearExperts
 from .moments import Moments
 from .stream import (
     ForwardEnded,
@@ -126,10 +126,11 @@ class Calibration:
                 groups.setdefault(self._projection(name) or name, []).append(name)
         return list(groups.values())
 
-    def _projection(self, name: str) -> tuple[str, str] | None:
-        """Return the experts and the projection of a layer, which are pruned together, or None."""
-        parent = self._model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-        return Place.of(name)[:2] if isinstance(parent, LinearExperts) else None
+    def _projection(self, name: str) -> str | None:
+        """Return the projection of an expert's layer, whose experts are one group, or None."""
+        projection = name.rpartition(".")[0]
+        experts = self._model.get_submodule(projection.rpartition(".")[0])
+        return projection if isinstance(experts, LinearExperts) else None
 
     def trial(
         self,
@@ -178,9 +179,9 @@ class Calibration:
             moments = self._moments_of(group[0])
             yield from ((name, checked_moments(name, moments)) for name in group)
 
-    def _moments_of_experts(self, projection: tuple[str, str]) -> ExpertMoments:
+    def _moments_of_experts(self, projection: str) -> ExpertMoments:
         """Return the moments of all experts of a projection."""
-        experts = self._model.get_submodule(projection[0])
+        experts, layers = map(self._model.get_submodule, (projection.rpartition(".")[0], projection))
         assert isinstance(experts, LinearExperts)
         found = ExpertMoments(self._device)
 
@@ -189,8 +190,7 @@ class Calibration:
                 keep = keep.reshape(-1)[experts.tokens]
             found.add(name, x, number, keep)
 
-        prefix = ".".join(projection)
-        self.visit([f"{prefix}.{key}" for key, _ in self._model.get_submodule(prefix).named_children()], note)
+        self.visit([f"{projection}.{key}" for key, _ in layers.named_children()], note)
         return found
 
     def _moments_of(self, layer: str) -> Moments | None:

@@ -13,9 +13,9 @@ had in the dense one need not be the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,6 @@ from ..pattern import BlockPattern
 from .moments import Moments
 
 _SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
-
-
-class Place(NamedTuple):
-    """Place of an expert's layer: the module of experts, the projection's name in it, and which expert."""
-
-    experts: str
-    projection: str
-    number: int
-
-    @classmethod
-    def of(cls, name: str) -> Place:
-        """Return the place that a layer of `LinearExperts` has by its name."""
-        rest, _, number = name.rpartition(".")
-        experts, _, projection = rest.rpartition(".")
-        return cls(experts, projection, int(number))
 
 
 class _Projection(nn.Module):
@@ -140,37 +125,36 @@ def expanded(model: nn.Module) -> Iterator[dict[str, LinearExperts]]:
                 set_submodule(model, name, module)
 
 
-def place_in(experts: Mapping[str, LinearExperts], name: str) -> Place | None:
-    """Return the place of an expert's layer, None for other layers."""
-    if name.rpartition(".")[0].rpartition(".")[0] not in experts:
-        return None
-    return Place.of(name)
+def projection_of(experts: Container[str], name: str) -> str | None:
+    """Return the name of the projection of an expert's layer, which all experts share; None for others."""
+    projection = name.rpartition(".")[0]
+    return projection if projection.rpartition(".")[0] in experts else None
 
 
 def refuse_experts(model: nn.Module, names: Iterable[str], argument: str, why: str) -> None:
     """Raise UnsupportedError where one of the layers is an expert of several."""
     with expanded(model) as experts:
         for name in names:
-            if place_in(experts, name) is not None:
+            if projection_of(experts, name) is not None:
                 raise UnsupportedError(f"{argument}: {name!r} is one of several experts, {why}")
 
 
-def tokens_of_projections(experts: Mapping[str, LinearExperts], tokens: Mapping[str, int]) -> dict[str, int]:
+def tokens_of_projections(experts: Container[str], tokens: Mapping[str, int]) -> dict[str, int]:
     """Return how many tokens layers have met, those of experts together: they share their moments."""
     found: dict[str, int] = {}
     for name, met in tokens.items():
-        whole = name if place_in(experts, name) is None else name.rpartition(".")[0]
+        whole = projection_of(experts, name) or name
         found[whole] = found.get(whole, 0) + met
     return found
 
 
-def check_configs_of(experts: Mapping[str, LinearExperts], targets: Mapping[str, BlockSparseConfig]) -> None:
+def check_configs_of(experts: Container[str], targets: Mapping[str, BlockSparseConfig]) -> None:
     """Raise InvalidArgumentError unless all experts of a projection are to be stored in one way."""
     first: dict[str, tuple[str, BlockSparseConfig]] = {}
     for name, config in targets.items():
-        if place_in(experts, name) is None:
+        projection = projection_of(experts, name)
+        if projection is None:
             continue
-        projection = name.rpartition(".")[0]
         other, wanted = first.setdefault(projection, (name, config))
         for own in _SAME:
             if getattr(config, own) != getattr(wanted, own):
@@ -193,14 +177,11 @@ def joined(
 
     An expert that is to stay dense keeps all of its blocks, stored as those of the others.
     """
-    found: dict[str, Any] = {name: layer for name, layer in made.items() if place_in(experts, name) is None}
-    of_experts: dict[str, dict[str, BlockSparseConfig]] = {}
-    for key, config in targets.items():
-        place = place_in(experts, key)
-        if place is not None:
-            of_experts.setdefault(place.experts, {})[key] = config
+    found: dict[str, Any] = {
+        name: layer for name, layer in made.items() if projection_of(experts, name) is None
+    }
     for name, layers in experts.items():
-        configs = of_experts.get(name)
+        configs = {key: config for key, config in targets.items() if projection_of([name], key) is not None}
         if configs:
             projections = [
                 _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
@@ -215,8 +196,8 @@ def _joined(
     made: Mapping[str, BlockSparseLinear],
     configs: Mapping[str, BlockSparseConfig],
 ) -> ExpertsLinear:
-    own = [config for key, config in configs.items() if key.rpartition(".")[0] == name]
-    config = own[0] if own else next(iter(configs.values()))
+    own = (config for key, config in configs.items() if key.rpartition(".")[0] == name)
+    config = next(own, next(iter(configs.values())))
     layers = []
     for number, linear in projection.named_children():
         layer = made.get(f"{name}.{number}")
@@ -245,10 +226,10 @@ class ExpertMoments:
     def add(self, name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
         """Add the inputs [tokens, features] of one call of an expert; ``keep``: bools [tokens]."""
         if self._all is None:
-            self._all = Moments(x.shape[-1], self._device, False)
+            self._all = Moments(x.shape[-1], self._device)
         self._all.add(x, None, number, keep)
         if name not in self._own:
-            self._own[name] = Moments(x.shape[-1], self._device, False, origin=self._all.origin)
+            self._own[name] = Moments(x.shape[-1], self._device, origin=self._all.origin)
         self._own[name].add(x, None, number, keep)
 
     def of(self, name: str) -> Moments | None:
@@ -258,5 +239,5 @@ class ExpertMoments:
         features = len(self._all.origin)
         own = self._own.get(name)
         if own is None:
-            own = Moments(features, self._device, False, origin=self._all.origin)
+            own = Moments(features, self._device, origin=self._all.origin)
         return own.drawn_to(self._all, features)

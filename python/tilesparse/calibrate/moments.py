@@ -38,7 +38,7 @@ class Moments:
     """
 
     def __init__(
-        self, features: int, device: torch.device, compare: bool, *, origin: Tensor | None = None
+        self, features: int, device: torch.device, compare: bool = False, *, origin: Tensor | None = None
     ) -> None:
         options: Any = {"dtype": torch.float64, "device": device}
         self._products = torch.zeros(features, features, **options)

@@ -478,6 +478,19 @@ def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None
             held[name] = tensor
 
 
+@contextlib.contextmanager
+def restoring(parameters: Iterable[nn.Parameter]) -> Iterator[dict[Tensor, Tensor]]:
+    """Yield copies of parameters by these, and write them back if anything goes wrong."""
+    copies: dict[Tensor, Tensor] = {parameter: parameter.detach().clone() for parameter in parameters}
+    try:
+        yield copies
+    except BaseException:
+        with torch.no_grad():
+            for parameter, values in copies.items():
+                parameter.copy_(values)
+        raise
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Have compiled modules run as they are: compiled code does not call hooks that are set afterwards."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds

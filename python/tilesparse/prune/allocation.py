@@ -395,12 +395,8 @@ def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], b
     """Return the items with the least sum of errors whose costs sum up to at most the budget.
 
     It is within `GAP` of the optimum unless more than `STATES` states were worth following; the bound says so
-    in either case. The same problem always has the same solution.
-
-    Args:
-        costs: of the items of each group, finite and at least 0; the cheapest ones fit into the budget.
-        errors: likewise.
-        budget: for the sum of costs.
+    in either case. The same problem always has the same solution. Costs and errors are those of the items of
+    each group, finite and at least 0; the cheapest ones fit into the budget.
     """
     budget += ROUNDING * abs(budget)
     groups = [_group(*items) for items in zip(costs, errors, strict=True)]

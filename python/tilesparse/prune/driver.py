@@ -27,7 +27,7 @@ from ..calibrate.calibration import (
     naming_layer,
     warn_of_few_tokens,
 )
-from ..calibrate.experts import check_configs_of, expanded, joined, place_in, tokens_of_projections
+from ..calibrate.experts import check_configs_of, expanded, joined, projection_of, tokens_of_projections
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
@@ -264,7 +264,7 @@ def prune_(
             solution.damping,
             solution.tokens,
             *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
-            None if place_in(experts, name) is None else name.rpartition(".")[0],
+            projection_of(experts, name),
         )
         for name, solution in solutions.items()
     ]
@@ -397,11 +397,7 @@ _NUMBERS = ("error_before", "error", "damping", "tokens")
 class SavedSolutions:
     """Solutions of layers in files, one for each; a folder belongs to one model, data and arguments.
 
-    Args:
-        folder: made if it is not there.
-        model: whose weights are compared by their checksums.
-        batches: likewise, of all tensors in them.
-        arguments: what else decides results.
+    Tensors of model and batches are compared by their checksums.
 
     Raises:
         InvalidArgumentError: the folder belongs to something else; or batches hold what cannot be compared.

@@ -105,15 +105,7 @@ class Pruner:
         pattern: BlockPattern | None = None,
         block_scores: Tensor | None = None,
     ) -> Solution:
-        """Return the layer's solution.
-
-        Args:
-            config: how the layer is to be stored.
-            method: one of `METHODS`, that chooses blocks.
-            refit: whether what is kept makes up for what is not.
-            pattern: the blocks, if they are known already.
-            block_scores: [R, C] of a method that takes gradients.
-        """
+        """Return the layer's solution; ``block_scores`` [R, C] are those of methods that take gradients."""
         if pattern is None:
             pattern = self._chosen(config, method, block_scores)
         pattern = pattern.to(self._device)
@@ -218,15 +210,8 @@ def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> E
     factorisation, and so are exact: their sum over the first blocks of a row is what `refit` without them
     leaves.
 
-    It is computed in float32, and again in float64 for block rows where that fails.
-
-    Args:
-        weight: [out_features, in_features], on the device of the moment.
-        moment: of the inputs.
-        block_shape: (bn, bk).
-
-    Returns:
-        The order and the costs, on the host.
+    It is computed in float32, and again in float64 for block rows where that fails. The result is on the
+    host.
     """
     (_, in_features), (bn, bk), (rows, cols) = check_shapes(weight.shape, block_shape)
     block_rows = weight.float().reshape(rows, bn, in_features)

@@ -13,7 +13,7 @@ from .._checks import checked_count, checked_number, shown
 from .._reports import Progress
 from ..calibrate.calibration import Calibration, Forward, call_model, check_model, collected
 from ..calibrate.moments import DAMPING, Moments
-from ..calibrate.stream import chosen_device, differences, observing, swapped, tensors_in
+from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import names_of_modules, owners_of_parameters
@@ -390,10 +390,7 @@ def permute_(
                 "can give one"
             )
         layers = (part.layer for group in found for part in group._parts(model))
-        before = {
-            parameter: parameter.detach().clone() for layer in layers for parameter in layer.parameters()
-        }
-        try:
+        with restoring(parameter for layer in layers for parameter in layer.parameters()) as before:
             for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
                 done.append(_improve(model, group, moments, config, damping))
             for batch in data if any(one.kept for one in done) else ():
@@ -406,10 +403,6 @@ def permute_(
                             f"groups must leave the outputs equal, got a relative difference of "
                             f"{difference:.2g}: something in the model depends on an order"
                         )
-        except BaseException:
-            for parameter, values in before.items():
-                parameter.copy_(values)
-            raise
     kept = sum(one.kept for one in done)
     return Report("permute_", done, [], notes=[f"{kept} of {len(done)} groups have another order"])
 

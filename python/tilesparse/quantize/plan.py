@@ -78,27 +78,16 @@ class QuantizedLayer:
 
 
 class Task(NamedTuple):
-    """The layers that a plan quantizes.
+    """The layers that a plan quantizes, and the arguments of `quantize_`."""
 
-    Attributes:
-        model: in evaluation mode; plans only read it.
-        configs: of the layers afterwards, by their names.
-        data: calibration data.
-        forward: calls the model with a batch.
-        device: where blocks run and errors are computed.
-        smooth: whether inputs are scaled.
-        clip: whether weights are clipped where that lowers the error of outputs.
-        fixed: names of layers that other plans quantize, and whose weights nothing may scale.
-    """
-
-    model: nn.Module
-    configs: Mapping[str, BlockSparseConfig]
+    model: nn.Module  # in evaluation mode; plans only read it
+    configs: Mapping[str, BlockSparseConfig]  # of the layers afterwards, by their names
     data: Sequence[Any]
     forward: Forward
     device: torch.device
     smooth: bool
     clip: bool
-    fixed: Container[str] = ()
+    fixed: Container[str] = ()  # layers that other plans quantize, and whose weights nothing may scale
 
     def layer(self, name: str) -> Any:
         """Return a module of the model."""
@@ -122,14 +111,9 @@ class Task(NamedTuple):
 
 
 class Plan:
-    """The layers of a task as they are to become; the model stays as it is.
+    """The layers of a task as they are to become; the model stays as it is."""
 
-    Attributes:
-        layers: what was found.
-        stack: the stack of blocks that the data go through, or None.
-    """
-
-    stack: str | None = None
+    stack: str | None = None  # of blocks that the data go through
 
     def __init__(self, task: Task) -> None:
         self._task = task

@@ -51,13 +51,9 @@ class ScaleGroup:
 
 
 class GroupFinder:
-    """Search for the scale groups of one unit of a model.
+    """Search for the scale groups of the unit at hand of a calibration, which runs on the first batch.
 
-    Args:
-        model: in evaluation mode; only read.
-        calibration: has the unit at hand. Its first batch is what the unit runs on.
-        layers: names of the linear layers and norms of that unit.
-        against: why modules cannot be scaled, by names.
+    ``layers`` are names of the linear layers and norms in it; ``against`` says why some cannot be scaled.
     """
 
     def __init__(
@@ -303,20 +299,14 @@ _SPAN = 16  # exponents of factors are within this of the largest
 
 
 class Found(NamedTuple):
-    """The best that was found for the layers of a group that are to be quantized.
+    """The best that was found for the layers of a group that are to be quantized, by their names.
 
-    Attributes:
-        alpha: the strength of the migration, None for none.
-        columns: factors of the columns of all weights of the group [in_features], powers of two; the input
-            has their inverse. None for none.
-        limits: by layer, where its weights are clipped, [out_features].
-        before: by layer, the error as of `QuantizedLayer` without scaling and clipping.
-        after: likewise, with both.
+    Errors are those of `QuantizedLayer`, before and after scaling and clipping.
     """
 
-    alpha: float | None
-    columns: Tensor | None
-    limits: dict[str, Tensor]
+    alpha: float | None  # strength of the migration
+    columns: Tensor | None  # as of `ScaleGroup`
+    limits: dict[str, Tensor]  # where weights are clipped, [out_features]
     before: dict[str, float]
     after: dict[str, float]
 
@@ -324,11 +314,7 @@ class Found(NamedTuple):
 class Search:
     """Search for the scales of one input, by the error of layers in 8 bits on some of its tokens.
 
-    Args:
-        samples: of the input.
-        weights: W [out_features, in_features] in float32 of the layers that are to be quantized, by name, on
-            the device of the samples.
-        storages: of weights, and so the dtypes of activations, by name.
+    ``weights`` are W [out_features, in_features] in float32 of the layers that are to be quantized, by name.
     """
 
     def __init__(
@@ -342,12 +328,7 @@ class Search:
         self._sizes = inverse_norms(torch.cat(list(self._outputs.values()), 1))
 
     def best(self, source: Tensor | None, *, clip: bool) -> Found:
-        """Return the best of all strengths, and then of all clippings.
-
-        Args:
-            source: of the features of the input, as of `ScaleGroup`; None scales nothing.
-            clip: whether to look for limits below the largest weights.
-        """
+        """Return the best of all strengths, and then of all clippings; without a source nothing is scaled."""
         before = self._errors(None)
         alpha, columns, least = None, None, sum(before.values())
         if source is not None:
@@ -424,11 +405,7 @@ TOKENS = 512  # that are kept of an input: errors of layers are means over them
 
 
 class Samples:
-    """Random tokens of an input, and the largest magnitude of each feature over all tokens.
-
-    Args:
-        device: where they are kept.
-    """
+    """Random tokens of an input, and the largest magnitude of each feature over all tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -494,13 +471,7 @@ def sizes_of(module: Any) -> tuple[int, int]:
 def scaled_parameters(
     module: Any, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the parameters of a layer or norm, times factors, by their own names.
-
-    Args:
-        module: of `is_linear`, in plain storage, or `is_norm`.
-        rows: factors of what it gives [out_features], or None.
-        columns: factors of the columns of W [in_features], or None.
-    """
+    """Return the parameters of a layer or norm, times factors of its rows and its columns, by their names."""
     weight = module.weight.detach().clone()
     if isinstance(module, BlockSparseLinear):
         block_rows, block_columns = (places.to(weight.device) for places in module.pattern.block_indices())

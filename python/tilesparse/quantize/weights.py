@@ -56,7 +56,7 @@ class WeightPlan(Plan):
 
         def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
             if not found:
-                found.append(Moments(x.shape[-1], device, compare=False))
+                found.append(Moments(x.shape[-1], device))
             x = x.detach().to(device, torch.float32)
             with exact_products(device):
                 sizes = inverse_norms(x @ together.T)

@@ -27,6 +27,7 @@ from ..calibrate.stream import (
     moved,
     observing,
     placed,
+    restoring,
     stacks,
     swapped,
     tensor_of,
@@ -36,6 +37,7 @@ from ..model.report import Report, SkippedLayer
 from ..nn.dense import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from .distillation import Forward, autocasting, check_autocast
+from .losses import _alike, _without_padding
 
 
 def reconstruct_(
@@ -116,7 +118,8 @@ def reconstruct_(
             )
     names, skipped = _chosen(model, teacher, submodules)
     run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
-    with observing(model, teacher), _without_cache(model, teacher), _restored_on_error(model, names):
+    trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
+    with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
         pieces = run.pieces(names)
         idle = [name for name in names if not any(name in piece.names for piece in pieces)]
         if idle and (submodules is not None or not pieces):
@@ -154,13 +157,7 @@ class _Run(NamedTuple):
     generator: torch.Generator
 
     def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
-        """Record how batches run through blocks.
-
-        Raises:
-            InvalidArgumentError: a block is given keys and values of former calls, which each run would
-                change.
-            UnsupportedError: a block runs more than once in a forward pass.
-        """
+        """Record how batches run through blocks, which must not get keys and values that each run changes."""
 
         def run(model: nn.Module, batch: Any) -> Any:
             """Call a model with copies on its device, which it may write to."""
@@ -293,26 +290,10 @@ def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> 
         raise InvalidArgumentError(
             f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
         )
-    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-    output, target = output.to(dtype), target.to(dtype)
-    if mask is not None and output.dim() > 2 and output.shape[:2] == mask.shape:
-        left_out = mask.to(output.device).eq(0).view(*mask.shape, *(1,) * (output.dim() - 2))
-        output, target = output.masked_fill(left_out, 0), target.masked_fill(left_out, 0)
+    output, target = _alike(output, target)
+    if mask is not None and output.shape[:2] == mask.shape:
+        output, target = _without_padding(output, mask), _without_padding(target, mask)
     return (output - target).square().sum(), target.square().sum()
-
-
-@contextlib.contextmanager
-def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Write the parameters back if anything goes wrong; copies are kept where the model is."""
-    parameters = [one for name in names for one in _trained(model.get_submodule(name)).values()]
-    copies = [parameter.detach().clone() for parameter in parameters]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, copy in zip(parameters, copies, strict=True):
-                parameter.copy_(copy)
-        raise
 
 
 @contextlib.contextmanager

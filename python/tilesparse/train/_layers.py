@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -40,13 +40,7 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
 def matched_layers(
     model: nn.Module, name: str, numbers: float | Mapping[str, float]
 ) -> dict[float, dict[str, BlockSparseLinear]]:
-    """The layers that have each number: all have a single one, or it is that of the first expression.
-
-    Args:
-        model: what has the layers.
-        name: of the argument.
-        numbers: from 0 to 1, by names or regular expressions that layers match as in the patcher, or one for
-            all layers.
+    """Return layers by their number from 0 to 1: one for all, or that of the first expression that matches.
 
     Raises:
         InvalidArgumentError: a number or an expression is none, no layer is left, or an expression is for
@@ -160,6 +154,17 @@ def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:
             raise InvalidArgumentError(
                 f"optimizer: the weight of layer {name!r} is not among its parameters{why}"
             )
+
+
+def rates_of(
+    optimizer: torch.optim.Optimizer, weights: Container[int]
+) -> Iterator[tuple[Tensor, float | Tensor]]:
+    """Yield parameters, given by their ids, with their learning rates; 0 in a step that is left out."""
+    overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
+    for group in optimizer.param_groups:
+        for weight in (one for one in group["params"] if id(one) in weights):
+            counts = 1 if overflow is None else overflow.to(weight.device, non_blocking=True) == 0
+            yield weight, group["lr"] * counts
 
 
 def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:

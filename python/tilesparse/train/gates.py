@@ -20,6 +20,7 @@ from ._layers import (
     checked_optimizer,
     gradient_of,
     precision_of,
+    rates_of,
     some_sparse_layers,
     sparse_layers,
 )
@@ -181,21 +182,15 @@ class GroupLasso(Uncopied):
     @torch.no_grad()
     def _shrink(self, optimizer: Any, *_: Any) -> None:
         check_optimized(self._layers, optimizer)  # a weight may have been replaced
-        had_gradient = {
-            id(layer.weight): gradient_of(name, layer) is not None for name, layer in self._layers.items()
+        with_gradient = {
+            id(layer.weight) for name, layer in self._layers.items() if gradient_of(name, layer) is not None
         }
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if not had_gradient.get(id(weight)):
-                    continue
-                threshold = group["lr"] * self._strength * weight[0].numel() ** 0.5 if len(weight) else 0.0
-                if overflow is not None:
-                    threshold = threshold * (overflow.to(weight.device, non_blocking=True) == 0)
-                precision = precision_of(weight)
-                norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
-                left = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
-                weight.mul_(left.clamp_min(0))
+        for weight, rate in rates_of(optimizer, with_gradient):
+            threshold = rate * self._strength * math.prod(weight.shape[1:]) ** 0.5
+            precision = precision_of(weight)
+            norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
+            left = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
+            weight.mul_(left.clamp_min(0))
 
 
 RULES: Mapping[str, Callable[[float], float]] = {

@@ -24,6 +24,7 @@ from ._layers import (
     checked_optimizer,
     closure_of,
     gradient_of,
+    rates_of,
     some_sparse_layers,
     sparse_layers,
 )
@@ -175,17 +176,9 @@ class MaskSchedule(Uncopied):
     @torch.no_grad()
     def _decay_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Nothing that a closure computes within the step depends on masked weights: they may change before.
-        masks = {id(layer.weight): mask for _, layer, mask in self._masked()}
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler leaves it for fused optimizers
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                mask = masks.get(id(weight))
-                if mask is None or not weight.requires_grad:
-                    continue
-                rate = group["lr"] * self._decay
-                if overflow is not None:
-                    rate = rate * (overflow.to(weight.device, non_blocking=True) == 0)
-                weight.sub_(torch.where(mask, 0, weight) * rate)
+        masks = {id(layer.weight): mask for _, layer, mask in self._masked() if layer.weight.requires_grad}
+        for weight, rate in rates_of(optimizer, masks):
+            weight.sub_(torch.where(masks[id(weight)], 0, weight) * (rate * self._decay))
 
     def _decay_gradients(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]

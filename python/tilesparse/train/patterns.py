@@ -376,12 +376,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
 
 class _GradientNorms:
-    """Observers of layers, for a step at a time.
-
-    Args:
-        layers: by name.
-        norm: of a block of the dense gradient: 1, 2 or ``math.inf``.
-        group: processes over which norms are averaged; None is the default group.
+    """Observers of layers, for a step at a time; norms are averaged over a group of processes.
 
     Raises:
         UnsupportedError: a layer is one of experts.
