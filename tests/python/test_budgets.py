@@ -389,16 +389,6 @@ def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: 
         LatencyTable.load(path)
 
 
-def test_other_files_and_none(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "text").write_text("nothing")
-    for name in ("list.json", "text"):
-        with pytest.raises(TuneFileError, match=f"{name} is no file of measurements"):
-            LatencyTable.load(tmp_path / name)
-    with pytest.raises(TuneFileError, match=r"nothing\.json must be a file that can be read"):
-        LatencyTable.load(tmp_path / "nothing.json")
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

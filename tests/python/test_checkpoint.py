@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,10 @@ def section_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONFIG).read_text())["tilesparse"]
 
 
-@pytest.mark.parametrize("size", ["5GB", "4KB", 1])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype", "size"),
+    [(*case, size) for case, size in zip(product(FORMS, DTYPES), cycle(["5GB", "4KB", 1]), strict=False)],
+)
 def test_what_is_saved_is_loaded(form: str, dtype: torch.dtype, size: str | int, tmp_path: Path) -> None:
     saved = sparse_net(form, dtype)
     tilesparse.save(saved, tmp_path, max_shard_size=size)
@@ -349,8 +351,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("size", ["20KB", "5GB"])
-@pytest.mark.parametrize("again", [True, False], ids=["all fail from then on", "one fails"])
+@pytest.mark.parametrize(
+    ("again", "size"), [(True, "20KB"), (False, "5GB")], ids=["all fail from then on", "one fails"]
+)
 def test_saves_that_fail(again: bool, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a save ends, what is there is the old checkpoint or the new one, and what the user has."""
     old, new = sparse_net(seed=1), sparse_net(seed=2)
@@ -442,7 +445,7 @@ for step in range(1000):
 """
 SAVING = """
 sys.stdin.readline()
-for _ in range(20):
+for _ in range(10):
     tilesparse.save(model, folder, max_shard_size=size)
 """
 

@@ -19,9 +19,8 @@ from tilesparse.cli import command as cli
 from tilesparse.cli import demo, info
 from tilesparse.tuning import Device, Product, choose
 from tilesparse.tuning.measure import device_to_measure, product_calls
-from tilesparse.tuning.product import MEASURED, OPS
+from tilesparse.tuning.product import OPS
 
-LIMITS = "and to clock, bandwidth and rate of tensor cores"
 LAYER = ["--in-features", "64", "--out-features", "96", "--tokens", "16", "--block", "32"]
 
 
@@ -55,25 +54,6 @@ def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.Ca
     assert any(line.partition(f"  {gpu} ")[2].split()[:1] == ["forward"] for line in lines)
 
 
-@pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
-@pytest.mark.parametrize(
-    ("gpu", "says"),
-    [
-        ("H100", "measured on this GPU"),
-        ("H200", "measured on this GPU"),
-        ("H100 PCIe", f"those of an H100, scaled to 114 multiprocessors {LIMITS}"),
-        ("L40S", f"those of an H100 with kernels for 8.0, scaled to 142 multiprocessors {LIMITS}"),
-    ],
-)
-def test_info_says_what_estimates_rest_on(gpu: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info", *LAYER, "--gpu", gpu, "--op", "forward"]) == 0
-    text = capsys.readouterr().out
-    lines = text[text.index(f"cuda: {gpu},") :].splitlines()
-    line = next(line for line in lines if "estimated times" in line)
-    assert line.endswith(says)
-    assert ("nothing was measured on this GPU" in line) == (gpu not in MEASURED)
-
-
 def test_a_gpu_without_kernels_is_left_alone_and_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,40 +81,6 @@ def test_a_gpu_without_kernels_is_left_alone_and_reported(
                 assert Device.find() == Device.find("cpu")
             with pytest.warns(UserWarning, match=said.strip()):
                 assert device_to_measure(None) == torch.device("cpu")
-
-
-def test_info_says_what_multiplies_values_in_fewer_bytes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain, two_of_four, int8, float8, int4 = 0b01, 0b10, 1 << 5, 1 << 6, 1 << 7
-    forward, both = 0b001, 0b011
-    facts = "name", "min_compute_capability", "ops", "dtypes", "max_tokens", "storages", "values_dtypes"
-    kernels = [
-        SimpleNamespace(device=1, **dict(zip(facts, kernel, strict=True)))
-        for kernel in (
-            ("sm80_plain", 80, both, 0b11100, 0, plain, 0),
-            ("sm80_few_tokens", 80, forward, 0b11000, 64, plain | two_of_four, int8 | float8),
-            ("sm80_four_bits", 80, forward, 0b11000, 64, plain, int4),
-            ("sm80_2_4", 80, forward, 0b11000, 0, two_of_four, 0),
-            ("sm90_2_4_bf16", 90, forward, 0b10000, 0, two_of_four, 0),
-            ("sm90_2_4_f16", 90, forward, 0b01000, 0, two_of_four, 0),
-        )
-    ]
-    monkeypatch.setattr(_C, "kernels", lambda: kernels)
-    halves = "float16, bfloat16"
-    few, rest = f"sm80 (forward up to 64 tokens; {halves})", ", otherwise decompressed in every call"
-    names = ("int8", "2:4 int8", "float8_e4m3fn", "2:4 float8_e4m3fn", "int4")
-    old, new = (
-        [f"  2:4: {readers}{rest}", *(f"  {name}: {few}{rest}" for name in names)]
-        for readers in (f"sm80 (forward; {halves})", f"sm90 (forward; {halves}), sm80 (forward; {halves})")
-    )
-    for capability, lines in (
-        (75, []),
-        (89, old),
-        (90, new),
-    ):
-        text = info._describe_storages(_C.DeviceInfo(1, capability, 10, 100 << 10))
-        assert text.splitlines() == lines
 
 
 def test_info_says_from_which_density_dense_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,13 +146,6 @@ def test_bad_options_are_explained(
         cli.main(arguments)
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("given", "block"), [("32", "32x32"), ("32x64", "32x64"), ("128x16", "128x16")])
-def test_blocks_are_one_number_or_two(given: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--in-features", "128", "--out-features", "128"]
-    assert cli.main(["info", *sizes, "--block", given]) == 0
-    assert f"blocks {block}, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("module", "name"), [(demo, "main"), (cli, "_default_device")])

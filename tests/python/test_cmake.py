@@ -38,13 +38,13 @@ def run_programs(build: Path, *targets: str) -> None:
 def fetched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build folder of a project of which the sources are a part, and which wants all there is."""
     build, sources = tmp_path_factory.mktemp("fetched"), ROOT
-    if shutil.which("ccache") is None:  # which knows all of them where CI runs
+    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "TILESPARSE_WERROR": "ON"}
+    if shutil.which("ccache") is None:  # which knows all files where CI runs; else what compiles soonest
         sources = tmp_path_factory.mktemp("sources")
         copy_for_any_processor(sources)
-    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "TILESPARSE_WERROR": "ON"}
-    result = configure(
-        build, HOW="FetchContent", TARGETS=BOTH, CMAKE_BUILD_TYPE="Release", SOURCES=sources, **settings
-    )
+        settings |= {"CMAKE_BUILD_TYPE": "Debug", "CMAKE_CXX_FLAGS_DEBUG": "-O0"}
+    settings = {"CMAKE_BUILD_TYPE": "Release", **settings}
+    result = configure(build, HOW="FetchContent", TARGETS=BOTH, SOURCES=sources, **settings)
     assert result.returncode == 0, result.stderr
     run("cmake", "--build", build)
     return build

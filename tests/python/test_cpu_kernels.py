@@ -141,9 +141,8 @@ def test_more_than_one_wave(row: Row) -> None:
     check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(accepted_layouts(row))))
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.of_any_block], ids=str, indirect=True)
 def test_each_group_meets_its_weight(row: Row) -> None:
-    if row.of_any_block:
-        pytest.skip("computes no grouped products")
     grouped = row._replace(grouped=True)
     for options in PLAIN_OPTIONS[row.op][-2:]:
         check(grouped, of_groups(grouped, COUNTS["uneven"], (32, 16), (3, 4), **options))

@@ -158,19 +158,6 @@ def test_the_plain_twin_agrees_through_forty_adam_steps(
     torch.testing.assert_close(layer.weight, twin.weight, rtol=0, atol=tolerance)
 
 
-def test_copies_are_equal_and_independent() -> None:
-    layer = make(seed=3)
-    assert same_layers(layer, make(seed=3)) and not same_layers(layer, make(seed=4))
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert same_layers(layer, other)
-        mine, theirs = layer.pattern, other.pattern
-        for name in NAMES:
-            assert getattr(theirs, name).data_ptr() != getattr(mine, name).data_ptr()
-        nn.init.zeros_(other.weight)
-        assert other(randn(2, IN)).shape == (2, OUT)
-    assert layer.weight.any()
-
-
 def test_the_policy_is_a_choice_of_each_layer_and_not_of_its_state() -> None:
     layer, other = make(policy="dense"), make()
     assert "policy='dense'" in repr(layer) and "policy" not in repr(other)
@@ -279,31 +266,6 @@ def test_a_state_dict_holds_only_tensors_with_memory_of_their_own() -> None:
     assert all(tensor.is_contiguous() for tensor in state.values())
 
 
-def test_the_meta_device_costs_no_memory_and_can_be_left() -> None:
-    with torch.device("meta"):
-        layer = BlockSparseLinear(IN, OUT, block_shape=32)
-    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
-    saved = make()
-    loaded = copy.deepcopy(layer)
-    loaded.load_state_dict(saved.state_dict(), assign=True)
-    assert same_layers(loaded, saved)
-    layer.to_empty(device="cpu")
-    with pytest.raises(InvalidPatternError, match=r"pattern is missing.*meta device"):
-        _ = layer.pattern
-    layer.reset_parameters()
-    assert torch.equal(layer.col_indices, layer.pattern.col_indices)
-    assert layer.pattern.nnz == len(layer.weight)
-    assert layer(randn(2, IN)).isfinite().all()
-
-
-def test_conversions_leave_the_indices_alone() -> None:
-    layer = make()
-    for changed in (layer.half(), layer.bfloat16(), layer.double(), layer.type(torch.float16)):
-        assert changed.col_indices.dtype == torch.int32
-        assert changed.pattern == make().pattern
-    assert layer.weight.dtype == torch.float16
-
-
 def test_buffers_changed_in_place_replace_the_pattern() -> None:
     layer, other = make(seed=1), make(seed=2)
     for name in NAMES:
@@ -393,20 +355,6 @@ def test_nested_tensors_are_refused_by_name(
     x = torch.nested.nested_tensor([randn(3, IN), randn(5, IN)], layout=layout)
     with pytest.raises(InvalidTypeError, match=r"^input must be a dense tensor, got a"):
         kind(make())(x)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiles_without_graph_breaks_and_follows_a_new_pattern(device: str, policy: str) -> None:
-    layer, other = make(seed=1, policy=policy, device=device), make(seed=2, device=device)
-    for name in NAMES:
-        getattr(layer, name).copy_(getattr(other, name))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = randn(4, IN, device=device).requires_grad_()
-    for _ in range(2):
-        got = gradients(compiled, x)
-        torch.testing.assert_close(got, gradients(layer, x))
-        layer.load_state_dict(make(density=0.25).state_dict())
 
 
 ARGUMENTS: list[tuple[str, Any]] = [

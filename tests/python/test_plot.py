@@ -6,7 +6,6 @@ import builtins
 from pathlib import Path
 from typing import Any
 
-import matplotlib.colors
 import pytest
 import torch
 from helpers import DEVICES
@@ -53,38 +52,12 @@ def test_maps_show_the_norms_of_kept_blocks(device: str, dtype: torch.dtype) -> 
     assert titles_of(figure) == ["the model\n160 x 96 in 32 x 16, density 0.4"]
 
 
-def test_margins_show_the_density_of_rows_and_columns() -> None:
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)
-    layer = BlockSparseLinear(64, 48, pattern=BlockPattern.from_block_mask(mask, block_shape=16))
-    (figure,) = plot.patterns(layer)
-    right, above = figure.axes[0].child_axes
-    assert right.patches[0].get_data().values.tolist() == [1, 0, 0.25]
-    torch.testing.assert_close(torch.tensor(above.patches[0].get_data().values), mask.float().mean(0))
-
-
-def test_every_kept_block_can_be_seen() -> None:
-    """Its colour is not that of the paper, however small its weights are."""
-    layer = BlockSparseLinear(64, 64, density=1, block_shape=32)
-    with torch.no_grad():
-        layer.weight[0] = 0
-    (figure,) = plot.patterns(layer)
-    image = figure.axes[0].images[-1]
-    assert float(shades_of(figure).min()) == 0
-    assert all(matplotlib.colors.to_rgb(image.cmap(0.0))[channel] < 0.95 for channel in range(3))
-
-
 def test_empty_and_zero_layers_are_drawn() -> None:
     empty, zero = model_of(0.0, 0.5)
     with torch.no_grad():
         zero.weight.zero_()
     (figure,) = plot.patterns(nn.Sequential(empty, zero))
     assert bool(shades_of(figure).isnan().all()) and float(shades_of(figure, 1).nan_to_num().max()) == 0
-
-
-def test_layers_beyond_a_page_go_to_the_next() -> None:
-    figures = plot.patterns(model_of(*[0.5] * 27))
-    assert [len(titles_of(figure)) for figure in figures] == [24, 3]
-    assert titles_of(figures[1])[0].startswith("24\n")
 
 
 def test_large_layers_are_drawn_in_cells_of_several_blocks() -> None:
@@ -155,34 +128,6 @@ def test_maps_show_the_age_of_blocks_and_where_they_were() -> None:
     assert [text.get_text() for text in ages.legends[0].get_texts()] == ["kept earlier, not now"]
 
 
-def test_a_block_that_came_back_is_as_old_as_its_return() -> None:
-    _, ages = plot.evolution(snapshots_of([[1]], [[0]], [[1]], [[1]], [[1]]))
-    assert float(shades_of(ages)) == 20
-
-
-def test_few_layers_have_colours_and_many_a_mean() -> None:
-    masks = {
-        f"{number}": torch.rand(4, 4, generator=torch.Generator().manual_seed(number)) < 0.5
-        for number in range(30)
-    }
-    snapshots = [(step, {name: mask.roll(step) for name, mask in masks.items()}) for step in range(4)]
-    few, *pages = plot.evolution(snapshots, layers="[0-4]$")
-    assert [text.get_text() for text in few.legends[0].get_texts()] == ["0", "1", "2", "3", "4"]
-    assert len(pages) == 1
-    many, *pages = plot.evolution(snapshots)
-    assert [text.get_text() for text in many.legends[0].get_texts()] == ["mean of 30 layers"]
-    densities = torch.stack([mask.float().mean() for mask in masks.values()])
-    mean = many.axes[0].lines[60]
-    torch.testing.assert_close(torch.tensor(mean.get_ydata()), densities.mean().expand(4))
-    assert len(pages) == 2
-
-
-def test_names_of_compiled_models_are_listed() -> None:
-    snapshots = [(step, {"_orig_mod.up": masks["layer"]}) for step, masks in MOVING]
-    curves, _ = plot.evolution(snapshots)
-    assert [text.get_text().strip() for text in curves.legends[0].get_texts()] == ["_orig_mod.up"]
-
-
 def test_patterns_may_lose_all_their_blocks() -> None:
     curves, ages = plot.evolution(snapshots_of([[1, 1]], [[1, 0]], [[0, 0]]))
     assert curves.axes[1].lines[0].get_xydata()[:, 1].tolist() == [0, 0]
@@ -230,12 +175,6 @@ def test_matplotlib_is_needed_for_pictures_alone(monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(UnsupportedError, match="pip install matplotlib"):
             draw()
-
-
-def test_dollar_signs_are_no_formulas() -> None:
-    snapshots = [(step, {r"$\frac$": torch.ones(2, 2) > 0}) for step in (0, 1)]
-    for figure in plot.evolution(snapshots):
-        figure.canvas.draw()
 
 
 def test_the_page_on_pictures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -398,12 +398,6 @@ def test_a_layer_that_left_the_meta_device_has_no_pattern_until_it_gets_one() ->
         assert_right(layer, layer(x), x)
 
 
-def test_a_moved_layer_keeps_its_pattern() -> None:
-    layer, pattern = make(1), make(1).pattern
-    for moved in (layer.to_empty(device="cpu"), layer.double()):
-        assert moved.pattern == pattern
-
-
 def test_garbage_in_buffers_is_refused_before_it_is_used() -> None:
     layer, x = make(1), randn(5, IN, dtype=torch.float32)
     layer(x)
