@@ -30,4 +30,4 @@ list(TRANSFORM native_architectures APPEND "-real" OUTPUT_VARIABLE native_code)
 
 # 8.9 has the first instruction for float8. Kernels of cuda/sm80 that multiply it are compiled for that, too, into native
 # code and PTX, which later GPUs run in place of that for 8.0.
-set(float8_code --generate-code=arch=compute_89,code=[compute_89,sm_89])
+set(float8_code 80 89)

@@ -1,6 +1,7 @@
 # Every paragraph of cuda/<folder>/tiles.def becomes one translation unit, named after its first row, and every folder
 # and row one line of the generated tilesparse_kernels.inc that the registry includes. Rows that share a translation unit
-# share the time to parse CUTLASS, which takes longer than most kernels do.
+# share the time to parse CUTLASS, which takes longer than most kernels do, and are compressed together: what is alike but
+# for float16 or bfloat16 takes half of the room.
 
 # Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments; a blank line becomes the element "-".
 function(read_rows folder result)
@@ -28,6 +29,19 @@ function(parse_row folder row)
   set(header ${header} PARENT_SCOPE)
   string(REPLACE "TS_TILE(" "TS_INSTANCE(" instance "${row}")
   set(instance "${instance}" PARENT_SCOPE)
+endfunction()
+
+# Compiles CUDA sources for some architectures and links them into tilesparse.
+function(add_objects name code)
+  add_library(tilesparse_${name} OBJECT ${ARGN})
+  target_include_directories(tilesparse_${name} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
+  target_link_libraries(tilesparse_${name} PRIVATE cutlass)
+  target_compile_options(tilesparse_${name} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
+  set(launcher sh ${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh ${CMAKE_CXX_COMPILER_LAUNCHER})
+  set_target_properties(tilesparse_${name} PROPERTIES
+    CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${launcher}"
+    JOB_POOL_COMPILE nvcc)
+  target_link_libraries(tilesparse PRIVATE tilesparse_${name})
 endfunction()
 
 # Compiles all rows of one architecture into an object library and links it into tilesparse, and with it what
@@ -69,9 +83,6 @@ function(add_architecture architecture)
   endforeach()
   list(TRANSFORM sources PREPEND ${PROJECT_BINARY_DIR}/generated/${folder}/)
   list(TRANSFORM sources APPEND .cu)
-  set(float8_sources ${sources})
-  list(FILTER float8_sources INCLUDE REGEX "/sm80_[a-z0-9_]+_f8_")
-  set_source_files_properties(${float8_sources} PROPERTIES COMPILE_OPTIONS "${float8_code}")
   set(registry "${registry}" PARENT_SCOPE)
 
   set(code ${architecture})
@@ -79,17 +90,14 @@ function(add_architecture architecture)
     set(code ${architecture}-real)
   elseif(architecture EQUAL 80)
     list(APPEND code ${native_code})
+    set(float8_sources ${sources})
+    list(FILTER float8_sources INCLUDE REGEX "/sm80_[a-z0-9_]+_f8_")
+    list(FILTER sources EXCLUDE REGEX "/sm80_[a-z0-9_]+_f8_")
+    if(float8_sources)
+      add_objects(${folder}_float8 "${float8_code};${native_code}" ${float8_sources})
+    endif()
   endif()
-  add_library(tilesparse_${folder} OBJECT ${sources})
-  target_include_directories(tilesparse_${folder} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
-  target_link_libraries(tilesparse_${folder} PRIVATE cutlass)
-  target_compile_options(tilesparse_${folder} PRIVATE
-    --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
-  set(launcher sh ${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh ${CMAKE_CXX_COMPILER_LAUNCHER})
-  set_target_properties(tilesparse_${folder} PROPERTIES
-    CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${launcher}"
-    JOB_POOL_COMPILE nvcc)
-  target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
+  add_objects(${folder} "${code}" ${sources})
 endfunction()
 
 # Compiles the sources of a folder that are the same code for every architecture, and links them into tilesparse.
@@ -97,14 +105,8 @@ function(add_common folder)
   string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
   list(APPEND code ${native_code})
   list(REMOVE_DUPLICATES code)
-  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/ OUTPUT_VARIABLE sources)
-  add_library(tilesparse_${folder} OBJECT ${sources})
-  target_include_directories(tilesparse_${folder} PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
-  target_compile_options(tilesparse_${folder} PRIVATE --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall,-Wextra)
-  set_target_properties(tilesparse_${folder} PROPERTIES
-    CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}"
-    JOB_POOL_COMPILE nvcc)
-  target_link_libraries(tilesparse PRIVATE tilesparse_${folder})
+  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/)
+  add_objects(${folder} "${code}" ${ARGN})
 endfunction()
 
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
@@ -120,6 +122,8 @@ macro(enable_cuda)
   set(CMAKE_CUDA_ARCHITECTURES OFF) # stated by target
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
+  # For the host alone: launches by -O3 take twice the room.
+  string(REPLACE "-O3" "-O2" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
   if(native_code AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     message(FATAL_ERROR "TILESPARSE_NATIVE needs nvcc 12.8 or newer; ${CMAKE_CUDA_COMPILER} is "
                         "${CMAKE_CUDA_COMPILER_VERSION}")

@@ -8,11 +8,13 @@
 namespace ts {
 namespace {
 
+using Factors = std::array<float, kFeatureCount>;
+
+// Names stand in place, so that the table has no addresses that loading the library would have to fill in.
 struct Coefficients {
-    const char* gpu;
-    const char* family;
-    int32_t rows, columns;  // of a block, along features and k; 0 for all
-    Features of;
+    char gpu[5], family[31];
+    uint8_t rows, columns;  // of a block, along features and k; 0 for all
+    Factors of;
 };
 
 // Sorted by GPU, family and block.
@@ -44,8 +46,8 @@ const Coefficients* find(std::string_view gpu, std::string_view family, int32_t 
 }
 
 // Coefficients of a family that no measurement is near: twice the limits of the machine.
-constexpr Features limits() {
-    Features result{};
+constexpr Factors limits() {
+    Factors result{};
     at(result, Feature::launch) = 8;
     for (const Feature feature :
          {Feature::whole_steps, Feature::whole_products, Feature::memory, Feature::packing})
@@ -85,8 +87,8 @@ const Coefficients* find_measured(const Device& device, std::string_view family,
 
 // Coefficients fitted on this GPU, or else on another one, whose features were those of its own limits; for
 // the family, or else for kernels like it; for the block, or else for square ones or any.
-const Features& coefficients_of(const Device& device, std::string family, const Problem& problem) {
-    static constexpr Features kLimits = limits();
+const Factors& coefficients_of(const Device& device, std::string family, const Problem& problem) {
+    static constexpr Factors kLimits = limits();
     const int32_t rows = problem.row_block(), columns = problem.k_block(), side = std::min(rows, columns);
     for (; !family.empty(); family = relative_of(family))
         for (const auto& block : {std::pair(rows, columns), std::pair(side, side), std::pair(0, 0)})
@@ -118,7 +120,7 @@ double within_limits(double time, double products, double bytes) {
     return std::max(time, least + kOrder * time);
 }
 
-double sum(const Features& coefficients, const Features& features) {
+double sum(const Factors& coefficients, const Features& features) {
     double result = 0;
     for (int i = 0; i < kFeatureCount; ++i) result += coefficients[i] * features[i];
     return result;

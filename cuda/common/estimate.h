@@ -41,7 +41,10 @@ enum class Feature : int {
 constexpr int kFeatureCount = static_cast<int>(Feature::count);
 using Features = std::array<double, kFeatureCount>;
 
-constexpr double& at(Features& features, Feature feature) { return features[static_cast<size_t>(feature)]; }
+template <class Number>
+constexpr Number& at(std::array<Number, kFeatureCount>& features, Feature feature) {
+    return features[static_cast<size_t>(feature)];
+}
 
 // Features and microseconds of a kernel that computes the problem.
 Features features_of(const Kernel& kernel, const Problem& problem, const Device& device);

@@ -366,7 +366,7 @@ int32_t with_choice(int value, Run run) {
 
 template <class Element>
 int32_t launch_as(const Problem& problem, const Arguments& arguments, void* stream) {
-    return with_choice<1, 2, 4, 8>(arguments.tokens, [&](auto tokens) -> int32_t {
+    return with_choice<1, 2, 8>(arguments.tokens, [&](auto tokens) -> int32_t {
         constexpr int kTokens = decltype(tokens)::value;
         if (problem.skip == Skip::outputs)
             return launch_kernel(&skip_outputs<Element, kTokens>,

@@ -371,13 +371,13 @@ struct Blocks {
             p.x = static_cast<const T*>(workspace);
             p.x_feature = problem.tokens;
         }
-        if (row_block == k_block) {
-            if (row_block == 2) return launch_tokens<2, 2>(p, stream);
-            if (row_block == 3) return launch_tokens<3, 3>(p, stream);
-            if (row_block == 4) return launch_tokens<4, 4>(p, stream);
-            if (row_block == 6) return launch_tokens<6, 6>(p, stream);
-            if (row_block == 8) return launch_tokens<8, 8>(p, stream);
-        }
+        // Sizes of systems of equations: kernels of their own for others would be long.
+        if constexpr (kIsWide)
+            if (row_block == k_block) {
+                if (row_block == 3) return launch_tokens<3, 3>(p, stream);
+                if (row_block == 4) return launch_tokens<4, 4>(p, stream);
+                if (row_block == 6) return launch_tokens<6, 6>(p, stream);
+            }
         return p.tile_rows <= 4 ? launch_tokens<4, 0>(p, stream) : launch_tokens<8, 0>(p, stream);
     }
 

@@ -63,24 +63,16 @@ using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x
 // holds, the two products of 16 of k take two each. Halves are 2^-8 times their values, which saves an
 // instruction for each pair. The tensor cores of 8.9 and 12.0 keep some 14 bits of sums: of each step, 128 of
 // k, they are added to sums in float32.
+template <Accumulation kAccumulation>
+using Float8Elements = Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation>;
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-struct Float8Products {
-    static constexpr float kSumUnit = 1;
-    static constexpr int kQuarters = 1;
-
-    template <int kRegisters>
-    using Operand = Fragment<kRegisters>;
-
-    template <int kRegisters>
-    __device__ static Operand<kRegisters> prepare(const Fragment<kRegisters>& raw) {
-        return raw;
-    }
-    __device__ static void mma(float (&c)[4], const Operand<4>& a, const Operand<2>& b) {
-        multiply_add<cute::SM89_16x8x32_F32E4M3E4M3F32_TN>(c, a.value, b.value);
-    }
-};
+template <Accumulation kAccumulation>
+struct Float8 : DirectMath<Float8Elements<kAccumulation>, cute::SM89_16x8x32_F32E4M3E4M3F32_TN> {};
 #else
-struct Float8Products {
+template <Accumulation kAccumulation>
+struct Float8 : Float8Elements<kAccumulation> {
+    static constexpr Precision kPrecision = Precision::highest;
     static constexpr float kSumUnit = 65536;  // what sums are multiplied by
     static constexpr int kQuarters = 1;
 
@@ -116,11 +108,6 @@ struct Float8Products {
     }
 };
 #endif
-
-template <Accumulation kAccumulation>
-struct Float8 : Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, float, kAccumulation>, Float8Products {
-    static constexpr Precision kPrecision = Precision::highest;
-};
 
 using f8 = Float8<Accumulation::promoted>;
 using f8_scaled = Float8<Accumulation::scaled>;

@@ -17,7 +17,6 @@ struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;        // products read both operands along k alone
     static constexpr bool kEndsProducts = false;  // multiply() waits for its products
-    static constexpr int kResultBuffers = 3;      // of a warpgroup, at most
     static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>

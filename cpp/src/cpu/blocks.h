@@ -45,6 +45,12 @@ struct OuterTile {
     int64_t sums_ld;
 };
 
+#ifdef __clang__
+#define TS_ROLLED _Pragma("nounroll")
+#else
+#define TS_ROLLED _Pragma("GCC unroll 1")
+#endif
+
 constexpr int kBlockRows = 8;  // most rows of a block that are summed at once
 
 struct BlockSteps {
@@ -59,6 +65,42 @@ struct BlockSteps {
     Outer outer[kBlockRows][2];         // [rows - 1][log2 of vectors]
     Outer narrow_outer[kBlockRows];     // of half a vector
 };
+
+// Sums of `columns` columns, of which the last vector may have fewer than lanes. Those are handled in memory, by
+// code that all rows share.
+template <class Vec, int Rows, int Vectors>
+TS_INLINE void store_rows(element_t<Vec>* to, int64_t ld, const Vec (&sums)[Rows][Vectors], int64_t columns) {
+    constexpr int lanes = lanes_of<Vec>, whole = Vectors - 1;
+    const int64_t last = columns - whole * lanes;
+    TS_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+        TS_UNROLL
+        for (int v = 0; v < whole; ++v) store(to + i * ld + v * lanes, sums[i][v]);
+        if (last >= lanes) store(to + i * ld + whole * lanes, sums[i][whole]);
+    }
+    if (last >= lanes) return;
+    Vec lines[Rows];
+    TS_UNROLL
+    for (int i = 0; i < Rows; ++i) lines[i] = sums[i][whole];
+    TS_ROLLED
+    for (int i = 0; i < Rows; ++i) store(to + i * ld + whole * lanes, lines[i], last);
+}
+
+template <class Vec, int Rows, int Vectors>
+TS_INLINE void load_rows(Vec (&sums)[Rows][Vectors], const element_t<Vec>* from, int64_t ld, int64_t columns) {
+    constexpr int lanes = lanes_of<Vec>;
+    Vec lines[Rows][Vectors];
+    TS_ROLLED
+    for (int i = 0; i < Rows; ++i) {
+        TS_UNROLL
+        for (int v = 0; v < Vectors; ++v) lines[i][v] = load<Vec>(from + i * ld + v * lanes, columns - v * lanes);
+    }
+    TS_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+        TS_UNROLL
+        for (int v = 0; v < Vectors; ++v) sums[i][v] = lines[i][v];
+    }
+}
 
 // Rows x Vectors sums in registers. AcrossRows: rows of the tile lie side by side in a block, else its depths
 // do. Depth: that of a block, or 0 where only `depth` has it.
@@ -90,15 +132,8 @@ struct BlockRows {
 
     static TS_INLINE void sum(const BlockTile& t, int64_t first, int64_t end, E* to) {
         constexpr int64_t ahead = 4;  // blocks whose order the processor does not foresee
-        constexpr int lanes = lanes_of<Vec>;
-        Vec sums[Rows][Vectors];
-        TS_UNROLL
-        for (int i = 0; i < Rows; ++i) {
-            TS_UNROLL
-            for (int v = 0; v < Vectors; ++v)
-                sums[i][v] =
-                    t.adds ? load<Vec>(to + i * t.sums_ld + v * lanes, t.columns - v * lanes) : Vec{};
-        }
+        Vec sums[Rows][Vectors] = {};
+        if (t.adds) load_rows(sums, to, t.sums_ld, t.columns);
         for (int64_t e = first; e < end; ++e) {
             const auto* const a = static_cast<const E*>(t.a) + (t.slot ? t.slot[e] : e) * t.entry;
             const auto* const b = static_cast<const E*>(t.b) + t.idx[e] * t.depth * t.ldb;
@@ -111,21 +146,15 @@ struct BlockRows {
                         __builtin_prefetch(next + i);
                 }
             }
-            if (t.idx[e] == t.last) {
-                for (int64_t d = 0; d < t.last_depth; ++d) add(sums, a, b, d, t);
-            } else if constexpr (Depth > 0) {
+            const int64_t depth = t.idx[e] == t.last ? t.last_depth : t.depth;
+            if (depth == Depth) {
                 TS_UNROLL
                 for (int d = 0; d < Depth; ++d) add(sums, a, b, d, t);
             } else {
-                for (int64_t d = 0; d < t.depth; ++d) add(sums, a, b, d, t);
+                for (int64_t d = 0; d < depth; ++d) add(sums, a, b, d, t);
             }
         }
-        TS_UNROLL
-        for (int i = 0; i < Rows; ++i) {
-            TS_UNROLL
-            for (int v = 0; v < Vectors; ++v)
-                store(to + i * t.sums_ld + v * lanes, sums[i][v], t.columns - v * lanes);
-        }
+        store_rows(to, t.sums_ld, sums, t.columns);
     }
 };
 
@@ -175,17 +204,26 @@ struct BlockVector {
                 for (int i = 0; i < Rows; ++i) rests[i] += b * load<Vec>(a + i * t.block_cols + whole);
             }
         }
-        TS_UNROLL
-        for (int i = 0; i < Rows; ++i) {
+        const auto finish = [&](int i, const auto& lines, const auto& rest) {
             E sum = t.adds ? to[i] + ends[i] : ends[i];
             if constexpr (!Short) {
                 TS_UNROLL
-                for (int j = 0; j < lanes; ++j) sum += sums[i][j];
+                for (int j = 0; j < lanes; ++j) sum += lines[j];
             }
             TS_UNROLL
             for (int j = 0; j < lanes - 1; ++j)
-                if (j < t.depth - whole) sum += rests[i][j];
+                if (j < t.depth - whole) sum += rest[j];
             to[i] = sum;
+        };
+        if constexpr (lanes <= 4) {
+            TS_UNROLL
+            for (int i = 0; i < Rows; ++i) finish(i, sums[i], rests[i]);
+        } else {  // in memory, by code that all rows share
+            E lines[Rows][lanes], rest[Rows][lanes];
+            TS_UNROLL
+            for (int i = 0; i < Rows; ++i) store(lines[i], sums[i]), store(rest[i], rests[i]);
+            TS_ROLLED
+            for (int i = 0; i < Rows; ++i) finish(i, lines[i], rest[i]);
         }
     }
 };
@@ -265,8 +303,8 @@ struct BlockOuter {
         Vec b[Vectors];
         TS_UNROLL
         for (int v = 0; v < Vectors; ++v)
-            b[v] = whole ? load<Vec>(x + v * lanes_of<Vec>)
-                         : load<Vec>(x + v * lanes_of<Vec>, t.columns - v * lanes_of<Vec>);
+            b[v] = whole || v + 1 < Vectors ? load<Vec>(x + v * lanes_of<Vec>)
+                                            : load<Vec>(x + v * lanes_of<Vec>, t.columns - v * lanes_of<Vec>);
         TS_UNROLL
         for (int i = 0; i < Rows; ++i) {
             TS_UNROLL
@@ -275,19 +313,12 @@ struct BlockOuter {
     }
 
     static TS_INLINE void run(const OuterTile& t) {
-        constexpr int lanes = lanes_of<Vec>;
         Vec sums[Rows][Vectors] = {};
         if (t.safe)
             for (int64_t token = 0; token < t.tokens; ++token) add(sums, t, token, true);
         else
             for (int64_t token = 0; token < t.tokens; ++token) add(sums, t, token, false);
-        auto* const to = static_cast<E*>(t.sums);
-        TS_UNROLL
-        for (int i = 0; i < Rows; ++i) {
-            TS_UNROLL
-            for (int v = 0; v < Vectors; ++v)
-                store(to + i * t.sums_ld + v * lanes, sums[i][v], t.columns - v * lanes);
-        }
+        store_rows(static_cast<E*>(t.sums), t.sums_ld, sums, t.columns);
     }
 };
 
