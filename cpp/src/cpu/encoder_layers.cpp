@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kGroupTokens = 128;         // of sentences that one thread takes through all layers
 constexpr int64_t kPackedGroupTokens = 256;   // with packed values, which are read once for a group
+constexpr int64_t kCachedBytes = 2 << 20;     // of values of a layer; groups are twice as long if there are more
 constexpr int64_t kChunkTokens = 64;          // then, whose float32 of the widest products stay in the cache
 constexpr int64_t kLeastTokens = 32;          // for each thread, or else all of them share every step
 constexpr int64_t kFewTokens = 96;            // whose rows every thread computes for itself
@@ -35,10 +36,16 @@ class Run {
           alone_{device.type, device.compute_capability, 1, device.shared_memory} {
         for (int64_t i = 0; i < e_.sentences; ++i) longest_ = std::max(longest_, length(i));
         is_packed_ = steps_.multiply_panels != nullptr;
-        for (const EncoderLayer& layer : e_.layers)
-            for (const Problem* p : {&layer.qkv, &layer.output, &layer.up, &layer.down})
+        int64_t most_bytes = 0;
+        for (const EncoderLayer& layer : e_.layers) {
+            int64_t bytes = 0;
+            for (const Problem* p : {&layer.qkv, &layer.output, &layer.up, &layer.down}) {
                 is_packed_ = is_packed_ && is_packed(*p);
-        most_tokens_ = is_packed_ ? kPackedGroupTokens : kGroupTokens;
+                bytes += p->pattern.value_count();
+            }
+            most_bytes = std::max(most_bytes, bytes);
+        }
+        most_tokens_ = !is_packed_ ? kGroupTokens : (1 + (most_bytes > kCachedBytes)) * kPackedGroupTokens;
         group_tokens_ = std::min(e_.tokens, most_tokens_ + longest_);
     }
 

@@ -18,7 +18,7 @@ struct PackedValues {
     const int8_t* values;  // [steps][depth * 32]
 };
 
-// Bytes of packed values; 0 for blocks that no panels have.
+// Room for packed values; 0 for blocks that panels cannot have.
 size_t packed_values_size(const Problem& problem);
 int32_t pack_values(const Problem& problem, void* packed, void* stream);
 PackedValues packed_values(const Pattern& pattern, const void* packed);
