@@ -57,8 +57,8 @@ class Encoder {
         norm = {pointer<float>(weight), pointer<float>(bias), epsilon, 0};
     }
 
-    // Keeps copies of all values in the order in which the kernel multiplies them that products of int8 run on
-    // by default, if it has one. Calls with its instructions read them from then on, until this is called
+    // Keeps copies of all values in the order in which the kernel multiplies them that products of int8 run
+    // on by default, if it has one. Calls with its instructions read them from then on, until this is called
     // again.
     void prepack() {
         for (Layer& layer : layers_)

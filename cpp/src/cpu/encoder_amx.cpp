@@ -13,6 +13,10 @@ TS_ENCODER_SET(Avx512, TS_AVX512, 64, 8);
 constexpr int kTileRows = 16, kLine = 64;
 constexpr int64_t kBlockTokens = 2 * kTileRows;  // multiplied at once
 
+using V = Vector<float, kLine>;
+using I = Vector<int32_t, kLine>;
+using U = Vector<uint32_t, kLine>;
+
 // Sums of int32 of some tokens and the features of a panel.
 struct PanelSums {
     alignas(kLine) int32_t sums[kBlockTokens][kPanelFeatures];
@@ -63,8 +67,6 @@ TS_INLINE void store_block(PanelSums& to) {
 
 template <Activation activation>
 TS_INLINE void finish_block(const PanelProduct& p, const PanelSums& of) {
-    using V = Vector<float, kLine>;
-    using I = Vector<int32_t, kLine>;
     V scales[2], bias[2];
     TS_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -125,10 +127,6 @@ void multiply_panels(const PanelProduct& p) {
 
 constexpr int64_t kKeys = 64;  // multiplied by probabilities at once
 
-using V = Vector<float, kLine>;
-using I = Vector<int32_t, kLine>;
-using U = Vector<uint32_t, kLine>;
-
 struct HeadMemory {
     HeadMemory(std::byte* scratch, int64_t tokens, int64_t features)
         : depth(std::min(features, kKeys)), width(round_up(features, depth)), workspace(scratch) {
@@ -157,8 +155,8 @@ struct HeadMemory {
     int8_t* v;          // [features / 16][keys / 64][16][64]
     uint32_t* queries;  // [width / 4][16] groups of q
     float *q_scales, *k_scales, *v_scales, *inverses;
-    float* scores;   // [keys, 16]
-    U *low, *high;   // bytes of probabilities, [keys / 4]
+    float* scores;  // [keys, 16]
+    U *low, *high;  // bytes of probabilities, [keys / 4]
 };
 
 TS_INLINE V value_at(const AttentionStep& s, const float* from, bool turns, int64_t token, int64_t i) {
@@ -209,8 +207,7 @@ TS_INLINE void quantize_columns(const AttentionStep& s, const float* inverses, i
                 const auto at = [&](int n) __attribute__((always_inline)) {
                     return encoded(s, s.v, false, inverses, key + 4 * group + n, i);
                 };
-                square[group] =
-                    (at(0) & 0xff) | (at(2) & 0xff) << 8 | (at(1) & 0xff) << 16 | at(3) << 24;
+                square[group] = (at(0) & 0xff) | (at(2) & 0xff) << 8 | (at(1) & 0xff) << 16 | at(3) << 24;
             }
             transpose(square);
             TS_UNROLL

@@ -10,12 +10,12 @@
 namespace ts::cpu {
 namespace {
 
-constexpr int64_t kGroupTokens = 128;         // of sentences that one thread takes through all layers
-constexpr int64_t kPackedGroupTokens = 256;   // with packed values, which are read once for a group
-constexpr int64_t kCachedBytes = 2 << 20;     // of values of a layer; groups are twice as long if there are more
-constexpr int64_t kChunkTokens = 64;          // then, whose float32 of the widest products stay in the cache
-constexpr int64_t kLeastTokens = 32;          // for each thread, or else all of them share every step
-constexpr int64_t kFewTokens = 96;            // whose rows every thread computes for itself
+constexpr int64_t kGroupTokens = 128;        // of sentences that one thread takes through all layers
+constexpr int64_t kPackedGroupTokens = 256;  // with packed values, which are read once for a group
+constexpr int64_t kCachedBytes = 2 << 20;  // of values of a layer; groups are twice as long if there are more
+constexpr int64_t kChunkTokens = 64;       // then, whose float32 of the widest products stay in the cache
+constexpr int64_t kLeastTokens = 32;       // for each thread, or else all of them share every step
+constexpr int64_t kFewTokens = 96;         // whose rows every thread computes for itself
 constexpr int64_t kThreadProducts = 1 << 25;  // that make up for a thread's waiting for others
 
 // Sentences one after another.
@@ -35,7 +35,7 @@ class Run {
           team_(device),
           alone_{device.type, device.compute_capability, 1, device.shared_memory} {
         for (int64_t i = 0; i < e_.sentences; ++i) longest_ = std::max(longest_, length(i));
-        is_packed_ = steps_.multiply_panels != nullptr;
+        is_packed_ = true;
         int64_t most_bytes = 0;
         for (const EncoderLayer& layer : e_.layers) {
             int64_t bytes = 0;
@@ -100,7 +100,7 @@ class Run {
     struct Rows {
         Rows() = default;
         Rows(Workspace& workspace, int64_t tokens, int64_t features)
-            : data(reinterpret_cast<int8_t*>(workspace.take(round_up(tokens, kPanelFeatures) * features + 64))),
+            : data(reinterpret_cast<int8_t*>(workspace.take((tokens + kPanelFeatures) * features + 64))),
               scales(reinterpret_cast<float*>(workspace.take(tokens * sizeof(float)))) {}
 
         int8_t* data = nullptr;
@@ -121,8 +121,9 @@ class Run {
                     std::max(attention_bytes,
                              round_up(run.steps_.attention_bytes(run.longest_, layer.head_features), 256));
                 for (const Problem* p : {&layer.qkv, &layer.output, &layer.up, &layer.down})
-                    product = std::max({product, run.product_bytes(*p, tokens, device),
-                                        run.product_bytes(*p, tokens, run.alone_)});
+                    if (!run.is_packed(*p))
+                        product = std::max({product, run.product_bytes(*p, tokens, device),
+                                            run.product_bytes(*p, tokens, run.alone_)});
             }
             // Rows of a chunk alone.
             const int64_t chunk =
@@ -218,7 +219,7 @@ class Run {
     void multiply(const Problem& of, const Rows& x, int64_t token, int64_t tokens, const Area& area,
                   float* result, Member& member, Sharing sharing) const {
         const int8_t* const from = x.data + token * of.pattern.in_features;
-        if (steps_.multiply_panels != nullptr && is_packed(of)) {
+        if (is_packed(of)) {
             const int64_t panels = of.pattern.out_features / kPanelFeatures;
             const int threads = sharing == Sharing::nothing ? 1 : member.threads();
             const int thread = sharing == Sharing::nothing ? 0 : member.thread();
@@ -251,8 +252,9 @@ class Run {
         if (sharing == Sharing::features) member.wait();
     }
 
-    static bool is_packed(const Problem& of) {
-        return of.prepacked != nullptr && of.pattern.block_rows % kPanelFeatures == 0;
+    bool is_packed(const Problem& of) const {
+        return steps_.multiply_panels != nullptr && of.prepacked != nullptr &&
+               of.pattern.block_rows % kPanelFeatures == 0;
     }
 
     // Calls body(i) for tokens [token, token + tokens).
@@ -378,7 +380,7 @@ class Run {
     const Encoder& e_;
     const Device team_, alone_;
     int64_t longest_ = 0;
-    bool is_packed_;  // all weights
+    bool is_packed_;                      // all weights
     int64_t most_tokens_, group_tokens_;  // of a group, without and with those of the last sentence
 };
 

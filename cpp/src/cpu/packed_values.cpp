@@ -101,7 +101,8 @@ int32_t pack_values(const Problem& problem, void* packed, void*) {
         visit(panel, [&](const Piece& piece) {
             if (piece.begins) next = std::fill_n(next, step_bytes, int8_t{0});
             int8_t* const to = next - step_bytes;
-            const int64_t row = int64_t{pattern.rows.slot[piece.entry]} * rows + panel * kPanelFeatures % rows;
+            const int64_t row =
+                int64_t{pattern.rows.slot[piece.entry]} * rows + panel * kPanelFeatures % rows;
             const auto* const from =
                 static_cast<const int8_t*>(problem.values.data) + row * pattern.block_cols + piece.column;
             for (int64_t feature = 0; feature < kPanelFeatures; ++feature)
