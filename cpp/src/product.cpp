@@ -64,14 +64,17 @@ void check_area(const void* area, size_t bytes, size_t needed, const char* name,
 
 // The caller's prepacked values, if the kernel reads any. They lie in the order of the plan and have its key.
 void check_prepacked(const ts_matmul_desc& desc, const Problem& problem, const Choice& choice) {
-    const size_t needed = prepacked_size(problem, choice);
     const ts_prepared& prepacked = desc.prepacked;
-    if (prepacked.data == nullptr || needed == 0) return;
+    if (prepacked.data == nullptr) return;
+    const size_t needed = prepacked_size(problem, choice);
+    if (needed == 0) return;
     const Kernel& kernel = *choice.kernel;
-    const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
-    require(prepacked.key == 0 || prepacked.key == key, "prepacked.key must be ", key, ", the key of kernel ",
-            kernel.name, ", which computes this, got ", prepacked.key,
-            "; set kernel to the one that the values were prepacked for, or prepack them for this one");
+    if (prepacked.key != 0) {
+        const int32_t key = plan_key(problem.pattern, problem.op, kernel.plan);
+        require(prepacked.key == key, "prepacked.key must be ", key, ", the key of kernel ", kernel.name,
+                ", which computes this, got ", prepacked.key,
+                "; set kernel to the one that the values were prepacked for, or prepack them for this one");
+    }
     check_area(prepacked.data, prepacked.bytes, needed, "prepacked", ".", kernel);
 }
 
@@ -174,12 +177,16 @@ void prepack_values(const ts_matmul_desc& desc, void* prepacked, size_t bytes, v
     const Kernel& kernel = *choice.kernel;
     const size_t needed = prepacked_size(problem, choice);
     if (needed == 0) return;
-    check_plans();
-    problem.plan_report = plan_report(choice.number);
+    const bool on_cpu = kernel.device == DeviceType::cpu;
+    if (!on_cpu) check_plans();
+    if (!on_cpu) problem.plan_report = plan_report(choice.number);
     check_plan(desc, problem, kernel);
     check_area(prepacked, bytes, needed, "prepacked", "_", kernel);
     check_prepacking(problem, desc.plan.bytes, prepacked, needed);
-    launch_checked(kernel.name, [&] { return kernel.prepack(problem, prepacked, stream); });
+    if (on_cpu)
+        kernel.prepack(problem, prepacked, stream);
+    else
+        launch_checked(kernel.name, [&] { return kernel.prepack(problem, prepacked, stream); });
 }
 
 }  // namespace ts

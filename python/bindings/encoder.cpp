@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,11 +40,9 @@ class Encoder {
     void set_weight(int32_t place, const ts_pattern& pattern, uintptr_t values, uintptr_t scales,
                     uintptr_t bias) {
         Layer& layer = last();
-        ts_encoder_weight* const weights[] = {&layer.desc.qkv, &layer.desc.output, &layer.desc.up,
-                                              &layer.desc.down};
         if (place < 0 || place > 3) throw nb::value_error("place must be 0 to 3");
         layer.patterns[place] = pattern;
-        ts_encoder_weight& weight = *weights[place];
+        ts_encoder_weight& weight = *layer.weights()[place];
         weight.pattern = &layer.patterns[place];
         weight.values.data = pointer<void>(values);
         weight.values.dtype = TS_INT8;
@@ -56,6 +55,14 @@ class Encoder {
     void set_norm(int32_t place, uintptr_t weight, uintptr_t bias, float epsilon) {
         ts_encoder_norm& norm = place == 0 ? last().desc.attention_norm : last().desc.mlp_norm;
         norm = {pointer<float>(weight), pointer<float>(bias), epsilon, 0};
+    }
+
+    // Keeps copies of all values in the order in which the kernel multiplies them that products of int8 run
+    // on by default, if it has one. Calls with its instructions read them from then on, until this is called
+    // again.
+    void prepack() {
+        for (Layer& layer : layers_)
+            for (int place = 0; place < 4; ++place) pack(*layer.weights()[place], layer.packed[place]);
     }
 
     // `kernel` and `prefer`: as in ts_encoder_desc.
@@ -87,10 +94,36 @@ class Encoder {
     }
 
   private:
+    static constexpr size_t kAlignment = 256;
+
     struct Layer {
         ts_encoder_layer desc = make<ts_encoder_layer>();
         ts_pattern patterns[4] = {};
+        std::vector<std::byte> packed[4];
+
+        std::array<ts_encoder_weight*, 4> weights() {
+            return {&desc.qkv, &desc.output, &desc.up, &desc.down};
+        }
     };
+
+    static void pack(ts_encoder_weight& weight, std::vector<std::byte>& memory) {
+        auto product = make<ts_matmul_desc>();
+        product.pattern = weight.pattern;
+        product.x.dtype = TS_INT8;
+        product.x.granularity = TS_SCALES_PER_TOKEN;
+        product.y.dtype = TS_FLOAT32;
+        product.values = weight.values;
+        size_t bytes = 0;
+        check(ts_values_prepacked_size(&product, &bytes));
+        weight.prepacked = {};
+        if (bytes == 0) return memory.clear();
+        memory.resize(bytes + kAlignment);
+        void* area = memory.data();
+        size_t room = memory.size();
+        std::align(kAlignment, bytes, area, room);
+        check(ts_values_prepack(&product, area, bytes, nullptr));
+        weight.prepacked = {area, bytes, 0};
+    }
 
     Layer& last() {
         if (layers_.empty()) throw nb::value_error("add_layer must come first");
@@ -125,6 +158,7 @@ void bind_encoder(nb::module_& m) {
              "norm_first"_a, "gated"_a, "window"_a, "positions"_a, "rotary"_a, "position_bias"_a)
         .def("set_weight", &Encoder::set_weight, "place"_a, "pattern"_a, "values"_a, "scales"_a, "bias"_a)
         .def("set_norm", &Encoder::set_norm, "place"_a, "weight"_a, "bias"_a, "epsilon"_a)
+        .def("prepack", &Encoder::prepack)
         .def("workspace_size", &Encoder::workspace_size, "dtype"_a, "tokens"_a, "sentences"_a, "offsets"_a,
              "kernel"_a, "prefer"_a)
         .def("run", &Encoder::run, "dtype"_a, "tokens"_a, "sentences"_a, "offsets"_a, "kernel"_a, "prefer"_a,

@@ -107,7 +107,7 @@ static void test_vast_plans(void) {
     free(no_blocks);
 }
 
-/* Kernels of the CPU read values as they are. */
+/* Products on the CPU read values as they are. */
 static void test_packing(void) {
     static operands o;
     init_operands(&o, TS_DDS_NT, TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);

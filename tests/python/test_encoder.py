@@ -19,11 +19,12 @@ EIGHT_BITS = [
 ]
 
 
-def weight(out: int, features: int, density: float, block: int, bias: bool = True) -> EncoderWeight:
-    grid = out // block, features // block
+def weight(out: int, features: int, density: float, block: Any, bias: bool = True) -> EncoderWeight:
+    rows, cols = block if isinstance(block, tuple) else (block, block)
+    grid = out // rows, features // cols
     kept = torch.rand(grid) < density
     pattern = BlockPattern.from_block_mask(kept, block_shape=block)
-    values = torch.randint(-127, 128, (pattern.nnz, block, block), dtype=torch.int8)
+    values = torch.randint(-127, 128, (pattern.nnz, rows, cols), dtype=torch.int8)
     scales = (0.5 + torch.rand(out)) / 74 / math.sqrt(max(features * density, 1))
     return EncoderWeight(pattern, values, scales, torch.randn(out) / 4 if bias else None)
 
@@ -38,7 +39,7 @@ def layer(
     features: int = 32,
     inner: int = 128,
     density: float = 0.5,
-    block: int = 16,
+    block: Any = 16,
     positions: int = 512,
     **options: Any,
 ) -> EncoderLayer:
@@ -153,8 +154,9 @@ def by_sentence(layers: list[EncoderLayer], x: Tensor, lengths: list[int]) -> Te
         {"norm_first": True, "gated": True, "rotates": True, "window": 9, "activation": "silu"},
         {"biased": True, "heads": 3, "features": 16, "activation": "relu"},
         {"features": 64, "hidden": 128, "block": 32, "scale": 0.2},
+        {"features": 80, "hidden": 96, "inner": 192, "block": 32, "biased": True, "window": 40},
     ],
-    ids=["bert", "modernbert", "mpnet", "wide"],
+    ids=["bert", "modernbert", "mpnet", "wide", "odd"],
 )
 def test_layers_match_float64(lengths: list[int], options: dict[str, Any]) -> None:
     torch.manual_seed(sum(lengths))
@@ -264,15 +266,34 @@ def test_bfloat16_and_strided_rows() -> None:
     assert torch.equal(half, encoder(x.bfloat16().float(), offsets).bfloat16())
 
 
-def test_values_written_in_place_count_and_memory_is_reused() -> None:
+@pytest.mark.parametrize("block", [16, 32])
+def test_values_written_in_place_count_and_memory_is_reused(block: int) -> None:
     torch.manual_seed(0)
-    of = layer()
+    of = layer(block=block)
     encoder = Encoder([of])
     x, offsets = torch.randn(12, 64), offsets_of([12])
     before = encoder(x, offsets)
     of.up.values.zero_()
     assert not torch.equal(encoder(x, offsets), before)
     assert torch.equal(encoder(x, offsets), Encoder([of])(x, offsets))
+
+
+@pytest.mark.parametrize(
+    ("block", "density"), [(32, 0.5), (32, 1.0), (32, 0.0), (64, 0.4), ((64, 16), 0.95)], ids=str
+)
+def test_packed_values_give_the_same_bits(block: Any, density: float) -> None:
+    """Tensors of inference mode are not packed, as writes to them are not counted."""
+    torch.manual_seed(0)
+    of = layer(hidden=192, features=64, inner=320, block=block, density=density)
+    parts = {name: getattr(of, name) for name in ("qkv", "output", "up", "down")}
+    with torch.inference_mode():
+        parts = {name: part._replace(values=part.values.clone()) for name, part in parts.items()}
+    packed, read = Encoder([of, of]), Encoder([of._replace(**parts)] * 2)
+    for lengths in [1], [16, 3], [40] * 5, [70, 0, 200, 33, 90, 300]:
+        x, offsets = torch.randn(sum(lengths), 192), offsets_of(lengths)
+        for threads in 1, 2, 3:
+            y = with_threads(threads, packed, x, offsets)
+            assert torch.equal(y, with_threads(threads, read, x, offsets))
 
 
 @pytest.mark.parametrize(

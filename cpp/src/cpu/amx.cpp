@@ -12,37 +12,10 @@
 #include <cstdint>
 #include <utility>
 
-#include "cpu/vectors.h"
+#include "cpu/amx_tiles.h"
 
 namespace ts::cpu {
-
 namespace {
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-template <int Tile>
-TS_INLINE void tile_load(const void* from, int64_t stride) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
-}
-template <int Tile>
-TS_INLINE void tile_store(void* to, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
-}
-template <int Tile>
-TS_INLINE void tile_zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
-}
-template <bool Int8, int Sum, int A, int B>
-TS_INLINE void tile_multiply() {
-    if constexpr (Int8)
-        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
-    else
-        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
-}
 
 // Sums of 16 * Rows rows and 16 * (J, ...) columns, in float32 or int32, stay in tiles 0 to 3; A follows,
 // then B.
@@ -95,7 +68,7 @@ void configure_token_tiles(int rows, int64_t depth) {
         config.rows[tile] = static_cast<uint8_t>(tile == 4 || tile == 5 ? depth : rows);
         config.row_bytes[tile] = static_cast<uint16_t>(tile < 6 ? 64 : 4 * depth);
     }
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    config.load();
 }
 
 // Sums of one or two tiles of tokens and 32 features.
@@ -152,7 +125,7 @@ void multiply_amx(const RowTile& s) {
     const int first_b = s.rows == 32 ? 6 : 5;
     for (int tile = 4; tile < first_b; ++tile) config.row_bytes[tile] = 4 * depth;
     for (int tile = first_b; tile < 8; ++tile) config.rows[tile] = depth;
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    config.load();
     if (s.rows == 32) {
         const int64_t column = multiply_columns<Int8, 2, 2>(s, 0, 0, depth);
         multiply_columns<Int8, 2, 1>(s, 0, column, depth);
@@ -161,7 +134,7 @@ void multiply_amx(const RowTile& s) {
         column = multiply_columns<Int8, 1, 2>(s, 0, column, depth);
         multiply_columns<Int8, 1, 1>(s, 0, column, depth);
     }
-    asm volatile("tilerelease");
+    tile_release();
 }
 
 }  // namespace
@@ -182,7 +155,7 @@ void multiply_tokens_amx(const TokenTile& s) {
         configure_token_tiles(static_cast<int>(s.tokens - token), depth);
         multiply_token_tiles<1>(s, token, depth);
     }
-    asm volatile("tilerelease");
+    tile_release();
 }
 
 }  // namespace ts::cpu

@@ -27,7 +27,7 @@ const InstructionSet avx512_vnni = group_set<Avx512>(has_avx512_vnni, "the proce
                                                      vnni_steps<Avx512, false>(), encoder_avx512_vnni);
 const InstructionSet amx_int8 =
     group_set<Avx512>(has_amx_int8, "the processor lacks AMX INT8, or the system does not grant it", kAmxInt8,
-                      encoder_avx512_vnni);
+                      encoder_amx_int8);
 
 }  // namespace ts::cpu
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cpu/memory.h"
+#include "cpu/packed_values.h"
 #include "cpu/products.h"
 #include "cpu/steps.h"
 
@@ -144,13 +145,21 @@ template <const InstructionSet& set>
 constexpr Kernel only_int8(const char* name) {
     return row<set>(name, bits_of(Op::dds_nt), bits_of(DType::int8), kEightBitResults);
 }
+
+// Encoders read packed values.
+constexpr Kernel amx_int8_kernel() {
+    Kernel row = only_int8<amx_int8>("cpu_amx_int8");
+    row.prepacked_size = packed_values_size;
+    row.prepack = pack_values;
+    return row;
+}
 #endif
 
 constexpr Kernel kKernels[] = {
 #ifdef __x86_64__
     only_bfloat16<amx_bf16>("cpu_amx_bf16"),
     only_bfloat16<avx512_bf16>("cpu_avx512_bf16"),
-    only_int8<amx_int8>("cpu_amx_int8"),
+    amx_int8_kernel(),
     only_int8<avx512_vnni>("cpu_avx512_vnni"),
     only_int8<avx_vnni>("cpu_avx_vnni"),
     every_dtype<avx512>("cpu_avx512"),

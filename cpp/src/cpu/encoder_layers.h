@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/problem.h"
+#include "cpu/packed_values.h"
 #include "cpu/steps.h"
 
 namespace ts::cpu {
@@ -79,6 +80,21 @@ struct AttentionStep {
     std::byte* scratch;
 };
 
+// Rows of int8 times panels [first, last) of packed values. Of x all rows up to a multiple of 32 are read,
+// and a line more.
+struct PanelProduct {
+    PackedValues values;
+    int64_t first, last;
+    const int8_t* x;  // [tokens, ld]
+    int64_t ld, tokens;
+    const float* token_scales;
+    const float* feature_scales;  // of all features, as bias and result
+    const float* bias;            // or null
+    Activation activation;
+    float* result;
+    int64_t result_ld;
+};
+
 struct EncoderSteps {
     // From x of float32 or bfloat16, to a result of either.
     void (*row[2][2])(const RowStep&);
@@ -86,6 +102,7 @@ struct EncoderSteps {
     void (*gate)(const GateStep&);
     void (*attention)(const AttentionStep&);
     int64_t (*attention_bytes)(int64_t tokens, int64_t features);  // of scratch
+    void (*multiply_panels)(const PanelProduct&) = nullptr;        // or null
 };
 
 }  // namespace ts::cpu

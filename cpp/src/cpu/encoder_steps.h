@@ -37,6 +37,13 @@ template <class Integer, class U>
 TS_INLINE void store_integers(Integer* to, const U& bits) {
     using Halves = Vector<uint16_t, sizeof(U) / 2>;
     using Bytes = Vector<uint8_t, sizeof(U) / 4>;
+#ifdef __x86_64__
+    if constexpr (sizeof(Integer) == 1 && sizeof(U) == 64) {
+        Bytes bytes;
+        asm("vpmovdb %1, %0" : "=v"(bytes) : "v"(bits));
+        return store(to, bytes);
+    }
+#endif
     if constexpr (sizeof(Integer) == 1)
         store(to, __builtin_convertvector(__builtin_convertvector(bits & 0xff, Halves), Bytes));
     else
@@ -56,40 +63,70 @@ struct Scale {
     }
 };
 
-template <class V>
-TS_INLINE void norm_row(float* row, int64_t features, const EncoderNorm& norm) {
-    constexpr int lanes = lanes_of<V>;
-    V sum{};
-    for (int64_t i = 0; i < features; i += lanes) sum += load<V>(row + i);
-    const float mean = sum_across(sum) / static_cast<float>(features);
-    V squares{};
-    for (int64_t i = 0; i < features; i += lanes) {
-        const V difference = load<V>(row + i) - mean;
-        squares += difference * difference;
+constexpr int kAccumulators = 4;  // of a sum or a maximum, which else would wait for itself
+
+// Calls body(i, accumulator) for the vectors of a row.
+template <int lanes, class Body>
+TS_INLINE void each_vector(int64_t features, const Body& body) {
+    int64_t i = 0;
+    for (; i + kAccumulators * lanes <= features; i += kAccumulators * lanes) {
+        TS_UNROLL
+        for (int a = 0; a < kAccumulators; ++a) body(i + a * lanes, a);
     }
-    const float variance = sum_across(squares) / static_cast<float>(features);
-    const float factor = 1 / std::sqrt(variance + norm.epsilon);
-    for (int64_t i = 0; i < features; i += lanes) {
-        V value = (load<V>(row + i) - mean) * factor * load<V>(norm.weight + i);
-        if (norm.bias != nullptr) value += load<V>(norm.bias + i);
-        store(row + i, value);
-    }
+    for (; i < features; i += lanes) body(i, 0);
 }
 
 template <class V>
-TS_INLINE void quantize_row(const float* row, int64_t features, int8_t* to, float* scale) {
+TS_INLINE V total_of(const V (&parts)[kAccumulators]) {
+    const V total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    return total;
+}
+
+// The largest magnitude of numbers, as its bits.
+template <class V>
+struct Magnitude {
     using I = Vector<int32_t, sizeof(V)>;
-    using U = Vector<uint32_t, sizeof(V)>;
-    I most{};
-    for (int64_t i = 0; i < features; i += lanes_of<V>) {
-        const I bits = bit_cast_vector<I>(load<V>(row + i)) & 0x7fffffff;
-        most = bits > most ? bits : most;
+    I parts[kAccumulators] = {};
+
+    TS_INLINE void add(const V& value, int accumulator) {
+        const I bits = bit_cast_vector<I>(value) & 0x7fffffff;
+        parts[accumulator] = larger(parts[accumulator], bits);
     }
-    const Scale<V> found(combined(most, larger<I>));
+    TS_INLINE I most() const {
+        return combined(larger(larger(parts[0], parts[1]), larger(parts[2], parts[3])), larger<I>);
+    }
+};
+
+// Norms a row whose sum is that of `sums`; calls visit(i, accumulator, result) for each vector.
+template <class V, class Visit>
+TS_INLINE void norm_row(const float* row, int64_t features, const EncoderNorm& norm,
+                        const V (&sums)[kAccumulators], const Visit& visit) {
+    constexpr int lanes = lanes_of<V>;
+    const float mean = sum_across(total_of(sums)) / static_cast<float>(features);
+    V squares[kAccumulators] = {};
+    each_vector<lanes>(features, [&](int64_t i, int a) __attribute__((always_inline)) {
+        const V difference = load<V>(row + i) - mean;
+        squares[a] += difference * difference;
+    });
+    const float variance = sum_across(total_of(squares)) / static_cast<float>(features);
+    const float factor = 1 / std::sqrt(variance + norm.epsilon);
+    each_vector<lanes>(features, [&](int64_t i, int a) __attribute__((always_inline)) {
+        V value = (load<V>(row + i) - mean) * factor * load<V>(norm.weight + i);
+        if (norm.bias != nullptr) value += load<V>(norm.bias + i);
+        visit(i, a, value);
+    });
+}
+
+template <class V>
+TS_INLINE void quantize_row(const float* row, int64_t features, const Magnitude<V>& magnitude, int8_t* to,
+                            float* scale) {
+    using U = Vector<uint32_t, sizeof(V)>;
+    const Scale<V> found(magnitude.most());
     *scale = found.scale[0];
     if (*scale != *scale) return static_cast<void>(std::fill_n(to, features, int8_t{0}));
-    for (int64_t i = 0; i < features; i += lanes_of<V>)
+    each_vector<lanes_of<V>>(features, [&](int64_t i, int) __attribute__((always_inline)) {
         store_integers(to + i, encode_int8<U>(settled(load<V>(row + i) * found.inverse)));
+    });
 }
 
 // Features are a multiple of 16, as those of blocks.
@@ -98,21 +135,48 @@ TS_INLINE void row_step(const RowStep& s) {
     using V = typename From::V;
     constexpr int lanes = lanes_of<V>;
     const auto* const x = static_cast<const typename From::Stored*>(s.x);
+    auto* const result = static_cast<typename To::Stored*>(s.result);
+    Magnitude<V> magnitude;
     if constexpr (sizeof(typename From::Stored) == sizeof(float))
-        if (s.row == nullptr) return quantize_row<V>(x, s.features, s.quantized, s.scale);
-    for (int64_t i = 0; i < s.features; i += lanes) {
-        V value = From::decode(load<typename From::S>(x + i));
-        if (s.added != nullptr) value += load<V>(s.added + i);
+        if (s.row == nullptr) {
+            each_vector<lanes>(s.features, [&](int64_t i, int a) __attribute__((always_inline)) {
+                magnitude.add(load<V>(x + i), a);
+            });
+            return quantize_row<V>(x, s.features, magnitude, s.quantized, s.scale);
+        }
+    V sums[kAccumulators] = {};
+    const auto keep = [&](int64_t i, int a, const V& value) __attribute__((always_inline)) {
         store(s.row + i, value);
-    }
-    if (s.norm.weight != nullptr) norm_row<V>(s.row, s.features, s.norm);
-    if (s.result != nullptr) {
-        auto* const to = static_cast<typename To::Stored*>(s.result);
-        for (int64_t i = 0; i < s.features; i += lanes) store(to + i, To::encode(load<V>(s.row + i)));
+        sums[a] += value;
+        magnitude.add(value, a);
+        if (result != nullptr) store(result + i, To::encode(value));
+    };
+    if (s.norm.weight == nullptr) {
+        each_vector<lanes>(s.features, [&](int64_t i, int a) __attribute__((always_inline)) {
+            V value = From::decode(load<typename From::S>(x + i));
+            if (s.added != nullptr) value += load<V>(s.added + i);
+            keep(i, a, value);
+        });
+    } else {
+        V before[kAccumulators] = {};
+        each_vector<lanes>(s.features, [&](int64_t i, int a) __attribute__((always_inline)) {
+            V value = From::decode(load<typename From::S>(x + i));
+            if (s.added != nullptr) value += load<V>(s.added + i);
+            store(s.row + i, value);
+            before[a] += value;
+        });
+        norm_row<V>(s.row, s.features, s.norm, before, keep);
     }
     if (s.quantized == nullptr) return;
-    if (s.next_norm.weight != nullptr) norm_row<V>(s.row, s.features, s.next_norm);
-    quantize_row<V>(s.row, s.features, s.quantized, s.scale);
+    if (s.next_norm.weight != nullptr) {
+        magnitude = {};
+        norm_row<V>(s.row, s.features, s.next_norm, sums,
+                    [&](int64_t i, int a, const V& value) __attribute__((always_inline)) {
+                        store(s.row + i, value);
+                        magnitude.add(value, a);
+                    });
+    }
+    quantize_row<V>(s.row, s.features, magnitude, s.quantized, s.scale);
 }
 
 template <Activation activation, class V>

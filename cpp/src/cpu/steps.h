@@ -214,7 +214,8 @@ extern const BlockSteps double_blocks_avx2, float_blocks_avx2, double_blocks_avx
 struct EncoderSteps;
 extern const EncoderSteps encoder_portable;
 #ifdef __x86_64__
-extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni;
+extern const EncoderSteps encoder_avx2, encoder_avx_vnni, encoder_avx512, encoder_avx512_vnni,
+    encoder_amx_int8;
 #endif
 
 struct InstructionSet {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,7 +108,8 @@ class Encoder:
     """Layers that run one after another in one native call, for inference on a CPU.
 
     Tensors are kept, not copied, if they are contiguous and of the right dtype; parameters are converted to
-    float32. What is written to them in place counts. The instructions are those of the kernel that a product
+    float32. What is written to them in place counts. With AMX a packed copy of the values is kept, too, and
+    made again once PyTorch has counted a write, which it does not through ``values.data``. The instructions are those of the kernel that a product
     of int8 would run on, also in contexts of `prefer`. Products multiply int8 with exact sums, quantizing
     rows of x as `BlockSparseLinear` does; all else is computed in float32. No gradient is recorded.
 
@@ -127,6 +129,7 @@ class Encoder:
     def __init__(self, layers: Sequence[EncoderLayer]) -> None:
         self._native = _C.Encoder()
         self._kept: list[Tensor] = []
+        self._values: list[Tensor] = []
         if not layers:
             raise InvalidArgumentError("layers must have at least one layer, got none")
         self.hidden = layers[0].qkv.pattern.in_features
@@ -135,6 +138,11 @@ class Encoder:
         # Sizes are checked with a workspace, before anything runs.
         offsets = torch.zeros(1, dtype=torch.int32)
         self._native.workspace_size(DTYPES[torch.float32], 0, 0, offsets.data_ptr(), 0, "")
+        # Writes to tensors of inference mode are not counted, so that their values are read where they lie.
+        self._prepacks = not any(values.is_inference() for values in self._values)
+        self._versions: list[int] = []
+        self._lock = threading.Lock()
+        self._prepack()
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return the hidden states after all layers.
@@ -164,6 +172,7 @@ class Encoder:
         if x.stride(1) != 1 or x.stride(0) < self.hidden:
             x = x.contiguous()
         offsets = offsets.contiguous()
+        self._prepack()
         tokens, sentences = x.shape[0], len(offsets) - 1
         y = torch.empty(tokens, self.hidden, dtype=x.dtype)
         asked = launch.asked_kernel
@@ -179,6 +188,15 @@ class Encoder:
         finally:
             _WORKSPACES.append(workspace)
         return y
+
+    def _prepack(self) -> None:
+        """Pack values that were written to since they were packed."""
+        if not self._prepacks or self._versions == (versions := [values._version for values in self._values]):
+            return
+        with self._lock:
+            if self._versions != versions:
+                self._native.prepack()
+                self._versions = versions
 
     def _add(self, layer: EncoderLayer, name: str) -> None:
         attended = layer.output.pattern.in_features
@@ -233,6 +251,7 @@ class Encoder:
             raise InvalidArgumentError(
                 f"{name}.values must be int8 {list(blocks)}, got {values.dtype} {list(values.shape)}"
             )
+        self._values.append(values)
         arrays = [
             self._keep(array, f"{name}.pattern", dtype=torch.int32)
             for array in (pattern.crow_indices, pattern.col_indices, pattern.slot)

@@ -592,7 +592,7 @@ class Prepared:
             if plan_id:
                 memory = self._plans.get(op, kernel, plan_id)
                 product.use_plan(memory.data_ptr(), memory.numel(), plan_key)
-            packs = self.prepacks and not skips
+            packs = self.prepacks and not (skips or self.on_cpu)
             prepacked = self._prepack(product, op, plan_id, plan_key) if packs else None
             workspace_bytes = product.workspace_size()
             self._streams.read(chain(self._snapshot, self._columns, self._plans.memory()))
@@ -720,7 +720,7 @@ class Prepared:
 
         Not while a graph is captured: its replays would not see the values change.
         """
-        size = product.prepacked_size()  # 0 on the CPU
+        size = product.prepacked_size()
         if size == 0 or torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(self._device)
