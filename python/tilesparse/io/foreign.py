@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._checks import QUANTIZED, SCALE_GROUP
-from .._files import StoredTensor, checked_texts, named, read_header, read_json, read_tensor
+from .._files import StoredTensor, checked_texts, named, read_header, read_json, read_tensor, sentence
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from .manifest import CONFIG, INDEX, WEIGHTS
 from .matrices import Matrix, is_matrix, read_matrix
@@ -320,6 +320,10 @@ FORMATS = (
     ),
     _format("dense", "weight", "", _plain),
 )
+_PARTS = (  # ends that nothing but a part of a weight has
+    *("compressed", "bitmask", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv"),
+    *("weight_zero_point", "scale_packed", "weight_orig", "weight.data", "weight.block_mask"),
+)
 _ENDS = sorted({end for each in FORMATS for end in each.needs | each.allows}, key=len, reverse=True)
 
 
@@ -408,9 +412,17 @@ class Source:
         return [*self._stored, *self._loaded]
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
+        """Read one tensor, with the zeros of a sparse one."""
         stored = self._stored.get(name)
-        return self._loaded[name] if stored is None else read_tensor(stored)
+        if stored is not None:
+            return read_tensor(stored)
+        loaded = self._loaded[name]
+        if not _is_sparse(loaded):
+            return loaded
+        try:
+            return loaded.to_dense()
+        except Exception as error:
+            raise CheckpointError(f"{name}: a sparse tensor cannot be read: {sentence(error)}") from error
 
     def form(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of one tensor, which is not read."""
@@ -437,7 +449,7 @@ class Source:
                     yield Found(layer, format, own)
                     break
             else:
-                if {"compressed", "bitmask", "weight_packed", "weight_orig"} & ends.keys():
+                if not ends.keys().isdisjoint(_PARTS):
                     raise CheckpointError(f"{layer}: tensors are missing beside {', '.join(sorted(ends))}")
 
 
@@ -464,16 +476,25 @@ def _settings(quantization: object) -> Settings:
     return Settings(only if isinstance(only, int) else None, bool(dynamic) and all(dynamic))
 
 
+_LARGEST = 1 << 32  # elements of a sparse tensor, which is read with its zeros
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    from torch.sparse import SparseSemiStructuredTensor
+
+    return tensor.layout != torch.strided or isinstance(tensor, SparseSemiStructuredTensor)
+
+
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of `torch.save`, of which nothing is executed."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
     kinds: list[Any] = [SparseSemiStructuredTensorCUTLASS, SparseSemiStructuredTensorCUSPARSELT]
     try:
-        with torch.serialization.safe_globals(kinds):
+        with torch.serialization.safe_globals(kinds), torch.sparse.check_sparse_tensor_invariants():
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{file.name}: cannot be read as tensors alone: {error}") from error
+        raise CheckpointError(f"{file.name}: cannot be read as tensors alone: {sentence(error)}") from error
     if isinstance(content, Tensor):
         content = {"weight": content}
     for key in ("state_dict", "model_state_dict"):
@@ -487,6 +508,6 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if isinstance(tensor, SparseSemiStructuredTensorCUSPARSELT):
             raise UnsupportedError(f"{name}: a buffer of cuSPARSELt; convert the dense weight")
-        if isinstance(tensor, SparseSemiStructuredTensorCUTLASS) or tensor.layout != torch.strided:
-            tensors[name] = tensor.to_dense()
+        if tensor.numel() > _LARGEST or (not _is_sparse(tensor) and tensor.nbytes > file.stat().st_size):
+            raise CheckpointError(f"{file.name}: {name}: {list(tensor.shape)} is more than the file can hold")
     return tensors
