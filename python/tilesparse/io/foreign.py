@@ -87,17 +87,17 @@ def _mask(parts: Parts) -> Tensor:
             f"{list(bits.shape)} of {bits.dtype}"
         )
     mask = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).view(rows, -1).bool()
-    if bool(mask[:, columns:].any()):
+    if mask.shape[1] > columns and bool(mask[:, columns:].any()):
         raise CheckpointError("bitmask must have zeros behind the last column of a row, got ones")
     return mask[:, :columns].contiguous()
 
 
 def _placed(values: Tensor, mask: Tensor) -> Tensor:
     """Return values, in the order of the mask, in a matrix with zeros elsewhere."""
-    if values.numel() != int(mask.sum()):
+    count = int(mask.count_nonzero())  # several times as fast as a sum
+    if values.numel() != count:
         raise CheckpointError(
-            f"compressed must have a value for each of the {int(mask.sum())} bits that are set, got "
-            f"{values.numel()}"
+            f"compressed must have a value for each of the {count} bits that are set, got {values.numel()}"
         )
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
@@ -108,7 +108,7 @@ def _placed(values: Tensor, mask: Tensor) -> Tensor:
 def _bitmask(parts: Parts, settings: Settings) -> Weight:
     mask = _mask(parts)
     starts = parts.get("row_offsets")
-    counts = mask.sum(1)
+    counts = mask.count_nonzero(1)
     if starts is not None and not torch.equal(starts.flatten(), counts.cumsum(0) - counts):
         raise CheckpointError("row_offsets must be where the rows of bitmask begin, got others")
     return _scaled(_placed(parts["compressed"], mask), parts, settings)
