@@ -199,7 +199,7 @@ class BlockSparse:
 
     Args:
         values: [nnz, rows, columns] of blocks, in the order of the pattern's entries; float64, float32,
-            bfloat16 or float16. Arrays of other libraries are taken through DLPack.
+            bfloat16, float16 or int8. Arrays of other libraries are taken through DLPack.
         pattern: their places.
 
     Raises:
@@ -331,14 +331,19 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def matmul(a: Any, b: Any, *, precision: Any = None) -> jax.Array:
+def matmul(a: Any, b: Any, *, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """Multiply a `BlockSparse` with a dense array, or a dense array with it; differentiable.
+
+    int8 has the products ``W @ x`` and ``x @ W.T``, on CPUs, with sums that are exact until they are rounded
+    to ``preferred_element_type``: scales of tokens and of outputs are factors of the result.
 
     Args:
         a: [..., m, k] or [k]; or a matrix.
         b: [..., k, n] or [k]; or a matrix, if ``a`` is none. Both get the dtype that JAX gives a sum of them.
         precision: of float32 on a GPU, as in ``jax.numpy.matmul``; None is
             ``jax.default_matmul_precision``, which is TF32 unless it is set.
+        preferred_element_type: dtype of the result where ``a`` and ``b`` are int8: float32, bfloat16 or
+            float16.
 
     Raises:
         InvalidArgumentError: the shapes do not fit, or a dtype has no product.
@@ -354,18 +359,44 @@ def matmul(a: Any, b: Any, *, precision: Any = None) -> jax.Array:
         raise InvalidArgumentError(
             f"{name} must have {features} elements on axis {axis}, got shape {x.shape}"
         )
-    dtype = jnp.result_type(x, matrix.values)
-    if dtype.name not in _DTYPES:
-        raise InvalidArgumentError(f"a and b must have a dtype of {list(_DTYPES)}, got {dtype.name}")
+    dtype, op = jnp.result_type(x, matrix.values), _NN if left == matrix._transposed else _NT
+    result = _result_dtype(dtype, preferred_element_type)
+    if dtype == jnp.int8:
+        _check_int8(matrix.pattern, op)
     x, values = x.astype(dtype), matrix.values.astype(dtype)
-    op = _NN if left == matrix._transposed else _NT
-    run = functools.partial(_product, matrix.pattern, op, values=values, precision=precision)
+    run = functools.partial(_product, matrix.pattern, op, values=values, precision=precision, result=result)
     if axis == -1:
         y = run(x.reshape(1, math.prod(x.shape[:-1]), features), columns=False)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    if x.ndim == 2 and x.shape[1] * dtype.itemsize % _VECTOR == 0:
+    if x.ndim == 2 and x.shape[1] * dtype.itemsize % _VECTOR == 0 and dtype != jnp.int8:
         return run(x[None], columns=True)[0]
-    return matmul(jnp.swapaxes(x, -1, -2), matrix.T, precision=precision).swapaxes(-1, -2)
+    swapped = jnp.swapaxes(x, -1, -2)
+    y = matmul(swapped, matrix.T, precision=precision, preferred_element_type=preferred_element_type)
+    return y.swapaxes(-1, -2)
+
+
+def _check_int8(pattern: Pattern, op: int) -> None:
+    (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
+    if op == _NN:
+        raise InvalidArgumentError("a and b of int8 must be W @ x or x @ W.T, got x @ W or W.T @ x")
+    if not {bn, bk} <= {16, 32, 64, 128} or rows % bn or cols % bk or cols >= 2**17:
+        raise InvalidArgumentError(
+            "blocks of int8 must have sides of 16, 32, 64 or 128 that divide a matrix of fewer than 2^17 "
+            f"columns, got {bn}x{bk} in {rows}x{cols}"
+        )
+
+
+def _result_dtype(dtype: Any, preferred: Any) -> Any:
+    """Return the dtype of a product of operands of one dtype."""
+    allowed = list(_DTYPES)[1:] if dtype == jnp.int8 else [dtype.name]
+    if dtype.name not in _DTYPES and dtype != jnp.int8:
+        raise InvalidArgumentError(f"a and b must have a dtype of {[*_DTYPES, 'int8']}, got {dtype.name}")
+    result = dtype if preferred is None else jnp.dtype(preferred)
+    if result.name not in allowed:
+        raise InvalidArgumentError(
+            f"preferred_element_type must be one of {allowed} for {dtype.name}, got {preferred}"
+        )
+    return result
 
 
 def sddmm(a: Any, b: Any, pattern: Pattern, *, precision: Any = None) -> BlockSparse:
@@ -394,15 +425,19 @@ def sddmm(a: Any, b: Any, pattern: Pattern, *, precision: Any = None) -> BlockSp
     a, b = a.astype(dtype), b.astype(dtype)
     columns = a.shape[1] * dtype.itemsize % _VECTOR == 0
     y = (a if columns else a.T)[None]
-    values = _bind(pattern, _TN, y, b[None], (0, int(columns)), precision)[0]
+    values = _bind(pattern, _TN, y, b[None], (0, int(columns)), precision, dtype)[0]
     return _made(values, pattern, False)
 
 
-def _product(pattern: Pattern, op: int, x: Any, values: Any, precision: Any, columns: bool) -> jax.Array:
-    return _bind(pattern, op, x, values[None], (int(columns),) * 2, precision)
+def _product(
+    pattern: Pattern, op: int, x: Any, values: Any, precision: Any, columns: bool, result: Any
+) -> jax.Array:
+    return _bind(pattern, op, x, values[None], (int(columns),) * 2, precision, result)
 
 
-def _bind(pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, precision: Any) -> Any:
+def _bind(
+    pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, precision: Any, result: Any
+) -> Any:
     tf32 = _in_tf32(precision) and first.dtype == np.float32
     index = () if pattern.is_static else (*pattern._rows()[:2], *pattern._columns())
     return _primitive.bind(
@@ -412,6 +447,7 @@ def _bind(pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, pr
         block_shape=pattern.block_shape,
         layouts=layouts,
         tf32=tf32,
+        dtype=result,
         pattern=pattern if pattern.is_static else None,
     )
 
@@ -468,7 +504,7 @@ def _abstract(first: Any, second: Any, *index: Any, **params: Any) -> Any:
     # Inside of jax.shard_map it varies as the operands do; elsewhere its sharding is left to XLA.
     replicated = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(first.sharding.mesh, replicated)
-    return first.update(shape=shape, weak_type=False, sharding=sharding)
+    return first.update(shape=shape, dtype=params["dtype"], weak_type=False, sharding=sharding)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -564,6 +600,11 @@ def _lowering(platform: str) -> Callable[..., Any]:
         else:
             arrays = *index[:2], jnp.arange(index[1].shape[0], dtype=jnp.int32)
         kernel, plan = 0, np.zeros(0, np.uint8)
+        scales: list[Any] = []
+        if first.dtype == jnp.int8:
+            if platform == "cuda":
+                raise InvalidTypeError(f"a and b must have a dtype of {list(_DTYPES)} on a GPU, got int8")
+            scales = [jnp.ones(size, jnp.float32) for size in (first.shape[1], params["shape"][0])]
         if platform == "cuda" and pattern is not None:
             columns = layouts[0] if op == _NT else layouts[1]
             tokens = first.shape[2 if columns else 1]
@@ -578,9 +619,9 @@ def _lowering(platform: str) -> Callable[..., Any]:
             "kernel": kernel,
         }
         shape = _result_shape(first, second, arrays[1].shape[0], params)
-        product = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(shape, first.dtype))
+        product = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(shape, params["dtype"]))
         numbers = {name: np.int32(number) for name, number in attributes.items()}
-        return product(first, second, *arrays, plan, **numbers)
+        return product(first, second, *arrays, plan, *scales, **numbers)
 
     return call
 

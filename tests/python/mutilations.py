@@ -1,9 +1,10 @@
-"""Mutilated checkpoints: every way to damage or forge one that the tests know, from tiny valid ones."""
+"""Mutilated checkpoints: ways to damage or forge one that the tests know, from tiny valid ones."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,3 +324,34 @@ def _with_index(change: Change, guarded: bool) -> Callable[[Path], None]:
             _with_section(_drop("files"))(folder)
 
     return apply
+
+
+def damaged(path: Path, generator: random.Random) -> str:
+    """Damage a file at random, as its kind allows, and say how."""
+    data = bytearray(path.read_bytes())
+    size = len(data)
+    if path.suffix == ".safetensors" and generator.random() < 0.5:
+        size = 8 + int.from_bytes(data[:8], "little")  # the header
+    place, count = generator.randrange(size), generator.choice([1, 1, 2, 8])
+    kind = generator.choice(["cut", "flip", "change", "insert", "delete", "repeat", "number"])
+    if kind == "cut":
+        del data[place:]
+    elif kind == "flip":
+        for _ in range(count):
+            data[generator.randrange(size)] ^= 1 << generator.randrange(8)
+    elif kind == "change":
+        for _ in range(count):
+            data[generator.randrange(size)] = generator.choice([0, 32, 45, 48, 57, 101, 127, 128, 255])
+    elif kind == "insert":
+        data[place:place] = generator.randbytes(count)
+    elif kind == "delete":
+        del data[place : place + count]
+    elif kind == "repeat":
+        data[place:place] = data[place : place + generator.randrange(1, 40)]
+    else:  # another number in place of one
+        numbers = [*re.finditer(rb"\d+", data[:size])]
+        found = generator.choice(numbers or [re.match(b"", b"")])
+        other = generator.choice([b"0", b"-1", b"3", b"64", b"2147483648", b"9223372036854775807", b"1e5"])
+        data[found.start() : found.end()] = other
+    path.write_bytes(data)
+    return f"{path.name}: {kind} at {place} of {size}"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,8 @@ import scipy.io
 import scipy.sparse
 import torch
 from helpers import seeded
+from mutilations import FIRST, SECOND
+from mutilations import damaged as damaged_at_random
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
@@ -31,7 +36,8 @@ import tilesparse as ts
 from tilesparse import BlockPattern
 from tilesparse.cli import main
 from tilesparse.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
-from tilesparse.io.conversion import ConvertReport, _structure, convert
+from tilesparse.io.conversion import _structure, convert
+from tilesparse.io.manifest import INDEX
 from tilesparse.nn.weight import dense_blocks
 
 DATA = Path(__file__).parents[1] / "data/compressed-tensors"
@@ -492,6 +498,8 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "another shape": ("sparse-24-bitmask", put("shape", lambda t: t * 2), "bitmask"),
     "negative shape": ("sparse-24-bitmask", put("shape", lambda t: -t), "bitmask"),
     "no shape": ("sparse-24-bitmask", lambda t: t.pop(f"{LAYER}.shape"), "missing"),
+    "no codes": ("int4", lambda t: t.pop(f"{LAYER}.weight_packed"), "missing beside weight_scale"),
+    "no values": ("int8", lambda t: t.pop(f"{LAYER}.weight"), "missing beside weight_scale"),
     "no scale": ("int8", lambda t: t.pop(f"{LAYER}.weight_scale"), "weight_scale"),
     "scales of other rows": ("int8", put("weight_scale", lambda t: t[:-1]), "weight_scale"),
     "infinite scales": ("float8", put("weight_scale", lambda t: t * torch.inf), "finite"),
@@ -588,27 +596,116 @@ def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_damaged_files_give_no_checkpoint(tmp_path: Path) -> None:
-    """Bytes of headers and masks at random: a refusal, or the values that are there; never another error."""
-    generator = np.random.default_rng(0)
-    source = tmp_path / "source"
-    shutil.copytree(DATA / "sparse-24-bitmask+int8", source)
-    file = source / "model.safetensors"
-    whole = file.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    refused = 0
-    for _ in range(300):
-        data = bytearray(whole)
-        for place in generator.integers(0, header, generator.integers(1, 4)):
-            data[place] = generator.integers(256)
-        file.write_bytes(bytes(data[: generator.integers(len(data)) if generator.random() < 0.2 else None]))
+def source_kinds(folder: Path) -> dict[str, Path]:
+    """A small source of each kind."""
+    weight = torch.randn(64, 64, generator=seeded()).bfloat16().double()
+    weight[:32], weight[32:, 16:] = 0, 0
+    matrix = scipy.sparse.coo_array(weight.numpy())
+    scipy.io.mmwrite(folder / "m.mtx", matrix, precision=6)
+    (folder / "m.mtx.gz").write_bytes(gzip.compress((folder / "m.mtx").read_bytes()))
+    scipy.sparse.save_npz(folder / "m.npz", matrix.tobsr(blocksize=(16, 16)))
+    scipy.sparse.save_npz(folder / "plain.npz", matrix, compressed=False)
+    stored(folder / "m.pt", {"a.weight": weight.float(), "b.weight": weight.to_sparse_bsr((32, 32))})
+    two = folder / "two"
+    two.mkdir()
+    save_file({"a.weight": weight.float()}, two / FIRST)
+    save_file({"b.weight": weight.half()}, two / SECOND)
+    (two / INDEX).write_text(json.dumps({"weight_map": {"a.weight": FIRST, "b.weight": SECOND}}))
+    for kind in ("sparse-24-bitmask", "sparse-bitmask+int8", "int4"):
+        tensors = load_file(DATA / kind / "model.safetensors")
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{LAYER}.")}
+        (folder / kind).mkdir()
+        save_file(own, folder / kind / "model.safetensors")
+        shutil.copyfile(DATA / kind / "config.json", folder / kind / "config.json")
+    return {path.name: path for path in sorted(folder.iterdir())}
+
+
+def exact(path: Path) -> dict[str, Tensor]:
+    """The matrices of a source, read value by value and without mercy, each of which has a weight's name."""
+    if path.name.endswith((".mtx", ".mtx.gz")):
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        head, *rest = (line.lower().split() for line in data.decode("ascii").splitlines())
+        (rows, cols, count), *entries = (words for words in rest if words and not words[0].startswith("%"))
+        dense = torch.zeros(int(rows), int(cols), dtype=torch.float64)
+        assert head == ["%%matrixmarket", "matrix", "coordinate", head[3], head[4]] and len(entries) == int(
+            count
+        )
+        for i, j, *value in entries:
+            number = float(int(value[0]) if "integer" in head[3] else value[0]) if value else 1.0
+            assert head[3] != "pattern" or not value
+            assert int(i) > 0 and int(j) > 0
+            dense[int(i) - 1, int(j) - 1] += number
+            if head[4] != "general" and i != j:
+                dense[int(j) - 1, int(i) - 1] += -number if head[4].startswith("skew") else number
+        return {"weight": dense}
+    if path.suffix == ".npz":
+        return {"weight": torch.from_numpy(scipy.sparse.load_npz(path).toarray())}
+    if path.suffix == ".pt":
+        return {name: value.to_dense() for name, value in torch.load(path, weights_only=True).items()}
+    tensors = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+    layers = {name.rpartition(".")[0] for name in tensors}
+    return (
+        {f"{layer}.weight": dense_of(tensors, layer) for layer in layers}
+        if "+" in path.name or "24" in path.name or path.name == "int4"
+        else tensors
+    )
+
+
+def test_damaged_sources(tmp_path: Path) -> None:
+    """Bytes of every kind of source, changed at random: a sentence, or the values that the file has then.
+
+    TILESPARSE_DAMAGED is the number of files.
+    """
+    (tmp_path / "sources").mkdir()
+    kinds, generator = source_kinds(tmp_path / "sources"), random.Random(0)
+    document = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    reader: dict[str, Any] = {}
+    exec(
+        next(code for code in re.findall(r"```python\n(.*?)```", document, re.S) if "def dense" in code),
+        reader,
+    )
+    wrong, refused = [], 0
+    count = int(os.environ.get("TILESPARSE_DAMAGED", "300"))
+    new = tmp_path / "new"
+    for number in range(count):
+        kind = [*kinds][number % len(kinds)]
+        path = tmp_path / kind
+        (shutil.copytree if kinds[kind].is_dir() else shutil.copyfile)(kinds[kind], path)
+        text = damaged_at_random(generator.choice([*path.iterdir()]) if path.is_dir() else path, generator)
+        before = {file.name for file in tmp_path.iterdir()}
         try:
-            report = convert(source, None)
-        except (CheckpointError, UnsupportedError):
+            report = convert(path, new)
+        except (CheckpointError, UnsupportedError, InvalidArgumentError) as error:
             refused += 1
+            if "\n" in str(error) or not 10 < len(str(error)) < 500:
+                wrong.append(f"{kind}, {text}: no sentence: {error}")
         else:
-            assert isinstance(report, ConvertReport)
-    assert refused > 200
+            others = load_file(new / "model.safetensors")
+            config = json.loads((new / "config.json").read_text())
+            config.setdefault("tilesparse", config.get("quantization_config"))  # as the reader wants it
+            (new / "config.json").write_text(json.dumps(config))
+            found = {
+                layer.name: reader["dense"](str(new), layer.name)
+                if layer.spec
+                else others[f"{layer.name}.weight".lstrip(".")]
+                for layer in report.layers
+            }
+            try:
+                wanted = exact(path)
+            except Exception as error:
+                wrong.append(f"{kind}, {text}: converted, but {error!r}")
+                wanted = {}
+            for name, value in found.items():
+                right = wanted.get(f"{name}.weight".lstrip("."))
+                if right is None or not np.allclose(
+                    value.double(), right.double(), rtol=0.01, atol=1e-30, equal_nan=True
+                ):
+                    wrong.append(f"{kind}, {text}: {name} has other values")
+            shutil.rmtree(new)
+        assert {file.name for file in tmp_path.iterdir()} == before
+        (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+    assert not wrong, "\n".join(wrong)
+    assert refused > count / 3
 
 
 def test_large_checkpoints_have_several_files(tmp_path: Path) -> None:

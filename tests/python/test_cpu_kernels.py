@@ -114,6 +114,16 @@ def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
         check(row, Problem(pattern, 96 * processors + more, *draw.choice(accepted_layouts(row)), **options))
 
 
+@only(torch.float64, torch.float32)
+@pytest.mark.parametrize("block_shape", [(16, 128), (128, 16)])
+def test_panels_beyond_the_cache(row: Row, block_shape: tuple[int, int]) -> None:
+    """They are multiplied in slices, of which some block rows have no entries."""
+    draw, tokens = random.Random(f"{row}"), 96 * _C.device_info(CPU).multiprocessors + 17
+    shape = (8192, 1152) if row.op == DDS_NN else (1152, 8192)
+    pattern = random_pattern((shape[0] // block_shape[0], shape[1] // block_shape[1]), block_shape, 0.03)
+    check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **draw.choice(OPTIONS[row.op])))
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_adversarial_patterns(row: Row, name: str) -> None:
     draw = random.Random(f"{row} {name}")

@@ -109,6 +109,64 @@ def test_products(
     close(operands[0] @ kinds(dense, block)[0], operands[0] @ dense)  # without jit
 
 
+def test_int8(platform: str, rng: np.random.Generator) -> None:
+    """Sums are exact, and rounded once; a JAX program multiplies them by scales."""
+
+    def product(matrix: tsj.BlockSparse, x: Any, dtype: str) -> Any:
+        return tsj.matmul(x, matrix.T, preferred_element_type=dtype)
+
+    def equal(found: Any, exact: np.ndarray) -> None:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(jnp.asarray(exact, found.dtype)))
+
+    dense = dense_matrix(rng, (384, 512), (32, 64)).round().astype(np.int8)
+    x = rng.integers(-128, 128, (3, 5, 512)).astype(np.int8)
+    exact = x.astype(np.float64) @ dense.astype(np.float64).T
+    for matrix in kinds(dense, (32, 64)):
+        assert matrix.dtype == jnp.int8
+        if platform == "cuda":
+            with pytest.raises(InvalidTypeError, match="on a GPU, got int8"):
+                product(matrix, x, "float32")
+            continue
+        for dtype in ("float32", "bfloat16", "float16"):
+            found = jax.jit(product, static_argnums=2)(matrix, x, dtype)
+            assert found.dtype == dtype
+            equal(found, exact)
+        equal(jax.vmap(product, in_axes=(None, 0, None))(matrix, x, "float32"), exact)
+        equal(tsj.matmul(matrix, x[0].T, preferred_element_type="float32"), exact[0].T)
+        batch = jnp.stack((matrix.values, -matrix.values))
+        found = jax.vmap(lambda values, m: product(m.with_values(values), x[0], "float32"), (0, None))(
+            batch, matrix
+        )
+        equal(found, np.stack((exact[0], -exact[0])))
+        equal(x[0].astype(np.float32) @ matrix.T, exact[0])  # of values in float32
+
+
+@pytest.mark.parametrize(
+    ("block", "product", "message"),
+    [
+        (
+            32,
+            lambda m, x: m @ x,
+            r"preferred_element_type must be one of \['float32', 'float16', 'bfloat16'\] for int8",
+        ),
+        (32, lambda m, x: tsj.matmul(m, x, preferred_element_type="int32"), "for int8, got int32"),
+        (32, lambda m, x: tsj.matmul(x.T, m, preferred_element_type="float32"), "W @ x or x @ W.T, got"),
+        (8, lambda m, x: tsj.matmul(m, x, preferred_element_type="float32"), "sides of 16, 32, 64 or 128"),
+        (
+            32,
+            lambda m, x: tsj.matmul(m, x.astype(np.float32), preferred_element_type="float64"),
+            "for float32, got",
+        ),
+        (32, lambda m, x: m @ x.astype(np.int32), "a and b must have a dtype of .*'int8'.*, got int32"),
+        (32, lambda m, x: tsj.sddmm(x, x.T, m.pattern), "a and b must have a dtype of .*, got int8"),
+    ],
+)
+def test_int8_has_some_products(block: int, product: Any, message: str) -> None:
+    matrix = tsj.BlockSparse.from_dense(np.ones((64, 64), np.int8), block_shape=block)
+    with pytest.raises(InvalidArgumentError, match=message):
+        product(matrix, np.ones((64, 64), np.int8))
+
+
 def test_tf32_is_that_of_jax(rng: np.random.Generator) -> None:
     assert [tsj._in_tf32(one) for one in (None, "highest", jax.lax.Precision.DEFAULT, "tensorfloat32")] == [
         True, False, True, True,

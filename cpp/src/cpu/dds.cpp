@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kLeastChunkTokens = 96;  // for which values are read from memory
 constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visited together
+constexpr int64_t kSliceFeatures = 1024;   // whose sums wait for the next slice of the panels
 
 class Dds {
   public:
@@ -43,6 +44,7 @@ class Dds {
         panels_ = workspace_.take(packed_tokens * depth_ * steps_.packed_size);
         values_ = workspace_.take(device.multiprocessors * (kTaskFeatures / rows_) * value_bytes_);
         zeros_ = workspace_.take(steps_.x_offset ? device.multiprocessors * input_features_ : 0);
+        sums_ = workspace_.take(slice_ < input_features_ ? device.multiprocessors * sum_bytes() : 0);
     }
 
     size_t workspace_size() const { return workspace_.size(); }
@@ -83,9 +85,13 @@ class Dds {
             for (int64_t token = begin; token < end && !by_tokens_; token += steps_.tile)
                 for (int64_t feature = 0; feature < input_features_; feature += kPackedFeatures)
                     pack_input(panels, feature, token, end);
-            for (int64_t feature = 0; feature < features_; feature += kTaskFeatures)
-                compute(panels, feature, std::min(feature + kTaskFeatures, features_), begin, end,
-                        member.thread());
+            for (int64_t first = 0; first < features_; first += kSliceFeatures)
+                for (int64_t slice = 0; slice == 0 || slice < input_features_;
+                     slice += std::max<int64_t>(slice_, 1))
+                    for (int64_t feature = first; feature < std::min(first + kSliceFeatures, features_);
+                         feature += kTaskFeatures)
+                        compute(panels, feature, std::min(feature + kTaskFeatures, features_), begin, end,
+                                member.thread(), slice);
         });
     }
 
@@ -117,6 +123,13 @@ class Dds {
         if (p_.tokens >= threads * kLeastChunkTokens) {
             own_chunks_ = threads * ceil_div(p_.tokens, threads * chunk_);
             chunk_ = ceil_div(ceil_div(p_.tokens, steps_.lanes), own_chunks_) * steps_.lanes;
+            const int64_t feature_bytes = most_chunk() * steps_.packed_size;
+            // Block rows of a task that have panels of their own come back to more of them than the cache
+            // holds. For one block row sums would pass by more often than panels.
+            if (direct_ && steps_.pair == 1 && block_ < kTaskFeatures &&
+                input_features_ * feature_bytes > cache_bytes())
+                slice_ =
+                    std::max<int64_t>(cache_bytes() / 2 / feature_bytes / depth_block_, 1) * depth_block_;
             return;
         }
         if (ceil_div(features_, task_features_) * ceil_div(p_.tokens, chunk_) < tasks) {
@@ -150,18 +163,31 @@ class Dds {
             false, offset(panel(panels, token), feature / steps_.pair * width * steps_.packed_size), width);
     }
 
-    // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread.
+    int64_t sum_bytes() const { return most_chunk() * kSliceFeatures * steps_.packed_size; }
+
+    // Computes features [feature, feature_end) of tokens [token, token_end), tile by tile, in one thread:
+    // adds the products of the slice that begins at an input feature.
     void compute(const Panels& panels, int64_t feature, int64_t feature_end, int64_t token, int64_t token_end,
-                 int thread) const {
-        alignas(64) std::byte sums[kSumBytes];
+                 int thread, int64_t slice = 0) const {
+        alignas(64) std::byte own_sums[kSumBytes];
+        const bool is_last = slice + slice_ >= input_features_;
+        const int64_t group = feature_end - feature;
         alignas(64) int32_t offsets[kTaskFeatures] = {};
         RowTile row_tiles[kTaskFeatures / kMinRows];
         const int64_t count = (feature_end - feature) / rows_, place = thread * (kTaskFeatures / rows_);
-        for (int64_t i = 0; i < count; ++i) row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
+        for (int64_t i = 0; i < count; ++i) {
+            row_tiles[i] = row_tile_of(feature + i * rows_, place + i);
+            if (slice_ < input_features_) cut(row_tiles[i], slice);
+        }
         for (const int64_t first = token; token < token_end; token += steps_.tile) {
             const int64_t tokens = tile_tokens(token, token_end);
-            const Output output = output_of(feature, feature_end - feature, token, tokens, sums, offsets);
-            prefetch_output(output, element_size(p_.result_dtype));
+            std::byte* sums = own_sums;
+            if (slice_ < input_features_)
+                sums =
+                    sums_ + thread * sum_bytes() +
+                    (feature % kSliceFeatures * most_chunk() + (token - first) * group) * steps_.packed_size;
+            const Output output = output_of(feature, group, token, tokens, sums, offsets);
+            if (is_last) prefetch_output(output, element_size(p_.result_dtype));
             for (int64_t i = 0; i < count; ++i) {
                 RowTile& tile = row_tiles[i];
                 if (by_tokens_) {
@@ -178,8 +204,18 @@ class Dds {
                 // The cache holds the values by now.
                 if (steps_.x_offset && token == first) sum_offsets(tile, zeros(thread), offsets + i * rows_);
             }
-            finish_(output);
+            if (is_last) finish_(output);
         }
+    }
+
+    // Leaves the entries of a row tile that lie in a slice.
+    void cut(RowTile& tile, int64_t slice) const {
+        const auto entry_of = [&](int64_t feature) {
+            const int32_t* end = tile.idx + tile.entries;
+            return std::lower_bound(tile.idx, end, feature / depth_block_) - tile.idx;
+        };
+        tile.first = entry_of(slice);
+        tile.entries = entry_of(slice + slice_);
     }
 
     std::byte* zeros(int thread) const { return zeros_ + thread * input_features_; }
@@ -281,10 +317,14 @@ class Dds {
     const int64_t value_bytes_;
     int64_t own_chunks_ = 0;                // of tokens, each of one thread
     int64_t chunk_, task_features_, wave_;  // tokens, features and tokens
+    // Input features of a chunk that are multiplied before the next ones, so that their panels stay in the
+    // cache: all of them where slices do not pay.
+    int64_t slice_ = input_features_;
     Workspace workspace_;
     std::byte* panels_;
     std::byte* values_;  // of each thread
     std::byte* zeros_;   // a packed token of each thread
+    std::byte* sums_;    // of each thread, of features and tokens that have further slices
 };
 
 }  // namespace

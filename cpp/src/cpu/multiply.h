@@ -105,7 +105,7 @@ TS_INLINE void multiply_tile(const RowTile& s) {
     constexpr int across_rows = Vectors == 1 ? 2 * Rows : Rows;
     const int64_t panel_bytes = s.depth * Vectors * static_cast<int64_t>(sizeof(typename P::Operand));
     const int64_t batch = std::max<int64_t>(1, kFirstCacheBytes / panel_bytes);
-    int64_t first = 0;
+    int64_t first = s.first;
     do {
         const int64_t last = std::min(first + batch, s.entries);
         if (s.a_row == 1)

@@ -57,6 +57,7 @@ struct RowTile {
     int64_t entries, depth;
     int64_t rows, columns;  // 16 or 32; whole vectors, at most a tile
     void* sums;             // [rows, columns]
+    int64_t first = 0;      // entry, of steps without pairs: sums are there of those before it
 };
 
 // A row tile of 32 features for row-major x, transposed: sums[t][f] = sum over entries e

@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +42,8 @@ from .manifest import (
 )
 from .matrices import Matrix
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 _OF_2_4 = 0.75  # of the time of dense blocks
 _WORTH = 0.9  # of a dense product: above, weights that are not quantized stay dense
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -131,7 +136,7 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint of another library to one that `load`, Transformers and vLLM read.
 
-    Weights are read one at a time and stored as their zeros and codes allow without rounding: blocks, 2:4, 8
+    Weights are read two at a time and stored as their zeros and codes allow without rounding: blocks, 2:4, 8
     or 4 bits with the scales of the file. What fits no structure stays dense and is reported; nothing is
     pruned.
 
@@ -144,7 +149,7 @@ def convert(
         folder: the new checkpoint, empty or not there yet; None writes nothing and only reports.
         dtype: of activations, biases and dequantized weights where weights are quantized; None is that of the
             configuration, or bfloat16.
-        max_shard_size: as of `save`; memory holds one such file and one weight.
+        max_shard_size: as of `save`; memory holds one such file and two weights.
 
     Raises:
         CheckpointError: a file is damaged or contradicts another; nothing was written.
@@ -230,8 +235,8 @@ def _converted(
         entries |= {} if spec is None else {"": spec.to_json()}
         for name, tensor in tensors.items() if shards is not None else ():
             shards.add(name, tensor)
-    for found in weights:
-        layer, tensors, spec = _converted_weight(source, found, dtype)
+    convert_one = partial(_converted_weight, source, dtype=dtype)
+    for found, (layer, tensors, spec) in zip(weights, _two_at_a_time(convert_one, weights), strict=True):
         if layer is None:
             copied += 1
         else:
@@ -244,6 +249,19 @@ def _converted(
     return ConvertReport(tuple(layers), copied), entries
 
 
+def _two_at_a_time(function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+    """Map in order, in two threads, with no more than two results that wait."""
+    with ThreadPoolExecutor(2) as pool:
+        pending = deque[Future[_Out]]()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) == 2:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+@torch.no_grad()
 def _converted_weight(
     source: Source, found: Found, dtype: torch.dtype
 ) -> tuple[ConvertedLayer | None, dict[str, Tensor], LayerSpec | None]:
@@ -361,10 +379,10 @@ def _structure(nonzero: Tensor) -> Structure:
     # The fewest passes over the matrix: rows in groups first, then columns of those.
     bands = nonzero.view(torch.uint8)
     if rows % least == 0:
-        bands = bands.view(-1, least, columns).amax(1)
+        bands = _bands(bands, least)
     kept = {}
     if rows % least == 0 and columns % least == 0:
-        tiles = bands.view(len(bands), -1, least).amax(2)
+        tiles = _tiles(bands, least)
         for size in BLOCK_SIZES:
             if rows % size == 0 and columns % size == 0:
                 grid = tiles.view(rows // size, size // least, columns // size, size // least)
@@ -379,6 +397,15 @@ def _structure(nonzero: Tensor) -> Structure:
         columns=columns - int(bands.amax(0).count_nonzero()),
         kept=kept,
     )
+
+
+def _bands(bytes: Tensor, size: int) -> Tensor:
+    """Return the largest of each column in rows of a size, together with `_tiles` the fastest order."""
+    return bytes.view(-1, size, bytes.shape[1]).amax(1)
+
+
+def _tiles(bands: Tensor, size: int) -> Tensor:
+    return bands.view(len(bands), -1, size).amax(2)
 
 
 def _most(nonzero: Tensor, size: int, dtype: torch.dtype) -> int:
@@ -435,7 +462,8 @@ def _stored(
 ) -> tuple[dict[str, Tensor], LayerSpec]:
     """Return the tensors of a layer with this weight, and its spec."""
     size, (storage, _, nm, activations) = choice.size, choice
-    pattern = BlockPattern.from_mask(nonzero, block_shape=size)
+    kept = _tiles(_bands(nonzero.view(torch.uint8), size), size)
+    pattern = BlockPattern.from_block_mask(kept.bool(), block_shape=size)
     rows, columns = pattern.block_indices()
     integers = weight.values.view(torch.uint8) if weight.values.itemsize == 1 else weight.values
     blocks = blocks_of(integers, (size, size))[rows, columns].view(weight.values.dtype)
