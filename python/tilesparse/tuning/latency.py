@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -69,7 +69,7 @@ class LatencyTable:
             times = {
                 other.density: time
                 for other, time in measured.items()
-                if other is not None and _form(other) == _form(config)
+                if other is not None and replace(other, density=config.density) == config
             }
             densities = sorted(times)
             if densities and densities[0] < config.density < densities[-1]:
@@ -263,8 +263,3 @@ def time_layers(
         raise InvalidArgumentError(f"layers must all be on one device, got {sorted(map(str, devices))}")
     device = device_to_measure(devices.pop())
     return dict(zip(calls, milliseconds(list(calls.values()), device, repetitions), strict=True))
-
-
-def _form(config: BlockSparseConfig) -> tuple[Any, ...]:
-    stored = config.storage, config.granularity, config.activations
-    return config.block_shape, config.nm, *stored, config.policy
