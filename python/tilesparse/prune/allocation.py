@@ -42,7 +42,7 @@ from ..model.targets import (
 )
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
-from ..tuning.latency import LatencyTable
+from ..tuning.measure import LatencyTable
 from .driver import Run, check_numbers
 from .scores import GRADIENT_METHODS
 
