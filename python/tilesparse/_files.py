@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -167,8 +166,7 @@ def chunks(tensor: Tensor) -> Iterable[memoryview]:
     """Yield the memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
-    flat = tensor.view(-1).view(torch.uint8)  # not numpy's memory, since numpy need not be installed
-    data = memoryview((ctypes.c_char * len(flat)).from_address(flat.data_ptr())).cast("B")
+    data = tensor.view(-1).view(torch.uint8).numpy().data
     for begin in range(0, len(data), _CHUNK):
         yield data[begin : begin + _CHUNK]
 

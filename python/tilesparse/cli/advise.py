@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
         check_writable("--json", arguments.json)
     device: torch.device = arguments.device
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    model, is_random = load_or_make_model(arguments.model, "advise", device, dtype)
+    model, is_random = load_or_make_model(arguments.model, device, dtype)
     batch = random_batch(model, arguments.batch, arguments.tokens, device)
     report = advise(
         model,

@@ -97,11 +97,6 @@ def _default_device() -> torch.device:
 
 
 DTYPES = {dtype_name(dtype): dtype for dtype in _checks.DTYPES}
-VALUES_DTYPES = {
-    "int4" if dtype == _checks.PACKED else dtype_name(dtype): code for dtype, code in _checks.SCALED.items()
-}
-# In the order of their numbers.
-KERNEL_DTYPES = ("default", *map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))
 
 
 def parse_count(text: str) -> int:
@@ -200,28 +195,26 @@ def product_of(arguments: argparse.Namespace, op: str, tokens: int) -> Product:
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
-def load_model(name: str, command: str) -> Any:
-    """Return a model of the class that its config names; messages name the command."""
-    kind, _ = _class_and_config(name, command)
+def load_model(name: str) -> Any:
+    """Return a model of the class that its config names: a folder's, or that of a name on the Hub."""
+    kind, _ = _class_and_config(name)
     with _reported():
         return kind.from_pretrained(name, dtype="auto")
 
 
-def load_tokenizer(name: str, command: str) -> Any:
+def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model, see `load_model`."""
-    transformers = _transformers(command)
+    transformers = _transformers()
     with _reported():
         return transformers.AutoTokenizer.from_pretrained(name)
 
 
-def load_or_make_model(
-    name: str, command: str, device: torch.device, dtype: torch.dtype | None
-) -> tuple[nn.Module, bool]:
+def load_or_make_model(name: str, device: torch.device, dtype: torch.dtype | None) -> tuple[nn.Module, bool]:
     """Return a model in evaluation mode on a device, and True if its weights are random.
 
     They are where the folder has a config alone, or the name is that of the config's file.
     """
-    kind, config = _class_and_config(name, command)
+    kind, config = _class_and_config(name)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # which would keep what each call adds to it
     path = Path(name)
@@ -256,21 +249,19 @@ def random_batch(model: Any, batch: int, tokens: int, device: torch.device) -> d
     return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
 
 
-def _class_and_config(name: str, command: str) -> tuple[Any, Any]:
-    transformers = _transformers(command)
+def _class_and_config(name: str) -> tuple[Any, Any]:
+    transformers = _transformers()
     with _reported():
         config = transformers.AutoConfig.from_pretrained(name)
     architecture = (config.architectures or ["AutoModel"])[0]
     return getattr(transformers, architecture, transformers.AutoModel), config
 
 
-def _transformers(command: str) -> Any:
+def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UnsupportedError(
-            f"tilesparse {command} needs Transformers: pip install transformers"
-        ) from error
+        raise UnsupportedError("it needs Transformers: pip install transformers") from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from .._reports import aligned
 from ..errors import InvalidArgumentError
 from ..io.conversion import ConvertReport, convert
-from ..tuning.product import Product
+from ..tuning.product import product_of_spec
 from ..tuning.selection import choose
 from . import prune
 from .command import DTYPES, add_device, parse_count, parse_density
@@ -33,27 +34,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Convert, and print what is in the checkpoint."""
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    if arguments.prune is None:
-        report = convert(
-            arguments.source, arguments.folder, dtype=dtype, max_shard_size=arguments.max_shard_size
-        )
+    with ExitStack() as stack:
+        folder = arguments.folder
+        if arguments.prune is not None:
+            if folder is None:
+                raise InvalidArgumentError("folder must be given with --prune, got none")
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.absolute().parent))
+        report = convert(arguments.source, folder, dtype=dtype, max_shard_size=arguments.max_shard_size)
         print(report)
-    else:
-        if arguments.folder is None:
-            raise InvalidArgumentError("folder must be given with --prune, got none")
-        parser = argparse.ArgumentParser()
-        prune.add_arguments(parser)
-        with tempfile.TemporaryDirectory(dir=arguments.folder.absolute().parent) as temporary:
-            report = convert(
-                arguments.source, temporary, dtype=dtype, max_shard_size=arguments.max_shard_size
-            )
-            print(report)
-            options = [temporary, str(arguments.folder), "--text", str(arguments.prune)]
-            prune.main(
-                parser.parse_args(
-                    [*options, "--density", str(arguments.density), "--device", str(arguments.device)]
-                )
-            )
+        if arguments.prune is not None:
+            parser = argparse.ArgumentParser()
+            prune.add_arguments(parser)
+            options = [folder, str(arguments.folder), "--text", str(arguments.prune)]
+            options += ["--density", str(arguments.density), "--device", str(arguments.device)]
+            prune.main(parser.parse_args(options))
     if arguments.tokens is not None:
         rows = [("shape", "stored", "tokens", "us", "dense us", "kernel")]
         print("\n".join(aligned([*rows, *_times(report, arguments.tokens, arguments.device)])))
@@ -68,17 +62,7 @@ def _times(report: ConvertReport, tokens: list[int], device: torch.device) -> It
             continue
         seen.add(key)
         for count in tokens:
-            product = Product(
-                spec.shape[1],
-                spec.shape[0],
-                count,
-                spec.density,
-                spec.block_shape,
-                spec.dtype,
-                storage=spec.storage,
-                nm=None if spec.storage == "plain" else spec.nm,
-                activations=spec.activations,
-            )
+            product = product_of_spec(spec, count, "forward", spec.activations)
             choice = choose(product, device, policy="auto")
             own, dense = (
                 "-" if time is None else f"{time:.1f}"

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._reports import Progress
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..model.replace import BlockSparseModelPatcher
+from ..model.replace import sparsify_
 from ..nn.linear import BlockSparseLinear
 from .command import add_device, parse_block, parse_count, parse_density
 
@@ -150,10 +151,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def sparse_copy(dense: GPT, density: float, block_shape: tuple[int, int]) -> GPT:
     """Return a copy with block-sparse transformer blocks, initialised anew for their smaller fan-in."""
-    sparse, patcher = copy.deepcopy(dense), BlockSparseModelPatcher()
-    layers = r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])$"
-    patcher.add_pattern(layers, {"density": density, "block_shape": block_shape})
-    for layer in patcher.patch_model(sparse).skipped:
+    sparse, layers = copy.deepcopy(dense), r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])$"
+    for layer in sparsify_(sparse, BlockSparseConfig(density, block_shape), layers=layers).skipped:
         raise InvalidArgumentError(f"layer {layer.name!r}: {layer.reason}")
     for module in sparse.modules():
         if isinstance(module, BlockSparseLinear):

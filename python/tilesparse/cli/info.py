@@ -14,10 +14,12 @@ import torch
 from .. import _C, _checks
 from ..errors import TileSparseError, UnsupportedError
 from ..tuning import store
-from ..tuning.product import KINDS, OPS, Device, Product, describe_estimates, runs_on
+from ..tuning.product import KINDS, OPS, Device, Product, describe_estimates, dtype_name, runs_on
 from ..tuning.selection import choose
-from .command import KERNEL_DTYPES, VALUES_DTYPES, add_layer, chosen_ops, describe_layer, product_of
+from .command import add_layer, chosen_ops, describe_layer, product_of
 
+# In the order of their numbers.
+KERNEL_DTYPES = ("default", *map(dtype_name, (*_checks.DTYPES, *_checks.QUANTIZED)))
 STORED = tuple(  # all but dense blocks in the dtype of the activations: a storage, a dtype or None for that
     (storage, dtype)
     for dtype in (None, *_checks.SCALED.values())
@@ -145,7 +147,11 @@ def _reads(kernel: _C.KernelInfo, storage: int, dtype: int | None) -> bool:
 
 
 def _stored_name(storage: int, dtype: int | None) -> str:
-    names = [name for name, code in VALUES_DTYPES.items() if code == dtype]
+    names = [
+        "int4" if known == _checks.PACKED else dtype_name(known)
+        for known, code in _checks.SCALED.items()
+        if code == dtype
+    ]
     return " ".join(["2:4"] * storage + names)
 
 

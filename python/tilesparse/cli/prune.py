@@ -58,8 +58,8 @@ def main(arguments: argparse.Namespace) -> None:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"--text cannot be read: {error}") from error
-    tokenizer = load_tokenizer(arguments.model, "prune")
-    model = load_model(arguments.model, "prune")
+    tokenizer = load_tokenizer(arguments.model)
+    model = load_model(arguments.model)
     length = min(arguments.length, getattr(model.config, "max_position_embeddings", None) or arguments.length)
     batches = _samples(tokenizer, text, arguments.samples, length)
     if hasattr(model, "lm_head"):

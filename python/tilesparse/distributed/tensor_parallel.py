@@ -144,19 +144,9 @@ def local_of(tensor: Any) -> Any:
 
 
 class _Style:
-    """Arguments of both styles, and what they do with a `BlockSparseLinear`: cut it along one dimension."""
+    """What both styles do with a `BlockSparseLinear`: cut it along one dimension."""
 
     dim: int
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        options: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        super().__init__(**options | {"use_local_output": use_local_output})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, BlockSparseLinear):

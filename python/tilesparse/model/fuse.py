@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.stream import call_apart, recording, tensors_in
+from ..calibrate.stream import call_apart, listening, recording, tensors_in
 from ..errors import TileSparseError, UnsupportedError
 from ..nn.encoder import BlockSparseEncoder, Call, form_of
 from ..nn.experts import ExpertsLinear
@@ -209,7 +209,8 @@ def mlps_to_fuse(model: nn.Module, batch: Any) -> tuple[list[Target], list[Skipp
             reasons[module] = "the model itself cannot be replaced in place"
         if not known and reasons[module] is None:
             waiting.append(module)
-    found = _seen(model, batch, waiting) if waiting and batch is not None else {}
+    called = {names[module][0]: module for module in waiting}
+    found = _seen(model, batch, called) if called and batch is not None else {}
     targets, skipped = [], []
     for module, reason in reasons.items():
         seen: BlockSparseMLP | str
@@ -220,7 +221,7 @@ def mlps_to_fuse(model: nn.Module, batch: Any) -> tuple[list[Target], list[Skipp
         elif batch is None:
             seen = "a call shows what it computes: pass a batch"
         else:
-            seen = found.get(module, "the batch does not call it")
+            seen = found.get(names[module][0], "the batch does not call it")
         if isinstance(seen, BlockSparseMLP):
             targets.append(Target(names[module], module, seen))
         elif _is_named(module):
@@ -232,29 +233,23 @@ def _is_named(module: nn.Module) -> bool:
     return "mlp" in type(module).__name__.lower()
 
 
-def _seen(
-    model: nn.Module, batch: Any, modules: Iterable[nn.Module]
-) -> dict[nn.Module, BlockSparseMLP | str]:
+def _seen(model: nn.Module, batch: Any, modules: Mapping[str, nn.Module]) -> dict[str, BlockSparseMLP | str]:
     """Call the model; return of each module what can replace it in all of its calls, or why nothing can."""
-    found: dict[nn.Module, BlockSparseMLP | str] = {}
+    found: dict[str, BlockSparseMLP | str] = {}
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(found.get(module), str):
+    def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(found.get(name), str):
             return
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            found[module] = "it is called with more than one tensor, or by keyword"
+            found[name] = "it is called with more than one tensor, or by keyword"
             return
         try:
-            found[module] = BlockSparseMLP.from_module(module, args[0])
+            found[name] = BlockSparseMLP.from_module(modules[name], args[0])
         except UnsupportedError as error:
-            found[module] = str(error).removeprefix("module: ")
+            found[name] = str(error).removeprefix("module: ")
 
-    with ExitStack() as stack:
-        for module in modules:
-            hook = module.register_forward_pre_hook(look, with_kwargs=True)
-            stack.callback(hook.remove)
-        with evaluating(model), torch.inference_mode(False), torch.no_grad():
-            call_apart(model, batch)
+    with listening(modules, look), evaluating(model), torch.inference_mode(False), torch.no_grad():
+        call_apart(model, batch)
     return found
 
 

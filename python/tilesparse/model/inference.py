@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._checks import shown
 from .._hooks import layers_changed
 from .._reports import listed
-from ..calibrate.stream import call, call_apart, device_of, listening, tensors_in, uncompiled
-from ..errors import InvalidArgumentError, InvalidTypeError
+from ..calibrate.stream import call, call_apart, device_of, listening, uncompiled
+from ..errors import InvalidArgumentError
 from ..nn.experts import ExpertsLinear, stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import product_of
@@ -28,6 +27,7 @@ from ..tuning.selection import choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
 from ..tuning.timing import milliseconds
 from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
+from .modules import check_batch
 from .replace import replace_modules
 from .report import Report, SkippedLayer
 
@@ -92,10 +92,8 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
         >>> print(prepare_for_inference_(model, tokenizer("A text", return_tensors="pt").to("cuda")))
     """
     layers = _checked_layers(model)
-    if batch is not None and next(tensors_in(batch), None) is None:
-        raise InvalidTypeError(
-            f"batch must be a tensor, or a mapping, tuple or list of tensors, got {shown(batch)}"
-        )
+    if batch is not None:
+        check_batch(batch)
     before, tokens = None, _Tokens()
     if batch is not None:
         with evaluating(model):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._checks import shown
 from ..calibrate.stream import call_apart, observing, tensors_in
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.dense import is_conv1d, is_stored_otherwise
 from ..nn.experts import BlockSparseExperts
 from ..nn.linear import BlockSparseLinear
@@ -350,6 +350,14 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
             if other is not part:
                 value[place] = other
     return value
+
+
+def check_batch(batch: Any) -> None:
+    """Raise InvalidTypeError unless a batch has a tensor."""
+    if next(tensors_in(batch), None) is None:
+        raise InvalidTypeError(
+            f"batch must be a tensor, or a mapping, tuple or list of tensors, got {shown(batch)}"
+        )
 
 
 class _WeightReads(TorchFunctionMode):

@@ -43,7 +43,7 @@ from ..model.targets import (
 )
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
-from ..tuning.latency import LatencyTable
+from ..tuning.measure import LatencyTable
 from .driver import check_numbers
 from .obs import Pruner
 from .scores import GRADIENT_METHODS

@@ -1,8 +1,7 @@
 """Measure kernels and layers on the device at hand, choose kernels by the times, and keep them."""
 
 from .advise import AdviceReport
-from .latency import LatencyTable, measure_latency, time_layers
-from .measure import products_of, tune
+from .measure import LatencyTable, measure_latency, products_of, time_layers, tune
 from .product import Device, Product
 from .selection import choose, kernels, prefer
 from .store import load

@@ -21,11 +21,11 @@ from .._reports import Progress, aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
-from ..calibrate.stream import call_apart, device_of, tensors_in, uncompiled
+from ..calibrate.stream import call_apart, device_of, listening, uncompiled
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
+from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..model.fuse import encoders_in, fuse_encoders
-from ..model.modules import matching, names_of_modules, parsed
+from ..model.modules import check_batch, matching, names_of_modules, parsed
 from ..model.replace import sparsify_
 from ..model.targets import chosen_layers, kept_blocks, reasons
 from ..nn.dense import dense_weight
@@ -105,10 +105,7 @@ def advise(
         >>> print(advise(model, tokenizer(["A text"] * 32, return_tensors="pt")))
     """
     device = _checked_device(model)
-    if next(tensors_in(batch), None) is None:
-        raise InvalidTypeError(
-            f"batch must be a tensor, or a mapping, tuple or list of tensors, got {shown(batch)}"
-        )
+    check_batch(batch)
     densities = _checked_densities(densities)
     shapes = _checked_shapes((_BLOCKS[device.type],) if block_shapes is None else block_shapes)
     configs = [BlockSparseConfig(densities[0], shape) for shape in shapes]
@@ -309,7 +306,8 @@ def _called_layers(
     modules = _candidates(model, layers, configs)
     found: dict[Any, _Called] = {}
 
-    def note(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module: Any = modules[name]
         x = args[0] if args else next(iter(kwargs.values()))
         projections = projections_of(module)
         if projections is None:
@@ -324,11 +322,7 @@ def _called_layers(
             key = type(module) if experts else None, *shape, tokens, dtype
             found.setdefault(key, _Called(tuple(shape), tokens, dtype, experts)).calls.append(name)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        for name, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-            stack.callback(hook.remove)
+    with listening(modules, note), uncompiled():
         call_model(model, batch)
     if not found:
         names = ", ".join([*modules][:3])

@@ -102,7 +102,8 @@ class Candidate:
     microseconds: float | None
 
     def __str__(self) -> str:
-        return f"{self.kernel}, {_microseconds(self.microseconds)}"
+        time = self.microseconds
+        return f"{self.kernel}, " + ("no estimate" if time is None else f"estimated {time:.1f} us")
 
 
 @dataclass(frozen=True)
@@ -207,10 +208,6 @@ def _candidates(product: Product, info: _C.DeviceInfo) -> tuple[tuple[Candidate,
         except UnsupportedError as error:
             refused[kernel.name] = str(error).partition(": ")[2]
     return tuple(sorted(found, key=lambda each: each.microseconds or math.inf)), refused
-
-
-def _microseconds(time: float | None) -> str:
-    return "no estimate" if time is None else f"estimated {time:.1f} us"
 
 
 @contextmanager

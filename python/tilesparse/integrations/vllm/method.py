@@ -281,7 +281,6 @@ class TileSparseConfig(QuantizationConfig):
         return TileSparseMethod(shards, prefix, self)
 
     def _method_of_experts(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-
         parent, _, last = prefix.rpartition(".")
         before, _, module = parent.rpartition(".")
         renamed = f"{before}.{RENAMED.get(module, module)}.{last}"
