@@ -349,7 +349,7 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
                 reason = str(error)
             else:
                 with ExitStack() as stack:
-                    stack.callback(_put_back, model, name, old, new)
+                    stack.callback(set_submodule, model, name, old)
                     set_submodule(model, name, new)
                     reason = _reason_differs(new, [calls[layer] for layer in own], given, run)
                     if reason is None:
@@ -363,11 +363,6 @@ class _LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     y: Any
-
-
-def _put_back(model: nn.Module, name: str, old: nn.Module, new: BlockSparseEncoder) -> None:
-    new.end()
-    set_submodule(model, name, old)
 
 
 def _given(run: Callable[[], Any]) -> Any:
