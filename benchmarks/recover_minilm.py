@@ -2,8 +2,9 @@
 
     python benchmarks/recover_minilm.py --output minilm.json  # some minutes on a GPU
     python benchmarks/recover_minilm.py --texts 999 --calibration 128 --steps 50 --batch 32 --output a.json
-    python benchmarks/recover_minilm.py --kinds texts --device cpu --texts 4096 --calibration 512 \\
-        --steps 160 --batch 32 --length 96 --output a.json  # minutes; texts.py writes the kinds
+    python benchmarks/recover_minilm.py --kinds texts --device cpu --texts 3072 --calibration 256 \\
+        --steps 120 --batch 32 --held-out 300 --length 96 --output a.json
+    python benchmarks/recover_minilm.py --kinds texts --device cpu --others models --output b.json
 
 After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
 the ten nearest neighbours that agrees with the dense model, and how often a docstring's title finds its body.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import importlib
 import math
 import random
 import re
@@ -25,8 +27,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import bench_cpu_embeddings
 import torch
 from common import packaged, rate_of
 from harness import block_list, positive, run_benchmark
@@ -34,7 +38,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import BlockSparseConfig, distill_, prepare_for_inference_, prune_, quantize_, reconstruct_
+from tilesparse import (
+    BlockSparseConfig,
+    distill_,
+    prepare_for_inference_,
+    prune_,
+    quantize_,
+    reconstruct_,
+    sparsify_,
+)
 from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 
@@ -246,8 +258,28 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
         "calibration": count,
     }
+    case: dict[str, Any] = {"seed": arguments.seed, "results": []}
+    document["cases"].append(case)
+
+    def note(name: str, stage: Callable[[], Any], judging: nn.Module) -> dict[str, Any]:
+        start = time.perf_counter()
+        notes = stage()
+        if arguments.device != "cpu":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        result = {"stage": name, "seconds": round(seconds, 2), **notes, **judged(evaluations, judging)}
+        case["results"].append(result)
+        print(result, flush=True)
+        return result
+
+    note("dense", dict, dense)
+    if arguments.others is not None:
+        for name, runtime in others(arguments.others).items():
+            note(name, dict, runtime)
+        sparsify_(model, {r"encoder\..*": BlockSparseConfig(1.0, arguments.block[0])})
+        note("int8", lambda: in_int8(model, some), model)
+        return
     stages: dict[str, Callable[[], Any]] = {
-        "dense": dict,
         "pruned": lambda: {
             "error": mean_error(
                 prune_(
@@ -258,28 +290,15 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         "reconstructed": lambda: {"fitted": fitted(reconstruct_(model, dense, some))},
         "distilled": lambda: distilled(model, dense, batches, arguments),
     }
-    case: dict[str, Any] = {"seed": arguments.seed, "results": []}
-    document["cases"].append(case)
-
-    def note(name: str, stage: Callable[[], Any]) -> dict[str, Any]:
-        start = time.perf_counter()
-        notes = stage()
-        if arguments.device != "cpu":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        result = {"stage": name, "seconds": round(seconds, 2), **notes}
-        result |= judged(evaluations, dense if name == "dense" else model)
-        case["results"].append(result)
-        print(result, flush=True)
-        return result
-
+    if not arguments.reconstruct:
+        del stages["reconstructed"]
     for name, stage in stages.items():
-        note(name, stage)
+        note(name, stage, model)
     if arguments.save is not None:
         model.save_pretrained(arguments.save)
     if arguments.device == "cpu":
         of_float32 = {kind: Evaluation(encoder, own, model) for kind, own in held_out.items()}
-        result = note("int8", lambda: in_int8(model, some))
+        result = note("int8", lambda: in_int8(model, some), model)
         result["to_float32"] = judged(of_float32, model)
         print(result["to_float32"])
 
@@ -287,6 +306,30 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 def in_int8(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     quantize_(model, BlockSparseConfig.w8a8(), batches)
     return {"encoders": prepare_for_inference_(model, batches[0]).facts["encoders"]}
+
+
+class Runtime(nn.Module):
+    """A function of token ids and a mask in the place of a model."""
+
+    def __init__(self, hidden: Callable[..., Any]) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=torch.as_tensor(self._hidden(input_ids, attention_mask)))
+
+
+def others(folder: Path) -> dict[str, Runtime]:
+    """Return the dense model in 8 or 16 bits, from files that bench_cpu_embeddings.py has prepared."""
+    openvino = importlib.import_module("openvino")
+    compiled = openvino.Core().compile_model(bench_cpu_embeddings.converted(folder, "minilm", True), "CPU")
+    half = bench_cpu_embeddings.torch_hidden("minilm", "bfloat16", None)
+    onnx = bench_cpu_embeddings.onnx_hidden(folder, "minilm", "int8", torch.get_num_threads())
+    return {
+        "torch bfloat16": Runtime(lambda *inputs: half(*inputs).float()),
+        "onnxruntime int8": Runtime(onnx),
+        "openvino int8": Runtime(lambda *inputs: compiled([one.numpy() for one in inputs])[0]),
+    }
 
 
 def judged(evaluations: Mapping[str, Evaluation], model: nn.Module) -> dict[str, Any]:
@@ -309,9 +352,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--kinds", type=Path, help="a folder that texts.py has written")
+    parser.add_argument("--others", type=Path, help="judge those of bench_cpu_embeddings.py in this folder")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))
+    parser.add_argument("--reconstruct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--texts", type=positive, default=400_000, help="for training, at most")
     parser.add_argument("--calibration", type=positive, default=8192, help="texts for pruning and fitting")
     parser.add_argument("--held-out", type=positive, default=2000, help="at most")

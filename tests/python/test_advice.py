@@ -223,6 +223,18 @@ def test_encoders_are_measured_as_one_operator(tmp_path: Path) -> None:
     assert type(bert.encoder.layer) is nn.ModuleList
 
 
+def test_encoders_that_are_no_operator_are_named() -> None:
+    bert = transformers.BertModel(
+        transformers.BertConfig(**SIZES, vocab_size=96, hidden_act="gelu_new")
+    ).eval()
+    found = ts.advise(bert, {"input_ids": torch.randint(96, (2, 8))}, densities=[0.5], layers="encoder")
+    name = "density 0.5, 32x32, int8 W8A8, the encoder fused"
+    assert not found.fused and found.refused[name].startswith(
+        "encoder.layer: kernels do not have its activation"
+    )
+    assert f"not measured: {name}: encoder.layer" in str(found)
+
+
 def test_reports_are_kept_as_json(known_times: None, tmp_path: Path) -> None:
     found = ts.advise(model(), torch.randn(4, 64))
     found.save(tmp_path / "a.json")

@@ -110,7 +110,8 @@ def test_bench_compares_encoders(capsys: pytest.CaptureFixture[str]) -> None:
     title, _, row = capsys.readouterr().out.splitlines()
     assert title.startswith("encoder of 1 layers, 2 texts of 64 -> 128 features, 5 tokens")
     assert row.count(" ms") == 2
-    assert cli.main(["bench", "encoder", *options, "--heads", "3", "--device", "cpu"]) == 2
+    for wrong in (["--heads", "3"], ["--op", "forward"]):
+        assert cli.main(["bench", "encoder", *options, *wrong, "--device", "cpu"]) == 2
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -167,6 +167,8 @@ def test_layers_match_float64(lengths: list[int], options: dict[str, Any]) -> No
     reference = by_sentence(layers, x, lengths)
     error = (y - reference).norm() / reference.norm()
     assert error < 0.02  # codes of 8 bits that fall to the other side of a tie
+    for threads in 1, 2, 4:
+        assert torch.equal(with_threads(threads, encoder, x, offsets_of(lengths)), y)
 
 
 def test_kernels_and_threads_agree_bit_by_bit() -> None:
@@ -229,9 +231,10 @@ def with_threads(threads: int, encoder: Encoder, x: Tensor, offsets: Tensor) -> 
 
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [0, 3])
-def test_what_is_not_finite_spoils_its_sentence_alone(spoilt: float, window: int) -> None:
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_what_is_not_finite_spoils_its_sentence_alone(spoilt: float, window: int, norm_first: bool) -> None:
     torch.manual_seed(0)
-    lengths, encoder = [6, 20, 9], Encoder([layer(window=window, norm_first=True)])
+    lengths, encoder = [6, 20, 9], Encoder([layer(window=window, norm_first=norm_first)])
     x, offsets = torch.randn(35, 64), offsets_of(lengths)
     clean = encoder(x, offsets)
     x[6 + 10, 5] = spoilt
@@ -240,6 +243,10 @@ def test_what_is_not_finite_spoils_its_sentence_alone(spoilt: float, window: int
     within &= (torch.arange(35) >= 6) & (torch.arange(35) < 26)
     assert y[within].isnan().all(1).all() or y[within].isnan().any(1).all()
     assert torch.equal(y[~within], clean[~within])
+    for threads in 1, 2, 4:
+        torch.testing.assert_close(
+            with_threads(threads, encoder, x, offsets), y, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_large_and_small_numbers() -> None:

@@ -13,6 +13,9 @@ import pytest
 import torch
 import transformers
 from helpers import seeded
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 
 import tilesparse
@@ -353,6 +356,35 @@ def test_the_scale_of_scores_is_that_of_the_model() -> None:
     twin, batch = copy.deepcopy(model), text([9, 4])
     assert len(prepare_for_inference_(twin, batch).facts["encoders"]) == 1
     assert_alike(hidden(twin, batch), hidden(model, batch), batch["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_sentence_transformers_encode_texts_of_all_lengths(name: str, tmp_path: Path) -> None:
+    """In the order of their lengths, padded batch by batch."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "[PAD]", *letters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    torch.manual_seed(0)
+    MAKERS[name]().save_pretrained(tmp_path)
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 512}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path)
+    model = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+    tilesparse.sparsify_(model, {r".*\.layers?\.\d+\..*": BlockSparseConfig(0.5, 16, **INT8)})
+    twin = copy.deepcopy(model)
+    texts = [" ".join((length * letters)[length : 2 * length]) for length in range(1, 300, 9)]
+    texts = [*texts[::2], "", *texts[1::2], texts[3]]
+    report = prepare_for_inference_(twin, (twin.preprocess(texts[:4]),))
+    assert len(report.facts["encoders"]) == 1, str(report)
+    (encoder,) = (module for module in twin.modules() if isinstance(module, BlockSparseEncoder))
+    count = encoder.count
+    found = twin.encode(texts, batch_size=8, convert_to_tensor=True)
+    assert encoder.count == count + -(-len(texts) // 8)
+    some = torch.tensor([bool(text) for text in texts])
+    assert_alike(found, model.encode(texts, batch_size=8, convert_to_tensor=True), some)
+    alone = torch.stack([twin.encode(text, convert_to_tensor=True) for text in texts if text])
+    torch.testing.assert_close(found[some], alone, rtol=1e-5, atol=1e-5)  # whatever they are padded to
 
 
 def test_changed_weights_count() -> None:

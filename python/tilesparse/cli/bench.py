@@ -63,6 +63,8 @@ def main(arguments: argparse.Namespace) -> None:
 def _bench_encoder(arguments: argparse.Namespace) -> None:
     if arguments.device.type != "cpu":
         raise UnsupportedError(f"--device must be cpu for an encoder, got {arguments.device}")
+    if arguments.op is not None:
+        raise UnsupportedError(f"--op must be left out for an encoder, got {arguments.op}")
     features, hidden = arguments.in_features, arguments.out_features
     options = {"density": arguments.density, "block_shape": arguments.block}
     dtype = DTYPES[arguments.dtype]

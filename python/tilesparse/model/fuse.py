@@ -321,7 +321,6 @@ def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> 
             else:
                 with ExitStack() as stack:
                     stack.callback(set_submodule, model, name, old)
-                    stack.callback(new.end)
                     set_submodule(model, name, new)
                     reason = _reason_differs(new, [calls[layer] for layer in own], given, run)
                     if reason is None:

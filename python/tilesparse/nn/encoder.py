@@ -6,11 +6,11 @@ Tokens are packed: what a mask leaves out is not computed, in no layer.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature, unwrap
 from itertools import chain
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -239,15 +239,9 @@ class Call(NamedTuple):
 
 
 _jit: Any = torch.jit
-_calls = threading.local()
 _TAKEN = {"hidden_states", "attention_mask", "position_bias", "position_embeddings", "position_ids"}
 _TAKEN |= {"use_cache"}  # without a cache
 _OUTPUTS = "output_hidden_states", "output_attentions"
-
-
-def _open() -> set[nn.Module]:
-    """Return the encoders whose parents are called in this thread."""
-    return vars(_calls).setdefault("open", set())  # type: ignore[no-any-return]
 
 
 class BlockSparseEncoder(nn.ModuleList):
@@ -279,32 +273,23 @@ class BlockSparseEncoder(nn.ModuleList):
         self.masked = 0.0  # what masked tokens get; another number shows who reads them
         self._parent = (parent,)  # not a child
         self._built: _Built | None = _Built(self)
-        self._hooks = [
-            parent.register_forward_pre_hook(self.begin, with_kwargs=True),
-            parent.register_forward_hook(self.finish, always_call=True),
-        ]
-
-    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a call of the parent."""
-        if is_compiling() or any(kwargs.get(name) for name in _OUTPUTS) or True in map(_is_true, args):
-            return
-        if not isinstance(kwargs.get("attention_mask"), Mapping):  # of masks for kinds of layers
-            _open().add(self)
-
-    def finish(self, *_: object) -> None:
-        """End a call of the parent."""
-        if not is_compiling():
-            _open().discard(self)
-
-    def end(self) -> None:
-        """Have the layers compute by themselves from now on."""
-        for hook in self._hooks:
-            hook.remove()
 
     def __iter__(self) -> Iterator[Any]:
-        if is_compiling() or self not in _open() or not self._can_fuse():
+        if is_compiling() or not self._is_looped_over(sys._getframe(1)) or not self._can_fuse():
             return super().__iter__()
         return self._steps()
+
+    def _is_looped_over(self, frame: FrameType) -> bool:
+        """Return True in the parent's forward, unless it is to give more than the last hidden states.
+
+        Hooks would not see all calls: sentence-transformers calls ``model.forward``.
+        """
+        code, given = frame.f_code, frame.f_locals
+        if code.co_name != "forward" or given.get(code.co_varnames[0]) is not self._parent[0]:
+            return False
+        if any(given.get(name) for name in _OUTPUTS):
+            return False
+        return not isinstance(given.get("attention_mask"), Mapping)  # of masks for kinds of layers
 
     def _steps(self) -> Iterator[Any]:
         step = _AllLayers(self)
@@ -513,10 +498,6 @@ def _outputs_are_captured() -> bool:
     """Return True if Transformers collects what layers return, which its hooks on them do."""
     collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
     return collector is not None and bool(collector.get())
-
-
-def _is_true(value: object) -> bool:
-    return value is True
 
 
 def _kept(mask: Tensor | None, texts: int, tokens: int) -> Tensor | None:

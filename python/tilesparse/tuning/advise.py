@@ -54,6 +54,7 @@ _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there
 _SECONDS = 40.0  # for the calls of all layers, about
 _REPETITIONS = 3, 21  # of a call, at least and at most
 _CALLS = 7  # of the whole model
+_FUSED = ", the encoder fused"  # in tables
 
 
 @torch.no_grad()
@@ -118,7 +119,7 @@ def advise(
         tokens = max(group.tokens for group in groups)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
         measured, refused = _measured(groups, contenders, device)
-        fused = _fused(model, batch, groups, contenders) if device.type == "cpu" else {}
+        fused, apart = _fused(model, batch, groups, contenders) if device.type == "cpu" else ({}, {})
     return AdviceReport(
         recorded(device),
         versions_of(device),
@@ -126,22 +127,26 @@ def advise(
         whole,
         busy,
         rest if busy_in_rest is None else busy_in_rest,
-        {describe_way(contender): reason for contender, reason in refused.items()},
+        {describe_way(contender): reason for contender, reason in refused.items()} | apart,
         fused,
     )
 
 
 def _fused(
     model: nn.Module, batch: Any, groups: Sequence[_Called], contenders: Sequence[Way]
-) -> dict[str, float]:
-    """Return milliseconds of a call of copies whose encoder is one operator, by the words for a contender."""
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return milliseconds of a call of copies whose encoder is one operator, by the words for a contender.
+
+    Also return, of those whose encoder is not, why.
+    """
     found: dict[str, float] = {}
+    apart: dict[str, str] = {}
     names = [re.escape(name) for group in groups if group.experts is None for name in group.calls]
     for contender in contenders:
         if not isinstance(contender, BlockSparseConfig) or contender.activations != "int8":
             continue
         if not encoders_in(model):
-            return {}
+            break
         twin = copy.deepcopy(model)
         with warnings.catch_warnings(), contextlib.ExitStack() as undo:
             warnings.simplefilter("ignore")  # of empty blocks
@@ -151,7 +156,10 @@ def _fused(
             if any(encoder.reason is None for encoder in encoders):
                 run = partial(call_model, twin, batch)
                 (found[describe_way(contender)],) = milliseconds([run], device_of(model), _CALLS)
-    return found
+            else:
+                reasons_apart = "; ".join(f"{encoder.name}: {encoder.reason}" for encoder in encoders)
+                apart[describe_way(contender) + _FUSED] = reasons_apart
+    return found, apart
 
 
 def _measured(
@@ -589,7 +597,7 @@ class AdviceReport:
             times = f"{one.layers:.3f}", f"{one.total:.3f}"
             speedups = f"{dense / one.total:.2f}x", f"{best / one.total:.2f}x"
             name = describe_way(one.contender)
-            rows.append((name + ", the encoder fused" * (name in self.fused), *times, *speedups))
+            rows.append((name + _FUSED * (name in self.fused), *times, *speedups))
         return [*aligned(rows), *(f"not measured: {name}: {why}" for name, why in self.refused.items())]
 
     def _recommendation(self) -> Iterator[str]:
