@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
+from helpers import LAYOUTS, OPTIONS, PATTERNS, make_pattern, rounding_unit, seeded, shuffled
 from test_kernels import (
     CODES,
     COUNTS,
