@@ -2,8 +2,8 @@
 
     python benchmarks/recover_minilm.py --output minilm.json  # some minutes on a GPU
     python benchmarks/recover_minilm.py --texts 999 --calibration 128 --steps 50 --batch 32 --output a.json
-    python benchmarks/recover_minilm.py --kinds texts --device cpu --texts 3072 --calibration 256 \\
-        --steps 120 --batch 32 --held-out 300 --length 96 --output a.json
+    python benchmarks/recover_minilm.py --kinds texts --device cpu --method magnitude --no-reconstruct \\
+        --texts 960 --calibration 32 --steps 60 --batch 16 --held-out 150 --length 64 --output a.json
     python benchmarks/recover_minilm.py --kinds texts --device cpu --others models --output b.json
 
 After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
@@ -121,8 +121,8 @@ def load_kinds(arguments: argparse.Namespace) -> dict[str, Texts]:
         training += chosen.sample(found, min(arguments.texts // len(files["training"]), len(found)))
     texts = {}
     for file in files["held_out"]:
-        found = [*{one.title: one for one in passages(file)}.values()]
-        own = chosen.sample(found, min(arguments.held_out, len(found)))
+        distinct = [*{one.title: one for one in passages(file)}.values()]
+        own = chosen.sample(distinct, min(arguments.held_out, len(distinct)))
         counts = len(files["training"]), len(files["held_out"])
         texts[file.stem] = Texts(training, [" ".join(one) for one in own], own, counts)
     return texts
@@ -283,7 +283,12 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         "pruned": lambda: {
             "error": mean_error(
                 prune_(
-                    model, BlockSparseConfig(arguments.density, arguments.block[0]), some, layers=r"encoder\."
+                    model,
+                    BlockSparseConfig(arguments.density, arguments.block[0]),
+                    some,
+                    method=arguments.method,
+                    refit=arguments.method != "magnitude",
+                    layers=r"encoder\.",
                 )
             )
         },
@@ -356,6 +361,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))
+    parser.add_argument("--method", choices=("obs", "magnitude"), default="obs", help="of pruning")
     parser.add_argument("--reconstruct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--texts", type=positive, default=400_000, help="for training, at most")
     parser.add_argument("--calibration", type=positive, default=8192, help="texts for pruning and fitting")

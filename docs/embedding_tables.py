@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from table_parts import cases, runs, short, table
+from table_parts import cases, short, table
 
-FILE, QUALITY = "cpu_embeddings.json", "cpu_encoder_quality.json"
+FILE = "cpu_embeddings.json"
 Case = tuple[str, str]  # model, and texts × tokens or images
 Contender = tuple[str, float | None]  # with its density
 
@@ -60,54 +59,8 @@ def gains() -> str:
     return table(["", "best other", *(f"density {short(density or 0)}" for _, density in ours)], lines)
 
 
-# What runs call those that were judged, and their names in measurements of speed.
-JUDGED: dict[str, list[str]] = {
-    "dense": ["torch", "torch compiled", "openvino"],
-    "torch bfloat16": ["torch bfloat16 compiled"],
-    "onnxruntime int8": ["onnxruntime int8"],
-    "openvino int8": ["openvino int8"],
-    "int8": ["tilesparse int8"],
-}
-
-
-def judged() -> dict[Contender, dict[str, Any]]:
-    """Return what was measured of each contender's quality, dense ones first."""
-    found: dict[Contender, dict[str, Any]] = {}
-    for run in runs(QUALITY):
-        is_sparse = run["arguments"]["others"] == "None"
-        density = float(run["arguments"]["density"]) if is_sparse else 1.0
-        for result in run["cases"][0]["results"]:
-            for name in JUDGED.get(result["stage"], ()):
-                found[name, density if result["stage"] == "int8" else None] = result
-    return dict(sorted(found.items(), key=lambda item: -(item[0][1] or 2)))
-
-
-def mean(kinds: dict[str, dict[str, float]], what: str) -> float:
-    return sum(kind[what] for kind in kinds.values()) / len(kinds)
-
-
-def qualities() -> dict[Contender, float]:
-    """Return the mean cosine to the dense model over all kinds of text."""
-    return {contender: mean(result["kinds"], "cosine") for contender, result in judged().items()}
-
-
-def quality() -> str:
-    """Cosines to the dense model and to the same one in float32, and how often a title finds its text."""
-    lines = []
-    for contender, result in judged().items():
-        kinds, alike = result["kinds"], result.get("to_float32", {}).get("kinds", {})
-        if contender[0] in JUDGED["dense"][1:]:
-            continue
-        cells = [" / ".join(f"{of[kind]['cosine']:.3f}".lstrip("0") for kind in of) for of in (kinds, alike)]
-        found = [f"{mean(kinds, f'recall_at_{count}'):.3f}".lstrip("0") for count in (1, 10)]
-        lines.append([named(contender), *cells, *found])
-    header = ["", "cosine to the dense model", "to the same model in float32", "first", "among ten"]
-    return table(header, lines)
-
-
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-gains": gains,
     "embeddings-speed": contenders,
     "embeddings-memory": partial(contenders, "mib"),
-    "embeddings-quality": quality,
 }
