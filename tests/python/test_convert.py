@@ -244,10 +244,11 @@ def test_single_matrices(kind: str, tmp_path: Path) -> None:
     else:
         scipy.io.mmwrite(path, scipy.sparse.coo_array(weight.numpy()))
     (found,) = convert(path, tmp_path / "new").layers
-    assert found.structure == _structure(weight != 0) and found.spec is not None
-    made = ts.load(lambda: ts.BlockSparseLinear.from_spec(found.spec, bias=False), tmp_path / "new")
+    spec = found.spec
+    assert found.structure == _structure(weight != 0) and spec is not None
+    made = ts.load(lambda: ts.BlockSparseLinear.from_spec(spec, bias=False), tmp_path / "new")
     assert found.storage == ("2:4 compressed" if kind == "2:4" else "plain")
-    assert found.spec.block_shape == ((128, 128) if kind == "2:4" else (64, 64))
+    assert spec.block_shape == ((128, 128) if kind == "2:4" else (64, 64))
     dense = ts.BlockSparseMatrix(dense_blocks(made), made.pattern).to_dense()
     assert torch.equal(dense, weight)
 
@@ -411,10 +412,9 @@ def test_blocks_of_other_sizes_stay_those_of_the_file(tmp_path: Path) -> None:
     matrix = scipy.sparse.bsr_array((blocks, np.arange(64)[::-1] * 1000, starts), shape=(3 * size, 6 * size))
     scipy.sparse.save_npz(tmp_path / "m.npz", matrix)
     (found,) = convert(tmp_path / "m.npz", tmp_path / "new").layers
-    assert found.spec is not None and (found.spec.block_shape, found.spec.nnz) == ((3, 6), 64)
-    made = ts.load(
-        lambda: ts.BlockSparseLinear.from_spec(found.spec, bias=False, device="meta"), tmp_path / "new"
-    )
+    spec = found.spec
+    assert spec is not None and (spec.block_shape, spec.nnz) == ((3, 6), 64)
+    made = ts.load(lambda: ts.BlockSparseLinear.from_spec(spec, bias=False, device="meta"), tmp_path / "new")
     assert made.pattern == BlockPattern.from_scipy(matrix)
     assert torch.equal(dense_blocks(made), torch.from_numpy(blocks))
 

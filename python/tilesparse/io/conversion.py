@@ -230,11 +230,12 @@ def _converted(
             shards.add(name, tensor)
     layers, entries = list[ConvertedLayer](), dict[str, Any]()
     if source.matrix is not None:
-        layer, tensors, spec = _converted_matrix(source.matrix)
-        layers.append(layer)
+        of_matrix, tensors, spec = _converted_matrix(source.matrix)
+        layers.append(of_matrix)
         entries |= {} if spec is None else {"": spec.to_json()}
-        for name, tensor in tensors.items() if shards is not None else ():
-            shards.add(name, tensor)
+        if shards is not None:
+            for name, tensor in tensors.items():
+                shards.add(name, tensor)
     convert_one = partial(_converted_weight, source, dtype=dtype)
     for found, (layer, tensors, spec) in zip(weights, _two_at_a_time(convert_one, weights), strict=True):
         if layer is None:
@@ -304,11 +305,11 @@ def _converted_weight(
 
 def _converted_matrix(matrix: Matrix) -> tuple[ConvertedLayer, dict[str, Tensor], LayerSpec | None]:
     """Return the same of a matrix that is held without its zeros; it has no name."""
-    entries, block_shape, nm = matrix.entries, matrix.block_shape, None
+    entries, block_shape, nm = matrix.entries, matrix.block_shape or (0, 0), None
     structure = _structure_of_entries(entries)
     shape, dtype = (int(entries.shape[0]), int(entries.shape[1])), getattr(torch, entries.dtype.name)
     choice = _choice(Weight(torch.empty(shape, dtype=dtype, device="meta")), structure, False)
-    if block_shape is not None and not is_regular(shape, block_shape):
+    if matrix.block_shape is not None and not is_regular(shape, block_shape):
         choice = _Choice("plain", 0, None, None)
     elif isinstance(choice, _Choice):
         block_shape, nm = (choice.size, choice.size), choice.nm
@@ -340,11 +341,12 @@ _LARGEST = 1 << 28  # elements of a matrix that is stored dense though its file 
 
 def _structure_of_entries(entries: Any) -> Structure:
     """Return the structure of a CSR array without zeros."""
+    import numpy as np
     from scipy.sparse import csr_array
 
     def cells(matrix: Any, height: int, width: int) -> Any:
         """Return a CSR array with the number of entries in each cell that has one."""
-        ones = torch.ones(matrix.nnz, dtype=torch.int16).numpy()
+        ones = np.ones(matrix.nnz, np.int16)
         shape = matrix.shape[0] // height, matrix.shape[1] // width
         starts = matrix.indptr[::height].copy()  # which is changed below
         merged = csr_array((ones, matrix.indices // width, starts), shape=shape)
@@ -368,7 +370,7 @@ def _structure_of_entries(entries: Any) -> Structure:
         most_of_four=most_of_four,
         most_of_eight=most(8) if most_of_four == 4 else 2 * most_of_four,
         rows=rows - int((entries.indptr[1:] > entries.indptr[:-1]).sum()),
-        columns=columns - len(torch.from_numpy(entries.indices).unique()),
+        columns=columns - len(np.unique(entries.indices)),
         kept=kept,
     )
 

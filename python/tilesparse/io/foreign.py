@@ -490,8 +490,9 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
     kinds: list[Any] = [SparseSemiStructuredTensorCUTLASS, SparseSemiStructuredTensorCUSPARSELT]
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
     try:
-        with torch.serialization.safe_globals(kinds), torch.sparse.check_sparse_tensor_invariants():
+        with torch.serialization.safe_globals(kinds), checks():
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{file.name}: cannot be read as tensors alone: {sentence(error)}") from error

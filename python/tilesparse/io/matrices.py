@@ -186,7 +186,7 @@ class _Header(NamedTuple):
     field: str
     symmetry: str
     shape: tuple[int, int]
-    count: int  # of entries
+    entries: int
 
 
 def _read_header(lines: _Lines) -> _Header:
@@ -248,10 +248,10 @@ def _entries(lines: _Lines, header: _Header) -> Iterator[list[Any]]:
         fields.append(("value", np.int64 if is_integer else np.float64))
         wanted.append("an integer" if is_integer else "a number")
     done, triangle = 0, 0
-    while done < header.count:
-        part = lines.parse(np.dtype(fields), ", ".join(wanted), min(header.count - done, _LINES))
+    while done < header.entries:
+        part = lines.parse(np.dtype(fields), ", ".join(wanted), min(header.entries - done, _LINES))
         if not len(part):
-            raise ValueError(f"it must have {header.count} entries as its sizes say, it ends after {done}")
+            raise ValueError(f"it must have {header.entries} entries as its sizes say, it ends after {done}")
         done += len(part)
         places: list[Any] = []
         if header.has_places:
@@ -270,4 +270,4 @@ def _entries(lines: _Lines, header: _Header) -> Iterator[list[Any]]:
             lines.check(~np.isinf(values) | named, "a number that float64 has")
         yield [values, *(places or [values[:0], values[:0]])]
     if lines.take(1):
-        raise lines.wrong(0, f"nothing, as {header.count} entries came before")
+        raise lines.wrong(0, f"nothing, as {header.entries} entries came before")
