@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from svg import write
@@ -39,12 +40,12 @@ def drawn() -> Figure:
             panel.plot([x, x], ends, "-", color=colour, linewidth=3)
             panel.plot(x, y, "o", color=colour)
             label = named(contender).removeprefix("tilesparse int8, ")
-            place = {"xytext": (-2, 5), "rotation": 60} if y > HIGH else {"xytext": (6, -3)}
-            panel.annotate(label, (x, y), textcoords="offset points", fontsize=7, **place)
+            place: dict[str, Any] = {"xytext": (-2, 5), "rotation": 60} if y > HIGH else {"xytext": (6, -3)}
+            panel.annotate(label, (x, y), textcoords="offset points", fontsize=6.5, **place)
         panel.set(xscale="log", xlabel="ms of a call", title=f"{case} tokens")
         panel.set_xticks([25, 50, 100, 200, 400], ["25", "50", "100", "200", "400"], minor=False)
         panel.minorticks_off()
-        panel.set_ylim(0.87, 1.07)
+        panel.set(ylim=(0.87, 1.11), yticks=[0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1])
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("cosine to the dense model")
     return figure
