@@ -38,7 +38,8 @@ def drawn() -> Figure:
             ends = RECOVERED.get(density or 0) or (quality[contender], quality[contender])
             colour, y = OTHERS if density is None else OURS, sum(ends) / 2
             panel.plot([x, x], ends, "-", color=colour, linewidth=3)
-            panel.plot(x, y, "o", color=colour)
+            if ends[0] == ends[1]:
+                panel.plot(x, y, "o", color=colour)
             label = named(contender).removeprefix("tilesparse int8, ")
             place: dict[str, Any] = {"xytext": (-2, 5), "rotation": 60} if y > HIGH else {"xytext": (6, -3)}
             panel.annotate(label, (x, y), textcoords="offset points", fontsize=6.5, **place)
