@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from table_parts import cases, short, table
+from table_parts import cases, runs, short, table
 
-FILE = "cpu_embeddings.json"
+FILE, QUALITY = "cpu_embeddings.json", "cpu_encoder_quality.json"
 Case = tuple[str, str]  # model, and texts × tokens or images
 Contender = tuple[str, float | None]  # with its density
 
@@ -59,8 +60,51 @@ def gains() -> str:
     return table(["", "best other", *(f"density {short(density or 0)}" for _, density in ours)], lines)
 
 
+# What runs call those that were judged, and their names in measurements of speed.
+JUDGED: dict[str, list[str]] = {
+    "dense": ["torch", "torch compiled", "openvino"],
+    "torch bfloat16": ["torch bfloat16 compiled"],
+    "onnxruntime int8": ["onnxruntime int8"],
+    "openvino int8": ["openvino int8"],
+    "int8": ["tilesparse int8"],
+}
+
+
+def judged() -> dict[Contender, dict[str, Any]]:
+    """Return what was measured of each contender's quality, dense ones first."""
+    found: dict[Contender, dict[str, Any]] = {}
+    for run in runs(QUALITY):
+        is_sparse = run["arguments"]["others"] == "None"
+        density = float(run["arguments"]["density"]) if is_sparse else 1.0
+        for result in run["cases"][0]["results"]:
+            for name in JUDGED.get(result["stage"], ()):
+                found[name, density if result["stage"] == "int8" else None] = result
+    return dict(sorted(found.items(), key=lambda item: -(item[0][1] or 2)))
+
+
+def mean(kinds: dict[str, dict[str, float]], what: str) -> float:
+    return sum(kind[what] for kind in kinds.values()) / len(kinds)
+
+
+def qualities() -> dict[Contender, float]:
+    """Return the mean cosine to the dense model over all kinds of text."""
+    return {contender: mean(result["kinds"], "cosine") for contender, result in judged().items()}
+
+
+def quality() -> str:
+    """Cosines to the dense model in float32, by kind of text."""
+    results = {one: result["kinds"] for one, result in judged().items() if one[0] not in JUDGED["dense"]}
+    kinds = list(next(iter(results.values())))
+    lines = [
+        [named(one), *(f"{of[kind]['cosine']:.4f}".lstrip("0") for kind in kinds)]
+        for one, of in results.items()
+    ]
+    return table(["", *kinds], lines)
+
+
 EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-gains": gains,
     "embeddings-speed": contenders,
     "embeddings-memory": partial(contenders, "mib"),
+    "embeddings-quality": quality,
 }
