@@ -74,7 +74,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr int kChunkTokens = 128 / sizeof(Result);        // stored at a time
     static constexpr int kChunkBytes = kChunkTokens * kWarpgroupFeatures * sizeof(Result);
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
-    static constexpr int kResultBuffers = 3;                         // of a warpgroup, at most
+    static constexpr int kResultBuffers = 3;  // of a warpgroup, at most
     static constexpr int kChunks = std::min(kAllChunks, kResultBuffers);
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
 

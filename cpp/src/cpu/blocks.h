@@ -66,8 +66,8 @@ struct BlockSteps {
     Outer narrow_outer[kBlockRows];     // of half a vector
 };
 
-// Sums of `columns` columns, of which the last vector may have fewer than lanes. Those are handled in memory, by
-// code that all rows share.
+// Sums of `columns` columns, of which the last vector may have fewer than lanes. Those are handled in memory,
+// by code that all rows share.
 template <class Vec, int Rows, int Vectors>
 TS_INLINE void store_rows(element_t<Vec>* to, int64_t ld, const Vec (&sums)[Rows][Vectors], int64_t columns) {
     constexpr int lanes = lanes_of<Vec>, whole = Vectors - 1;
@@ -87,13 +87,15 @@ TS_INLINE void store_rows(element_t<Vec>* to, int64_t ld, const Vec (&sums)[Rows
 }
 
 template <class Vec, int Rows, int Vectors>
-TS_INLINE void load_rows(Vec (&sums)[Rows][Vectors], const element_t<Vec>* from, int64_t ld, int64_t columns) {
+TS_INLINE void load_rows(Vec (&sums)[Rows][Vectors], const element_t<Vec>* from, int64_t ld,
+                         int64_t columns) {
     constexpr int lanes = lanes_of<Vec>;
     Vec lines[Rows][Vectors];
     TS_ROLLED
     for (int i = 0; i < Rows; ++i) {
         TS_UNROLL
-        for (int v = 0; v < Vectors; ++v) lines[i][v] = load<Vec>(from + i * ld + v * lanes, columns - v * lanes);
+        for (int v = 0; v < Vectors; ++v)
+            lines[i][v] = load<Vec>(from + i * ld + v * lanes, columns - v * lanes);
     }
     TS_UNROLL
     for (int i = 0; i < Rows; ++i) {
