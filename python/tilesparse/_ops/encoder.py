@@ -109,9 +109,10 @@ class Encoder:
 
     Tensors are kept, not copied, if they are contiguous and of the right dtype; parameters are converted to
     float32. What is written to them in place counts. With AMX a packed copy of the values is kept, too, and
-    made again once PyTorch has counted a write, which it does not through ``values.data``. The instructions are those of the kernel that a product
-    of int8 would run on, also in contexts of `prefer`. Products multiply int8 with exact sums, quantizing
-    rows of x as `BlockSparseLinear` does; all else is computed in float32. No gradient is recorded.
+    made again once PyTorch has counted a write, which it does not through ``values.data``. The instructions
+    are those of the kernel that a product of int8 would run on, also in contexts of `prefer`. Products
+    multiply int8 with exact sums, quantizing rows of x as `BlockSparseLinear` does; all else is computed in
+    float32. No gradient is recorded.
 
     Args:
         layers: at least one, all of one hidden size.
