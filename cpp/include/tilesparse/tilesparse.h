@@ -487,8 +487,8 @@ TS_API ts_status_t ts_combine_gradient(int32_t device, int32_t dtype, int64_t to
 
 /* A weight of a layer of an encoder: values of TS_INT8 in TS_STORAGE_DENSE with TS_SCALES_PER_FEATURE, and
  * a bias in float32 [out_features], or NULL. `prepacked` is made by ts_values_prepack with kernel, pattern
- * and values of a product of x of TS_INT8, or is null; AMX is fastest where all weights of all layers have it.
- * It never grows, as ts_encoder_norm. */
+ * and values of a product of x of TS_INT8, or is null; AMX is fastest where all weights of all layers have
+ * it. It never grows, as ts_encoder_norm. */
 typedef struct ts_encoder_weight {
     const ts_pattern* pattern;
     ts_operand values;
