@@ -71,7 +71,10 @@ JUDGED: dict[str, list[str]] = {
 
 
 def judged() -> dict[Contender, dict[str, Any]]:
-    """Return what was measured of each contender's quality, dense ones first."""
+    """Return what was measured of each contender's quality, dense ones first.
+
+    Sparse models were recovered for about a minute: only what int8 does to them counts.
+    """
     found: dict[Contender, dict[str, Any]] = {}
     for run in runs(QUALITY):
         is_sparse = run["arguments"]["others"] == "None"
@@ -88,17 +91,19 @@ def mean(kinds: dict[str, dict[str, float]], what: str) -> float:
 
 def qualities() -> dict[Contender, float]:
     """Return the mean cosine to the dense model over all kinds of text."""
-    return {contender: mean(result["kinds"], "cosine") for contender, result in judged().items()}
+    return {one: mean(of["kinds"], "cosine") for one, of in judged().items() if one[1] in (None, 1)}
 
 
 def quality() -> str:
-    """Cosines to the dense model in float32, by kind of text."""
-    results = {one: result["kinds"] for one, result in judged().items() if one[0] not in JUDGED["dense"]}
-    kinds = list(next(iter(results.values())))
-    lines = [
-        [named(one), *(f"{of[kind]['cosine']:.4f}".lstrip("0") for kind in kinds)]
-        for one, of in results.items()
-    ]
+    """Cosines to the dense model in float32 by kind of text; of sparse models to themselves in float32."""
+    found = judged()
+    dense = {one: of["kinds"] for one, of in found.items() if one[1] in (None, 1)}
+    dense = {one: of for one, of in dense.items() if one[0] not in JUDGED["dense"]}
+    own = {one: of["to_float32"]["kinds"] for one, of in found.items() if one[1] not in (None, 1)}
+    rows = [(named(one), of) for one, of in dense.items()]
+    rows += [(f"{named(one)}, to the same model in float32", of) for one, of in own.items()]
+    kinds = list(rows[0][1])
+    lines = [[name, *(f"{of[kind]['cosine']:.4f}".lstrip("0") for kind in kinds)] for name, of in rows]
     return table(["", *kinds], lines)
 
 
