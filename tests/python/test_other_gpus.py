@@ -85,7 +85,7 @@ def refusal(row: Row, device: _C.DeviceInfo) -> str:
 @pytest.mark.parametrize("name", LIMITS)
 def test_what_has_no_room_is_refused_and_another_kernel_computes_it(name: str) -> None:
     device = limited(LIMITS[name])
-    rows = [row for row in ROWS if not row.of_any_block]  # those refuse what other kernels take, and have room
+    rows = [row for row in ROWS if not row.of_any_block]  # they refuse what others take, and have room
     able = kernels_of(rows, device)
     for row in rows:
         if runs_on(_C.kernels()[row.number - 1], CUDA, device.compute_capability) and row.name not in able:
