@@ -9,14 +9,15 @@ from typing import Any
 from table_parts import cases, runs, short, table
 
 FILE, QUALITY = "cpu_embeddings.json", "cpu_encoder_quality.json"
+WITH_AVX2 = "cpu_embeddings_avx2.json"
 Case = tuple[str, str]  # model, and texts × tokens or images
 Contender = tuple[str, float | None]  # with its density
 
 
-def measured(what: str) -> dict[Contender, dict[Case, float]]:
+def measured(what: str, file: str = FILE) -> dict[Contender, dict[Case, float]]:
     """Milliseconds or MiB of a call, by contender and case."""
     found: dict[Contender, dict[Case, float]] = {}
-    for one in cases(FILE):
+    for one in cases(file):
         own = found.setdefault((one["contender"], one["density"]), {})
         own.update({(one["model"], result["case"]): result[what] for result in one["results"]})
     return found
@@ -36,9 +37,9 @@ def titled(case: Case) -> str:
     return f"ViT-B/16, {case[1]}" if case[0] == "vit" else case[1]
 
 
-def contenders(what: str = "ms") -> str:
+def contenders(what: str = "ms", file: str = FILE) -> str:
     """Milliseconds or MiB of all contenders, the least of a column in bold."""
-    found = measured(what)
+    found = measured(what, file)
     columns = list(next(iter(found.values())))
     lines = []
     for contender, numbers in found.items():
@@ -111,5 +112,6 @@ EMBEDDING_TABLES: dict[str, Callable[[], str]] = {
     "embeddings-gains": gains,
     "embeddings-speed": contenders,
     "embeddings-memory": partial(contenders, "mib"),
+    "embeddings-avx2": partial(contenders, file=WITH_AVX2),
     "embeddings-quality": quality,
 }
