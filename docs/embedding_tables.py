@@ -61,7 +61,7 @@ def gains() -> str:
     return table(["", "best other", *(f"density {short(density or 0)}" for _, density in ours)], lines)
 
 
-# What runs call those that were judged, and their names in measurements of speed.
+# Stages of runs that were judged, and their names in measurements of speed.
 JUDGED: dict[str, list[str]] = {
     "dense": ["torch", "torch compiled", "openvino"],
     "torch bfloat16": ["torch bfloat16 compiled"],
@@ -92,19 +92,21 @@ def mean(kinds: dict[str, dict[str, float]], what: str) -> float:
 
 def qualities() -> dict[Contender, float]:
     """Return the mean cosine to the dense model over all kinds of text."""
-    return {one: mean(of["kinds"], "cosine") for one, of in judged().items() if one[1] in (None, 1)}
+    return {one: mean(of["kinds"], "cosine") for one, of in judged().items() if "to_float32" not in of}
 
 
 def quality() -> str:
     """Cosines to the dense model in float32 by kind of text; of sparse models to themselves in float32."""
-    found = judged()
-    dense = {one: of["kinds"] for one, of in found.items() if one[1] in (None, 1)}
-    dense = {one: of for one, of in dense.items() if one[0] not in JUDGED["dense"]}
-    own = {one: of["to_float32"]["kinds"] for one, of in found.items() if one[1] not in (None, 1)}
-    rows = [(named(one), of) for one, of in dense.items()]
-    rows += [(f"{named(one)}, to the same model in float32", of) for one, of in own.items()]
-    kinds = list(rows[0][1])
-    lines = [[name, *(f"{of[kind]['cosine']:.4f}".lstrip("0") for kind in kinds)] for name, of in rows]
+    rows = {}
+    for one, of in judged().items():
+        if "to_float32" in of:
+            rows[f"{named(one)}, to the same model in float32"] = of["to_float32"]["kinds"]
+        elif one[0] not in JUDGED["dense"]:
+            rows[named(one)] = of["kinds"]
+    kinds = list(next(iter(rows.values())))
+    lines = [
+        [name, *(f"{of[kind]['cosine']:.4f}".lstrip("0") for kind in kinds)] for name, of in rows.items()
+    ]
     return table(["", *kinds], lines)
 
 

@@ -16,7 +16,7 @@ import test_kernels as harness
 import torch
 from helpers import OPTIONS
 from test_cpu_kernels import ROWS, random_pattern, refusal
-from test_kernels import CPU, POISON, Problem, Row, accepted_layouts, check
+from test_kernels import CPU, POISON, Guarded, Problem, Row, accepted_layouts, check
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern
@@ -58,7 +58,7 @@ def _library() -> ctypes.CDLL:
 LIBRARY = _library()
 
 
-class Bounded:
+class Bounded(Guarded):
     """Lines of numbers as `Guarded` has them, in an area that ends with the last one."""
 
     at_end = True
@@ -75,22 +75,13 @@ class Bounded:
     ) -> None:
         integer, self._poison = POISON[dtype.itemsize]
         self.ld = length + gap
-        self._inside = (lines, length), (self.ld, 1)
+        self._inside = (lines, length), (self.ld, 1), None
         size = max((lines - 1) * self.ld + length, 0) * dtype.itemsize
         self._area = Area(size, self.at_end, alignment or dtype.itemsize)
         self.address = self._area.address
         self.bits = self._area.tensor(integer)
         self.lines = self.bits.view(dtype).as_strided(*self._inside)
         self.poison()
-
-    def poison(self) -> None:
-        self.bits.fill_(self._poison)
-
-    def is_poison(self, *, inside: bool) -> bool:
-        bits = self.bits.clone()
-        if not inside:
-            bits.as_strided(*self._inside).fill_(self._poison)
-        return bool((bits == self._poison).all())
 
 
 class BoundedPattern:

@@ -346,7 +346,7 @@ class Guarded:
         elements = 2 * (guard + 2 * alignment) // size + lines * self.ld
         self.bits = torch.full((elements,), self._poison, dtype=integer, device=device)
         begin = guard + alignment + -(self.bits.data_ptr() + guard) % (2 * alignment)
-        self._inside = ((lines, length), (self.ld, 1), begin // size)
+        self._inside: tuple[Any, Any, int | None] = ((lines, length), (self.ld, 1), begin // size)
         self.lines = self.bits.view(dtype).as_strided(*self._inside)
         self.address = self.bits.data_ptr() + begin
 

@@ -44,6 +44,7 @@ from .matrices import Matrix
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_Converted = tuple["ConvertedLayer | None", dict[str, Tensor], LayerSpec | None]
 _OF_2_4 = 0.75  # of the time of dense blocks
 _WORTH = 0.9  # of a dense product: above, weights that are not quantized stay dense
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -229,24 +230,20 @@ def _converted(
         if shards is not None:
             shards.add(name, tensor)
     layers, entries = list[ConvertedLayer](), dict[str, Any]()
-    if source.matrix is not None:
-        of_matrix, tensors, spec = _converted_matrix(source.matrix)
-        layers.append(of_matrix)
-        entries |= {} if spec is None else {"": spec.to_json()}
-        if shards is not None:
-            for name, tensor in tensors.items():
-                shards.add(name, tensor)
-    convert_one = partial(_converted_weight, source, dtype=dtype)
-    for found, (layer, tensors, spec) in zip(weights, _two_at_a_time(convert_one, weights), strict=True):
+    of_weights = [found.name for found in weights]
+    results: Iterable[_Converted] = _two_at_a_time(partial(_converted_weight, source, dtype=dtype), weights)
+    if source.matrix is not None:  # then there are no weights
+        of_weights, results = [""], [_converted_matrix(source.matrix)]
+    for name, (layer, tensors, spec) in zip(of_weights, results, strict=True):
         if layer is None:
             copied += 1
         else:
             layers.append(layer)
         if spec is not None:
-            entries[found.name] = spec.to_json()
+            entries[name] = spec.to_json()
         if shards is not None:
             for own, tensor in tensors.items():
-                shards.add(joined(found.name, own), tensor)
+                shards.add(joined(name, own), tensor)
     return ConvertReport(tuple(layers), copied), entries
 
 
@@ -263,9 +260,7 @@ def _two_at_a_time(function: Callable[[_In], _Out], items: Iterable[_In]) -> Ite
 
 
 @torch.no_grad()
-def _converted_weight(
-    source: Source, found: Found, dtype: torch.dtype
-) -> tuple[ConvertedLayer | None, dict[str, Tensor], LayerSpec | None]:
+def _converted_weight(source: Source, found: Found, dtype: torch.dtype) -> _Converted:
     """Return the report on a weight, its tensors, and its spec unless it stays dense."""
     if found.format.name == "dense":
         (name,) = found.tensors.values()
@@ -303,7 +298,7 @@ def _converted_weight(
     return layer, tensors, spec
 
 
-def _converted_matrix(matrix: Matrix) -> tuple[ConvertedLayer, dict[str, Tensor], LayerSpec | None]:
+def _converted_matrix(matrix: Matrix) -> _Converted:
     """Return the same of a matrix that is held without its zeros; it has no name."""
     entries, block_shape, nm = matrix.entries, matrix.block_shape or (0, 0), None
     structure = _structure_of_entries(entries)
