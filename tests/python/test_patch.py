@@ -337,7 +337,7 @@ def test_the_model_itself_and_patched_layers_are_skipped() -> None:
     ],
 )
 def test_bad_patterns_are_refused_when_added(regex: Any, options: Any, field: str) -> None:
-    """Of a config's own fields one; configs have a test of them all."""
+    """One of a config's own fields; configs have a test of them all."""
     with pytest.raises(InvalidArgumentError, match=field):
         BlockSparseModelPatcher().add_pattern(regex, options)
 

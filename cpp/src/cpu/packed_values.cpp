@@ -48,7 +48,7 @@ class StepList {
     }
 
   private:
-    // Of all block rows.
+    // All block rows count.
     int64_t count() const {
         int64_t steps = 0;
         for (int64_t row = 0; row < pattern_.row_count(); ++row)

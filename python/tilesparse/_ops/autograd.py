@@ -67,7 +67,7 @@ def call(
 ) -> Tensor:
     """Call a product on the fast path if nothing but autograd would intercept it, else by the dispatcher."""
     tensors = first, second, epilogue.bias, epilogue.residual
-    # Those without a gradient; the operands' first fields are `Operands.tensors`, with a frame less.
+    # Operands without a gradient; their first fields are `Operands.tensors`, with a frame less.
     others = (epilogue.gate,) if operands is DENSE else (epilogue.gate, *operands[:8])
     if not is_plain((*tensors, *others)):
         _refuse_tangents((*tensors, *others))

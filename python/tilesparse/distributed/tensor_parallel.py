@@ -144,7 +144,7 @@ def local_of(tensor: Any) -> Any:
 
 
 class _Style:
-    """What both styles do with a `BlockSparseLinear`: cut it along one dimension."""
+    """The part of both styles that cuts a `BlockSparseLinear` along one dimension."""
 
     dim: int
 

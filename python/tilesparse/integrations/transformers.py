@@ -352,7 +352,7 @@ def follow(model: nn.Module) -> None:
             config.instead_of = shared
             _untie(pretrained, layers)
             pretrained.config.quantization_config = config
-            # What `tilesparse.save` has written to the file it was read from.
+            # The section that `tilesparse.save` has written to the file it was read from.
             vars(pretrained.config).pop(METHOD, None)
             pretrained.add_model_tags(list(TAGS))
             _tell_trainer(pretrained, config)

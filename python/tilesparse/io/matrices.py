@@ -180,7 +180,7 @@ _WORDS = (
 
 
 class _Header(NamedTuple):
-    """What the lines above the entries say; `has_places` is False for an array, of all columns in turn."""
+    """The lines above the entries; `has_places` is False for an array, of all columns in turn."""
 
     has_places: bool
     field: str
