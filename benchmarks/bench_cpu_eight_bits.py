@@ -92,21 +92,22 @@ def measure(x: torch.Tensor, out_features: int, options: argparse.Namespace) -> 
     """The cases of one layer and number of tokens."""
     tokens, in_features = x.shape
     like = functools.partial(Product, in_features, out_features, tokens, storage="int8", activations="int8")
-    products = [like(density, block_shape=block) for density in options.densities for block in options.blocks]
+    sizes = [(density, block) for density in options.densities for block in options.blocks]
+    products = [like(density, block_shape=block) for density, block in sizes]
     dense = dict(dense_calls(x, out_features))
     calls = [call for product in products for call in sparse_calls(x, product)]
     with torch.inference_mode():
         times = iter(Timer("cpu").of_all((*dense.values(), *calls), options.repetitions))
     dense_us = {name: round(next(times), 1) for name in dense}
     cases = []
-    for product in products:
+    for product, (density, block) in zip(products, sizes, strict=True):
         int8_us = next(times)
         case = {
             "tokens": tokens,
             "in_features": in_features,
             "out_features": out_features,
-            "density": product.density,
-            "block": product.block_shape[0],
+            "density": density,
+            "block": block,
             "kernel": choose(product, "cpu").kernel,
             "int8_us": round(int8_us, 1),
             "own_us": {str(dtype).removeprefix("torch."): round(next(times), 1) for dtype in OWN},
