@@ -4,30 +4,26 @@
 
 Forward, gradient of x and gradient of W, by PyTorch's threads, on normal random numbers. The dense
 product and the sparse ones of all densities and blocks take turns, so that they meet the same state of
-the machine; they share activations, but find neither weights nor results in a cache. Times are medians.
-Results are checked against dense products of the expanded weight.
+the machine; the least times count. Results are checked against dense products of the expanded weight.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from harness import environment, result_parser, write_json
+from harness import Timer, described, judged, relative_error, result_parser, write_json
 from torch import Tensor
 
-from tilesparse import _C, BlockPattern, BlockSparseMatrix
-from tilesparse._checks import DTYPES as CODES
-from tilesparse._runtime.pattern_cache import prepared
+from tilesparse import BlockPattern, BlockSparseMatrix
 from tilesparse.functional import dds, linear, sdd
+from tilesparse.tuning import Product, choose
 
-OPS = ("forward", "dgrad", "wgrad")  # numbered as in ts_matmul_desc.op
+OPS = ("forward", "dgrad", "wgrad")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative, Frobenius norm
 LAYERS = ((768, 3072), (4096, 4096))  # in_features, out_features
@@ -37,27 +33,16 @@ FEW_TOKENS = (8, 1)
 KEPT_BYTES = 30 << 20  # below the 32 MiB up to which glibc learns
 
 
-@dataclass(frozen=True)
-class Task:
-    """A dense product that sparse ones are compared with."""
-
-    op: str
-    dtype: torch.dtype
-    tokens: int
-    in_features: int
-    out_features: int
-
-
 class Operands:
     """x [tokens, in_features], y [tokens, out_features] and a dense weight [out_features, in_features]."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, product: Product) -> None:
         def randn(*size: int) -> Tensor:
-            return torch.randn(size).to(task.dtype)
+            return torch.randn(size).to(product.dtype)
 
-        self.x = randn(task.tokens, task.in_features)
-        self.y = randn(task.tokens, task.out_features)
-        self.weight = randn(task.out_features, task.in_features)
+        self.x = randn(product.tokens, product.in_features)
+        self.y = randn(product.tokens, product.out_features)
+        self.weight = randn(product.out_features, product.in_features)
 
     def dense(self, op: str) -> Tensor:
         if op == "forward":
@@ -66,102 +51,88 @@ class Operands:
 
 
 class Contender:
-    """One sparse product of a task, of the activations that the others multiply too."""
+    """One sparse product, of the activations that the others multiply too."""
 
-    def __init__(self, task: Task, operands: Operands, block: int, density: float) -> None:
-        self.task, self.block = task, block
-        self.x, self.y = operands.x, operands.y
-        shape = (task.out_features, task.in_features)
-        self.pattern = BlockPattern.random(shape, block_shape=(block, block), density=density)
-        self.values = torch.randn(self.pattern.nnz, block, block).to(task.dtype)
+    def __init__(self, product: Product, operands: Operands) -> None:
+        self.product, self.x, self.y = product, operands.x, operands.y
+        shape = (product.out_features, product.in_features)
+        self.pattern = BlockPattern.random(shape, block_shape=product.block_shape, density=product.density)
+        self.values = torch.randn(self.pattern.nnz, *self.pattern.block_shape).to(product.dtype)
 
     def __call__(self) -> Tensor:
-        if self.task.op == "forward":
+        if self.product.op == "forward":
             return linear(self.x, self.values, self.pattern)
-        if self.task.op == "dgrad":
+        if self.product.op == "dgrad":
             return dds(self.y, self.values, self.pattern, transpose=False)
         return sdd(self.y, self.x, self.pattern)
 
-    def error(self) -> float:
-        """Frobenius norm of the difference from the dense product over that of the result."""
+    def error(self) -> float | None:
+        """Return the relative error of the result against the dense product."""
         weight = BlockSparseMatrix(self.values.float(), self.pattern).to_dense()
         x, y = self.x.float(), self.y.float()
-        if self.task.op == "wgrad":
+        if self.product.op == "wgrad":
             expected = BlockSparseMatrix.from_dense(y.t() @ x, self.pattern).values
         else:
-            expected = x @ weight.t() if self.task.op == "forward" else y @ weight
-        return float((self().float() - expected).norm() / expected.norm())
+            expected = x @ weight.t() if self.product.op == "forward" else y @ weight
+        return relative_error(self(), expected)
 
-    def kernel(self) -> str:
-        descriptor = prepared(self.pattern.index_on(self.values.device)).descriptor
-        op, dtype = OPS.index(self.task.op), CODES[self.task.dtype]
-        index, _ = _C.Product(descriptor, op, dtype, 0, self.task.tokens).select(_C.device_info(0))
-        return _C.kernels()[index].name
+
+def keep_memory() -> None:
+    """Have glibc keep the memory of results, whose page faults would be timed with whatever comes first.
+
+    A freed block this large teaches it so.
+    """
+    torch.empty(KEPT_BYTES, dtype=torch.uint8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if a result was wrong."""
-    arguments = _parser().parse_args(argv)
+    parser = result_parser(__doc__, None, repetitions=41, seed=True)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("float32", "bfloat16"))
+    arguments = parser.parse_args(argv)
     torch.manual_seed(arguments.seed)
-    # A freed block this large teaches glibc to keep the memory of results instead of returning it to the
-    # system, whose page faults would be timed with whatever comes first.
-    torch.empty(KEPT_BYTES, dtype=torch.uint8)
-    document: dict[str, Any] = {
-        "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
-        "repetitions": arguments.repetitions,
-        "cases": [],
-    }
+    keep_memory()
+    document = described(arguments)
     with torch.inference_mode():
-        for task in _tasks(arguments.dtypes):
-            document["cases"] += _measure(task, arguments.repetitions)
+        for products in _groups(arguments.dtypes):
+            document["cases"] += _measure(products, arguments)
             if arguments.output:
                 write_json(arguments.output, document)
-    wrong = [case for case in document["cases"] if case["wrong"]]
-    print(f"{len(document['cases'])} cases, {len(wrong)} wrong results")
-    return int(bool(wrong))
+    wrong = sum(case["wrong"] for case in document["cases"])
+    print(f"{len(document['cases'])} cases, {wrong} wrong results")
+    return int(wrong > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = result_parser(__doc__, None)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("float32", "bfloat16"))
-    parser.add_argument("--repetitions", type=int, default=41, help="of every product (%(default)s)")
-    parser.add_argument("--quick", dest="repetitions", action="store_const", const=7, help="7 repetitions")
-    parser.add_argument("--seed", type=int, default=0, help="of patterns and data (%(default)s)")
-    return parser
-
-
-def _tasks(dtypes: Sequence[str]) -> Iterator[Task]:
-    """Every product of many tokens, and the forward one of few."""
+def _groups(dtypes: Sequence[str]) -> Iterator[list[Product]]:
+    """Every product of many tokens and the forward one of few, each in all blocks and densities."""
     for name in dtypes:
-        for in_features, out_features in LAYERS:
-            for op in OPS:
-                yield Task(op, DTYPES[name], 512, in_features, out_features)
-            for tokens in FEW_TOKENS:
-                yield Task("forward", DTYPES[name], tokens, in_features, out_features)
+        for layer in LAYERS:
+            for op, tokens in (*((op, 512) for op in OPS), *(("forward", few) for few in FEW_TOKENS)):
+                like = partial(Product, *layer, tokens, dtype=DTYPES[name], op=op)
+                yield [like(density, block_shape=block) for block in BLOCKS for density in DENSITIES]
 
 
-def _measure(task: Task, repetitions: int) -> list[dict[str, Any]]:
-    print(f"{task.op} {task.dtype}, {task.tokens} x {task.in_features} -> {task.out_features}", flush=True)
-    operands = Operands(task)
-    contenders = [Contender(task, operands, block, density) for block in BLOCKS for density in DENSITIES]
-    dense, *times = _medians([lambda: operands.dense(task.op), *contenders], repetitions)
+def _measure(products: Sequence[Product], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    one = products[0]
+    print(f"{one.op} {one.dtype}, {one.tokens} x {one.in_features} -> {one.out_features}", flush=True)
+    operands = Operands(one)
+    contenders = [Contender(product, operands) for product in products]
+    dense, *times = Timer("cpu").of_all([lambda: operands.dense(one.op), *contenders], arguments.repetitions)
     cases = []
-    for contender, median in zip(contenders, times, strict=True):
-        error = contender.error()
+    for contender, time_us in zip(contenders, times, strict=True):
         case = {
-            "op": task.op,
-            "dtype": str(task.dtype).removeprefix("torch."),
-            "tokens": task.tokens,
-            "in_features": task.in_features,
-            "out_features": task.out_features,
-            "block": contender.block,
+            "op": one.op,
+            "dtype": str(one.dtype).removeprefix("torch."),
+            "tokens": one.tokens,
+            "in_features": one.in_features,
+            "out_features": one.out_features,
+            "block": contender.pattern.block_shape[0],
             "density": contender.pattern.density,
-            "kernel": contender.kernel(),
-            "ms": round(1e3 * median, 4),
-            "dense_ms": round(1e3 * dense, 4),
-            "speedup": round(dense / median, 3),
-            "error": error,
-            "wrong": not error < TOLERANCES[task.dtype],
+            "kernel": choose(contender.product, "cpu").kernel,
+            "ms": round(time_us / 1e3, 4),
+            "dense_ms": round(dense / 1e3, 4),
+            "speedup": round(dense / time_us, 3),
+            **judged(contender.error(), TOLERANCES[one.dtype]),
         }
         cases.append(case)
         print(
@@ -171,20 +142,6 @@ def _measure(task: Task, repetitions: int) -> list[dict[str, Any]]:
             flush=True,
         )
     return cases
-
-
-def _medians(calls: Sequence[Callable[[], Tensor]], repetitions: int) -> list[float]:
-    """Median seconds of each call; they take turns, each round beginning with another one."""
-    for call in calls:
-        call()
-    seconds: list[list[float]] = [[] for _ in calls]
-    for repetition in range(repetitions):
-        for position in range(len(calls)):
-            index = (repetition + position) % len(calls)
-            start = time.perf_counter()
-            calls[index]()
-            seconds[index].append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 Dense are PyTorch's dynamically quantized linear layers, with every engine that it has, and ONNX Runtime's
 MatMulInteger where onnxruntime and onnx are installed; the fastest one counts. The same patterns in float32
 and bfloat16 are timed, too. All products of a layer take turns, and of each the least time counts, since
-others share the machine. --processor measures the processor time of one thread, which does not count the
-time that others take.
+others share the machine.
 """
 
 from __future__ import annotations
@@ -14,24 +13,20 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from bench_cpu import KEPT_BYTES
-from harness import environment, result_parser, write_json
+from bench_cpu import keep_memory
+from harness import Timer, described, result_parser, write_json
 from torch.ao.quantization import quantize_dynamic
 
-from tilesparse import _C, BlockPattern, functional
-from tilesparse._checks import DTYPES
-from tilesparse._runtime.device import DDS_NT
-from tilesparse._runtime.pattern_cache import prepared
+from tilesparse import BlockPattern, functional
+from tilesparse.tuning import Product, choose
 
 SHAPES = ((768, 3072), (3072, 768), (4096, 4096))  # in_features, out_features
 OWN = (torch.bfloat16, torch.float32)  # in which the same patterns are multiplied
-CPU, INT8, SCALES_PER_FEATURE = 0, 5, 3
 
 
 def dense_calls(x: torch.Tensor, out_features: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -81,122 +76,64 @@ def onnx_call(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
     return lambda: session.run(None, {"x": x.numpy()})
 
 
-class Sparse:
-    """y = x W^T in int8: each call quantizes x and multiplies."""
-
-    def __init__(self, x: torch.Tensor, out_features: int, density: float, block: int) -> None:
-        shape = (out_features, x.shape[1])
-        pattern = BlockPattern.random(shape, block_shape=block, density=density)
-        self.x, self.block, self.density = x, block, density
-        self._pattern = pattern
-        self._index = prepared(pattern.index_on(torch.device("cpu")))
-        self._values = torch.randint(-127, 128, (pattern.nnz, block, block), dtype=torch.int8)
-        self._scales = torch.rand(out_features)
-        self._product = _C.Product(
-            self._index.descriptor,
-            DDS_NT,
-            INT8,
-            CPU,
-            len(x),
-            ldx=shape[1],
-            ldy=shape[0],
-            granularity=SCALES_PER_FEATURE,
-            result_dtype=DTYPES[torch.float32],
-        )
-        self.kernel = _C.kernels()[self._product.resolve()[0]].name
-        self._workspace = torch.empty(self._product.workspace_size() + 256, dtype=torch.uint8)
-
-    def __call__(self) -> torch.Tensor:
-        q, x_scales = functional.quantize_activations(self.x, torch.int8)
-        y = torch.empty(len(q), len(self._scales))
-        workspace = self._workspace.data_ptr()
-        self._product.run(
-            q.data_ptr(),
-            y.data_ptr(),
-            self._values.data_ptr(),
-            0,
-            0,
-            workspace + -workspace % 256,
-            0,
-            scales=self._scales.data_ptr(),
-            x_scales=x_scales.data_ptr(),
-        )
-        return y
-
-    def in_dtype(self, dtype: torch.dtype) -> Callable[[], object]:
-        """The product of the same pattern in another dtype."""
-        x, values = self.x.to(dtype), self._values.to(dtype)
-        return functools.partial(functional.linear, x, values, self._pattern)
-
-
-def least_times(
-    calls: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]
-) -> list[float]:
-    """Microseconds of each."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, own in zip(calls, times, strict=True):
-            call()  # whose operands are in the cache then, as far as they fit
-            start = clock()
-            call()
-            own.append(clock() - start)
-    return [min(own) * 1e6 for own in times]
-
-
-def measure(
-    x: torch.Tensor, out_features: int, options: argparse.Namespace, clock: Callable[[], float]
-) -> list[dict[str, Any]]:
-    """The cases of one layer and number of tokens."""
-    dense = dict(dense_calls(x, out_features))
-    sparse = [
-        Sparse(x, out_features, density, block) for density in options.densities for block in options.blocks
-    ]
-    own = [one.in_dtype(dtype) for one in sparse for dtype in OWN]
-    with torch.inference_mode():
-        times = iter(least_times((*dense.values(), *sparse, *own), options.rounds, clock))
-    dense_us = {name: round(next(times), 1) for name in dense}
-    sparse_us = [next(times) for _ in sparse]
-    best = min(dense_us.values())
+def sparse_calls(x: torch.Tensor, product: Product) -> list[Callable[[], torch.Tensor]]:
+    """Products of a random pattern: in int8, which quantizes x in every call, and in the other dtypes."""
+    shape = (product.out_features, product.in_features)
+    pattern = BlockPattern.random(shape, block_shape=product.block_shape, density=product.density)
+    values = torch.randint(-127, 128, (pattern.nnz, *pattern.block_shape), dtype=torch.int8)
+    scales = torch.rand(product.out_features)
     return [
-        {
-            "tokens": len(x),
-            "in_features": x.shape[1],
+        lambda: functional.quantized_linear(x, values, pattern, scales),
+        *(functools.partial(functional.linear, x.to(dtype), values.to(dtype), pattern) for dtype in OWN),
+    ]
+
+
+def measure(x: torch.Tensor, out_features: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cases of one layer and number of tokens."""
+    tokens, in_features = x.shape
+    like = functools.partial(Product, in_features, out_features, tokens, storage="int8", activations="int8")
+    sizes = [(density, block) for density in options.densities for block in options.blocks]
+    products = [like(density, block_shape=block) for density, block in sizes]
+    dense = dict(dense_calls(x, out_features))
+    calls = [call for product in products for call in sparse_calls(x, product)]
+    with torch.inference_mode():
+        times = iter(Timer("cpu").of_all((*dense.values(), *calls), options.repetitions))
+    dense_us = {name: round(next(times), 1) for name in dense}
+    cases = []
+    for product, (density, block) in zip(products, sizes, strict=True):
+        int8_us = next(times)
+        case = {
+            "tokens": tokens,
+            "in_features": in_features,
             "out_features": out_features,
-            "density": one.density,
-            "block": one.block,
-            "kernel": one.kernel,
-            "int8_us": round(time_of_int8, 1),
+            "density": density,
+            "block": block,
+            "kernel": choose(product, "cpu").kernel,
+            "int8_us": round(int8_us, 1),
             "own_us": {str(dtype).removeprefix("torch."): round(next(times), 1) for dtype in OWN},
             "dense_us": dense_us,
-            "speedup": round(best / time_of_int8, 3),
+            "speedup": round(min(dense_us.values()) / int8_us, 3),
         }
-        for one, time_of_int8 in zip(sparse, sparse_us, strict=True)
-    ]
+        cases.append(case)
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = result_parser(__doc__, None)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = result_parser(__doc__, None, repetitions=20, seed=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=(512,))
     parser.add_argument("--blocks", type=int, nargs="+", default=(16, 32, 64, 128))
     parser.add_argument("--densities", type=float, nargs="+", default=(0.5, 0.25, 0.1))
-    parser.add_argument("--processor", action="store_true", help="processor time instead of time")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    torch.empty(KEPT_BYTES, dtype=torch.uint8)  # see bench_cpu
-    clock = time.process_time if options.processor else time.perf_counter
-    document: dict[str, Any] = {
-        "environment": environment(options.commit) | {"threads": torch.get_num_threads()},
-        "arguments": {"rounds": options.rounds, "processor_time": options.processor},
-        "cases": [],
-    }
+    torch.manual_seed(options.seed)
+    keep_memory()
+    document = described(options)
     print(f"{torch.get_num_threads()} threads, int8, results in float32, µs")
     print("| layer | tokens | density | blocks | kernel | int8 | bfloat16 | best dense int8 | speedup |")
     print("| --- " * 9 + "|")
     for in_features, out_features in SHAPES:
         for tokens in options.tokens:
-            cases = measure(torch.randn(tokens, in_features), out_features, options, clock)
+            cases = measure(torch.randn(tokens, in_features), out_features, options)
             for case in cases:
                 print(f"| {' | '.join(cells_of(case))} |", flush=True)
             document["cases"] += cases

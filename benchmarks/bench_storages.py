@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import problems
@@ -35,21 +35,19 @@ from harness import (
     within_budget,
     write_json,
 )
-from problems import LAYERS, OPS, Shape
+from problems import LAYERS, Shape
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import _C, BlockSparseMatrix, functional, storage
-from tilesparse._checks import DTYPES, Operands
-from tilesparse._runtime.launch import storage_of, use_kernel
+from tilesparse import BlockSparseMatrix, functional, storage
 from tilesparse.config import LayerSpec
-from tilesparse.errors import UnsupportedError
 from tilesparse.storage import formats
+from tilesparse.tuning import Product, choose, prefer
 
 DTYPE = torch.bfloat16
 TOLERANCE = problems.PRECISIONS["bf16"].tolerance
 TOKENS = (1, 8, 16, 32, 64)
-FORWARD, GRADIENT = OPS.index("dds_nt"), OPS.index("dds_nn")
+SM80 = "sm80_"  # begins the names of kernels for compute capability 8.0
 BITS = ("int8", "float8_e4m3fn")
 STORED = ("2:4", *BITS, *(f"2:4 {name}" for name in BITS))
 FOUR_BITS = "int4"
@@ -160,19 +158,17 @@ class Layer:
         """Bytes of values, metadata and scales."""
         return sum(tensor.nbytes for tensor in self.stored(name) if tensor is not None)
 
-    def kernel(self, op: int, tokens: int, name: str) -> dict[str, Any]:
-        """Which one the library chooses, and whether it is given expanded values."""
+    def kernel(self, op: str, tokens: int, name: str | None) -> dict[str, Any]:
+        """Return which one the library chooses, and whether it is given expanded values."""
         shape, block_shape = self.pattern.shape, self.pattern.block_shape
         if name == TRANSPOSED:
-            op, name = FORWARD, "2:4"
-            shape, block_shape = shape[::-1], block_shape[::-1]
-        values, metadata, scales = self.stored(name)
-        stored = storage_of(values, Operands(metadata, scales))
-        pattern = _C.Pattern(*block_shape, *shape, self.pattern.nnz, 0, 0, 0)
-        device = int(self.values.is_cuda)
-        product = _C.Product(pattern, op, DTYPES[DTYPE], device, tokens, **stored)
-        kernel, reason = product.select(_C.device_info(device))
-        return {"kernel": _C.kernels()[kernel].name, "expanded": "given dense blocks" in reason}
+            op, name, shape, block_shape = "forward", "2:4", shape[::-1], block_shape[::-1]
+        kind = "plain" if name is None else self._plain(name)[1]
+        nm = (2, 4) if (name or "").startswith("2:4") else None
+        options: dict[str, Any] = {"dtype": DTYPE, "op": op, "storage": kind, "nm": nm}
+        product = Product(shape[1], shape[0], tokens, self.pattern.density, block_shape, **options)
+        choice = choose(product, self.values.device)
+        return {"kernel": choice.kernel, "expanded": choice.dequantizes}
 
 
 class Contender(NamedTuple):
@@ -266,7 +262,7 @@ def _compare_forward(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
     def contender(name: str) -> Contender:
         if name == TINYGEMM:
             return _tinygemm(layer, x)
-        details = layer.kernel(FORWARD, len(x), name) | {"stored_bytes": layer.stored_bytes(name)}
+        details = layer.kernel("forward", len(x), name) | {"stored_bytes": layer.stored_bytes(name)}
         return Contender(_forward(layer, x, name), lambda: x.float() @ layer.multiplied(name).t(), details)
 
     return Comparison(lambda: F.linear(x, layer.weight), _forward(layer, x), contender)
@@ -312,7 +308,7 @@ def _compare_gradient(layer: Layer, y: Tensor, timer: Timer) -> Comparison:
         return Contender(
             lambda: torch.ops.tilesparse.dds_nn(y, values, *layer.index, False, *stored),
             lambda: y.float() @ layer.multiplied("2:4"),
-            layer.kernel(GRADIENT, len(y), name if name == TRANSPOSED else "2:4"),
+            layer.kernel("dgrad", len(y), name if name == TRANSPOSED else "2:4"),
         )
 
     return Comparison(
@@ -323,52 +319,29 @@ def _compare_gradient(layer: Layer, y: Tensor, timer: Timer) -> Comparison:
 
 
 def _compare_sm80(layer: Layer, x: Tensor, timer: Timer) -> Comparison:
-    """The fastest kernels for compute capability 8.0, whatever the device would choose."""
-    plain = _fastest(_sm80_kernels(compressed=False), _forward(layer, x), timer)
+    """The kernels for compute capability 8.0, whatever the device would choose."""
+
+    def forced(name: str | None) -> tuple[Callable[[], Tensor], dict[str, Any]]:
+        forward = _forward(layer, x, name)
+        with prefer(SM80):
+            details = layer.kernel("forward", len(x), name)
+        if not details["kernel"].startswith(SM80):
+            raise Unavailable("no kernel for compute capability 8.0 computes this here")
+
+        def call() -> Tensor:
+            with prefer(SM80):
+                return forward()
+
+        return call, details
+
+    plain, of_plain = forced(None)
 
     def contender(name: str) -> Contender:
-        kernel = _fastest(_sm80_kernels(compressed=True), _forward(layer, x, name), timer)
-        details = {"kernel": kernel, "expanded": False, "plain_kernel": plain}
-        call = _on_kernel(kernel, _forward(layer, x, name))
+        call, details = forced(name)
+        details["plain_kernel"] = of_plain["kernel"]
         return Contender(call, lambda: x.float() @ layer.multiplied(name).t(), details)
 
-    return Comparison(lambda: F.linear(x, layer.weight), _on_kernel(plain, _forward(layer, x)), contender)
-
-
-def _sm80_kernels(compressed: bool) -> list[str]:
-    """Kernels of the forward product in bfloat16 for any number of tokens."""
-    return [
-        kernel.name
-        for kernel in _C.kernels()
-        if kernel.name.startswith("sm80_")
-        and kernel.ops >> FORWARD & 1
-        and kernel.dtypes >> DTYPES[DTYPE] & 1
-        and kernel.max_tokens == 0
-        and kernel.storages >> compressed & 1
-        and kernel.values_dtypes == 0
-    ]
-
-
-def _fastest(kernels: Iterable[str], call: Callable[[], Tensor], timer: Timer) -> str:
-    times: dict[str, float] = {}
-    for kernel in kernels:
-        forced = _on_kernel(kernel, call)
-        try:
-            forced()
-        except UnsupportedError:
-            continue
-        times[kernel] = timer.microseconds(forced, 3)
-    if not times:
-        raise Unavailable("no kernel for compute capability 8.0 computes this here")
-    return min(times, key=times.__getitem__)
-
-
-def _on_kernel(name: str, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def forced() -> Tensor:
-        with use_kernel(name):
-            return call()
-
-    return forced
+    return Comparison(lambda: F.linear(x, layer.weight), plain, contender)
 
 
 def _measure(comparison: Comparison, name: str, bench: Bench) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def compare(arguments: argparse.Namespace) -> None:
             rounds.append(measure_round(servers, arguments.measures))
             print(rounds[-1], flush=True)
             document = {
-                "environment": environment(arguments.commit) | {"threads": torch.get_num_threads()},
+                "environment": environment(arguments.commit),
                 "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
                 "rounds": len(rounds),
                 "load_average": os.getloadavg(),  # of which this takes its threads

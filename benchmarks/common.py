@@ -42,10 +42,6 @@ class Course:
         """Return the seconds since the beginning."""
         return time.perf_counter() - self._start
 
-    def leave_out(self, seconds: float) -> None:
-        """Not count so many of the seconds that have passed."""
-        self._start += seconds
-
     def progress(self) -> float:
         """Return what part of the time has passed, 1 or more at the end."""
         return self.seconds() / self._limit

@@ -48,6 +48,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "cpu": tilesparse.tuning.Device.find("cpu").name,
         "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
         query = ("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0")
@@ -226,8 +227,13 @@ class Timer:
 
     def microseconds(self, call: Callable[[], Tensor], repetitions: int) -> float:
         """Median time of a call with a cold L2 cache on a GPU, least time on the CPU."""
+        return self.of_all([call], repetitions)[0]
+
+    def of_all(self, calls: Sequence[Callable[[], Any]], repetitions: int) -> list[float]:
+        """Microseconds of each call; they take turns."""
         head_start = None if self._launch_seconds is None else repetitions * self._launch_seconds
-        return 1e3 * milliseconds([call], self.device, repetitions, head_start=head_start)[0]
+        times = milliseconds(calls, self.device, repetitions, head_start=head_start)
+        return [1e3 * time_ms for time_ms in times]
 
 
 class Times(NamedTuple):

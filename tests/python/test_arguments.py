@@ -426,7 +426,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tuning.choose": lambda: {"product": Product(64, 64, 8, block_shape=32)},
     "tuning.measure_latency": lambda: {"model": dense(), "repetitions": 1},
     "tuning.prefer": lambda: {"kernel": "cpu"},
-    "tuning.products_of": lambda: {"tokens": [8]},
     "tuning.store.MeasuredLayers.time": lambda: {"way": None},
     "tuning.time_layers": lambda: {"model": dense(), "layers": ["0"], "repetitions": 1},
     "tuning.tune": lambda: {

@@ -47,7 +47,8 @@ from tilesparse.export import decompositions
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ReferenceBlockSparseLinear, from_block_scales
 from tilesparse.nn.weight import dense_blocks, layer_index
-from tilesparse.tuning import Product, load, products_of
+from tilesparse.tuning import Product, load
+from tilesparse.tuning.measure import products_of
 
 NM = (2, 4)
 FLOAT8 = torch.float8_e4m3fn

@@ -389,7 +389,7 @@ def test_products_of_int8_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(bench_cpu_eight_bits, "SHAPES", ((128, 192),))
     path = tmp_path / "int8.json"
-    sizes = "--rounds 1 --tokens 3 --blocks 32 64 --densities 0.5"
+    sizes = "--repetitions 1 --tokens 3 --blocks 32 64 --densities 0.5"
     bench_cpu_eight_bits.main([*sizes.split(), "--output", str(path)])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[3].startswith("| 128 → 192 | 3 | 0.5 | 32 | cpu_")

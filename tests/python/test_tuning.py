@@ -21,6 +21,7 @@ from tilesparse._files import VARIABLE, tune_file
 from tilesparse.cli import command
 from tilesparse.errors import InvalidArgumentError, TuneFileError, UnsupportedError
 from tilesparse.tuning import Device, Product, store
+from tilesparse.tuning.measure import products_of
 from tilesparse.tuning.product import OPS
 from tilesparse.tuning.store import Measurement
 
@@ -212,7 +213,7 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
         BlockSparseLinear(64, 64, density=0.5, block_shape=32).to_storage("int8"),
     )
     tilesparse.save(model, tmp_path / "model")
-    found = tuning.products_of(tmp_path / "model", [1, 8])
+    found = products_of(tmp_path / "model", [1, 8])
     expected = [
         Product.of(layer, tokens=tokens, op=op)
         for layer, ops in (
@@ -225,9 +226,9 @@ def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> 
     ]
     assert found == expected
     tilesparse.save(BlockSparseLinear(64, 128, storage="int8", block_shape=32), tmp_path / "stored")
-    assert [each.op for each in tuning.products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
+    assert [each.op for each in products_of(tmp_path / "stored", [1])] == ["forward", "dgrad"]
     with pytest.raises(tilesparse.errors.CheckpointError):
-        tuning.products_of(tmp_path, [1])
+        products_of(tmp_path, [1])
 
 
 @pytest.mark.gpu
