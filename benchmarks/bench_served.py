@@ -179,7 +179,7 @@ class LastPosition:
 def grouped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of Transformers; heads of a group are queries of one token, so that the cache is read once."""
+    """Attention of Transformers; heads of a group are queries of one token, so the cache is read once."""
     if query.shape[2] > 1:
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     else:
