@@ -155,6 +155,9 @@ def make(arguments: argparse.Namespace, name: str) -> Any:
                 model.model.set_submodule(path, Float8Linear(module, compiled=True))
     elif form is not None:
         ts.sparsify_(model.model, ts.BlockSparseConfig(**form))
+        for module in model.modules():
+            if isinstance(module, ts.BlockSparseLinear):
+                module.use_fast_accum = True  # as the dense layers
         batch = {
             "input_ids": torch.zeros(1, 128, dtype=torch.int64, device=arguments.device),
             "use_cache": False,

@@ -523,6 +523,7 @@ def share(layer: Any, other: Any) -> None:
 DIFFERING: dict[str, Any] = {
     "they differ in storage: plain, int8": lambda model: model.k_proj.to_storage("int8"),
     "they differ in policy": lambda model: setattr(model.k_proj, "policy", "dense"),
+    "they differ in use_fast_accum": lambda model: setattr(model.k_proj, "use_fast_accum", True),
     "block_shape": lambda model: setattr(model, "k_proj", BlockSparseLinear(64, 64, block_shape=16)),
     "another module has, too": lambda model: share(model.k_proj, model.v_proj),
     "forward of its own": lambda model: setattr(model.k_proj, "forward", partial(model.k_proj.forward)),

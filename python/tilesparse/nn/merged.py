@@ -154,7 +154,8 @@ class MergedProduct:
         """Return what differs once a tensor or setting of a layer is another, or its pattern is."""
         tensors = (layer._parameters.get(name, layer._buffers.get(name)) for name in _ROWS)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return *addresses, layer.policy == self.whole.policy, *content_of(layer_index(layer))
+        alike = layer.policy == self.whole.policy and layer.use_fast_accum == self.whole.use_fast_accum
+        return *addresses, alike, *content_of(layer_index(layer))
 
     def __reduce__(self) -> Any:
         return MergedProduct, ()
@@ -235,7 +236,9 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
         ]
         parts = [{"bias": zero, **part} for zero, part in zip(zeros, parts, strict=True)]
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return layer_like(layers[0], Stored(spec, pattern, tensors))
+    whole = layer_like(layers[0], Stored(spec, pattern, tensors))
+    whole.use_fast_accum = layers[0].use_fast_accum
+    return whole
 
 
 def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
@@ -264,4 +267,5 @@ def _kind(layer: BlockSparseLinear) -> dict[str, object]:
     """Return what layers have to agree in."""
     names = "dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold"
     own = {name: getattr(layer.spec, name) for name in names}
+    own["use_fast_accum"] = layer.use_fast_accum
     return {**own, "in_features": layer.in_features, "device": layer.weight.device}
