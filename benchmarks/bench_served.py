@@ -107,6 +107,8 @@ def _measure(arguments: argparse.Namespace, name: str, record: dict[str, Any]) -
     with torch.no_grad():
         for sequences in map(int, arguments.sequences.split(",")):
             add(f"decode {sequences}", decoding(model, sequences, arguments.cached))
+        states = torch.randn(1, model.config.hidden_size, dtype=DTYPE, device=device)
+        add("head", lambda: model.lm_head(states))
         prompt = torch.randint(VOCABULARY, (1, arguments.tokens), device=device)
 
         def prefill() -> Tensor:
@@ -158,11 +160,9 @@ def make(arguments: argparse.Namespace, name: str) -> Any:
         for module in model.modules():
             if isinstance(module, ts.BlockSparseLinear):
                 module.use_fast_accum = True  # as the dense layers
-        batch = {
-            "input_ids": torch.zeros(1, 128, dtype=torch.int64, device=arguments.device),
-            "use_cache": False,
-        }
-        ts.prepare_for_inference_(model.model, batch)
+        for shape in ((1, arguments.tokens), *((int(count), 1) for count in arguments.sequences.split(","))):
+            tokens = torch.zeros(shape, dtype=torch.int64, device=arguments.device)
+            ts.prepare_for_inference_(model.model, {"input_ids": tokens, "use_cache": False})
     return model
 
 

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from .._ops.autograd import records_gradient
 from .._runtime.pattern_cache import content_of
-from .._runtime.torch_private import current_stream, is_exporting, transforms_active
+from .._runtime.torch_private import current_stream, is_exporting, transforms_active, with_own_number
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
@@ -65,7 +65,7 @@ class MergedProduct:
         self._made_of = [self._state_of_layer(layer) for layer in layers]
         self._hooks = [
             parent.register_forward_pre_hook(self.begin),
-            _with_own_number(parent, parent.register_forward_hook(self.finish, always_call=True)),
+            with_own_number(parent, parent.register_forward_hook(self.finish, always_call=True)),
         ]
         for number, layer in enumerate(layers):
             layer._merged = self, number
@@ -159,19 +159,6 @@ class MergedProduct:
 
     def __reduce__(self) -> Any:
         return MergedProduct, ()
-
-
-def _with_own_number(parent: nn.Module, hook: Any) -> Any:
-    """Give a hook that is always called a number that is the same in all modules of a kind.
-
-    PyTorch counts hooks of the whole process, and compiled code asks for the number. With those numbers every
-    layer of a model would be compiled by itself.
-    """
-    number = min(0, *parent._forward_hooks) - 1
-    for hooks in (parent._forward_hooks, parent._forward_hooks_always_called):
-        hooks[number] = hooks.pop(hook.id)  # type: ignore[assignment]
-    hook.id = number
-    return hook
 
 
 def product_of(layer: BlockSparseLinear) -> MergedProduct | None:
