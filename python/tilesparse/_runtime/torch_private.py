@@ -190,7 +190,7 @@ def packaging() -> Any:
     return sys.modules["torch._inductor.config"]
 
 
-def with_own_number(parent: nn.Module, hook: Any) -> Any:
+def with_own_number(parent: torch.nn.Module, hook: Any) -> Any:
     """Give a hook that is always called a number that is the same in all modules of a kind.
 
     PyTorch counts hooks of the whole process, and compiled code asks for the number. With those numbers every
