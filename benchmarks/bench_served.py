@@ -160,9 +160,8 @@ def make(arguments: argparse.Namespace, name: str) -> Any:
         for module in model.modules():
             if isinstance(module, ts.BlockSparseLinear):
                 module.use_fast_accum = True  # as the dense layers
-        for shape in ((1, arguments.tokens), *((int(count), 1) for count in arguments.sequences.split(","))):
-            tokens = torch.zeros(shape, dtype=torch.int64, device=arguments.device)
-            ts.prepare_for_inference_(model.model, {"input_ids": tokens, "use_cache": False})
+        prompt = torch.zeros(1, arguments.tokens, dtype=torch.int64, device=arguments.device)
+        ts.prepare_for_inference_(model.model, {"input_ids": prompt, "use_cache": False})
     return model
 
 

@@ -168,8 +168,9 @@ def default_store() -> Any:
     return None if ask is None else ask()
 
 
-# True while torch.export traces, in PyTorch 2.7 and later.
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+def is_exporting() -> bool:
+    """Return True while torch.export traces; PyTorch 2.11 says so of all code that it compiles."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def of_example(number: int) -> int | None:
