@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from table_parts import cases, runs, short, table
+from table_parts import cases, short, table
 
 SETS = {
     "bf16": "random patterns in square blocks",
@@ -89,48 +89,8 @@ def _over_others(times: dict[str, float], op: str, tile: str) -> float | None:
     return own / min(others) if own and others else None
 
 
-SERVED = "h200_served.json"
-LAYERS = 32  # of Llama 3 8B
-SEQUENCES = ("1", "16", "64")
-
-
-def served() -> str:
-    """A Llama of Transformers in every form: ms of 32 layers and the head, and over dense in the same run."""
-    lines: dict[str, list[str]] = {}
-    for run in runs(SERVED):
-        times = served_times(run)
-        for form, of in times.items():
-            if form in lines or "prefill" not in of:
-                continue
-            cells = [f"{of['prefill']:.0f}", _over(times["dense float8"], of, "prefill")]
-            for count in SEQUENCES:
-                what = f"decode {count}"
-                cells += [f"{of[what]:.2f}", _over(times["dense bfloat16"], of, what)]
-            lines[form] = cells
-    header = ["weights", "prefill of 8192, ms", "over dense float8"]
-    for count in SEQUENCES:
-        header += [f"decode of {count}, ms", "over dense bfloat16"]
-    return table(header, ([form, *cells] for form, cells in lines.items()))
-
-
-def served_times(run: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return ms by form and by what was measured, of 32 layers and the head."""
-    count = int(run["arguments"]["layers"])
-    found: dict[str, dict[str, float]] = {}
-    for case in run["cases"]:
-        ms = {one["what"]: one["ms"] for one in case["results"] if "ms" in one}
-        head = ms.pop("head", 0.0)
-        found[case["form"]] = {what: head + (time - head) * LAYERS / count for what, time in ms.items()}
-    return found
-
-
-def _over(dense: dict[str, float], ours: dict[str, float], what: str) -> str:
-    return f"{dense[what] / ours[what]:.2f}×"
-
-
 GPU_TABLES: dict[str, Callable[[], str]] = {
     "both_gpus": both_gpus,
     "worst_on_one_gpu": worst_on_one_gpu,
     "less_memory": less_memory,
-    "served": served,
 }
