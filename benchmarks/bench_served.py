@@ -3,15 +3,16 @@
     python benchmarks/bench_served.py --output served.json
 
 The weights are random, in the shapes of Llama 3 8B; the blocks of largest norm are kept, or the largest two
-of four weights. Prefill is one prompt, each layer compiled. Decode is one step of some numbers of sequences,
-in a CUDA graph. Dense layers in float8 have scales by row and fast sums, and where nothing is compiled this
-library's kernel rounds their inputs. Each form is made, measured and dropped before the next one.
+of four weights. Every layer is compiled. Prefill is one prompt. Decode is one step of some numbers of
+sequences in a CUDA graph: each token attends to a full cache. Dense layers in float8 have scales by row and
+fast sums. Each form is made, measured and dropped before the next one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from harness import (
 )
 from models import Float8Linear
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilesparse as ts
 from tilesparse.tuning.timing import milliseconds
@@ -44,15 +47,16 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "2:4 bfloat16": {**WHOLE, "storage": "compressed"},
     "2:4 int8": {**WHOLE, "storage": "int8", "activations": "int8"},
     "2:4 float8": {**WHOLE, "storage": FLOAT8, "activations": FLOAT8},
-    "int4": {"block_shape": 128, "density": 1.0, "storage": "int4"},
+    "2:4 int4": {"block_shape": 128, "density": 1.0, "storage": "int4"},  # the zeros are stored
     "blocks .5 bfloat16": {"block_shape": 128, "density": 0.5},
     "blocks .5 float8": {"block_shape": 128, "density": 0.5, "storage": FLOAT8, "activations": FLOAT8},
     "blocks .25 bfloat16": {"block_shape": 128, "density": 0.25},
     "blocks .25 float8": {"block_shape": 128, "density": 0.25, "storage": FLOAT8, "activations": FLOAT8},
     "blocks .5 int4": {"block_shape": 128, "density": 0.5, "storage": "int4"},
+    "blocks .25 int4": {"block_shape": 128, "density": 0.25, "storage": "int4"},
 }
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-VOCABULARY = 32_768
+VOCABULARY = 128_256
 DTYPE = torch.bfloat16
 
 
@@ -98,14 +102,13 @@ def _measure(arguments: argparse.Namespace, name: str, record: dict[str, Any]) -
             result["ms"] = round(milliseconds([call], device, arguments.repetitions)[0], 4)
             print(f"  {what:12} {result['ms']:10.3f} ms", flush=True)
 
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
     with torch.no_grad():
         for sequences in map(int, arguments.sequences.split(",")):
             add(f"decode {sequences}", decoding(model, sequences, arguments.cached))
-        for layer in model.model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
-            for module in layer.modules():
-                if isinstance(module, Float8Linear):
-                    module.compiled = True
+        states = torch.randn(1, model.config.hidden_size, dtype=DTYPE, device=device)
+        add("head", lambda: model.lm_head(states))
         prompt = torch.randint(VOCABULARY, (1, arguments.tokens), device=device)
 
         def prefill() -> Tensor:
@@ -119,7 +122,7 @@ def _measure(arguments: argparse.Namespace, name: str, record: dict[str, Any]) -
 
 def make(arguments: argparse.Namespace, name: str) -> Any:
     """A random model in one of the forms, ready for inference."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes: Mapping[str, int] = LLAMA
@@ -136,46 +139,73 @@ def make(arguments: argparse.Namespace, name: str) -> Any:
         vocab_size=VOCABULARY,
         max_position_embeddings=16384,
         dtype=DTYPE,
+        attn_implementation="grouped",
     )
+    AttentionInterface.register("grouped", grouped)
     with torch.device(arguments.device):
         torch.set_default_dtype(DTYPE)
         try:
             model = LlamaForCausalLM(config).eval().requires_grad_(False)
         finally:
             torch.set_default_dtype(torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0  # a constant of its code, which all layers share so
     form = FORMS[name]
     if name == "dense float8":
         for path, module in list(model.model.named_modules()):
             if isinstance(module, nn.Linear):
-                model.model.set_submodule(path, Float8Linear(module, compiled=False))
+                model.model.set_submodule(path, Float8Linear(module, compiled=True))
     elif form is not None:
         ts.sparsify_(model.model, ts.BlockSparseConfig(**form))
-        batch = {
-            "input_ids": torch.zeros(1, 128, dtype=torch.int64, device=arguments.device),
-            "use_cache": False,
-        }
-        ts.prepare_for_inference_(model.model, batch)
+        for module in model.modules():
+            if isinstance(module, ts.BlockSparseLinear):
+                module.use_fast_accum = True  # as the dense layers
+        prompt = torch.zeros(1, arguments.tokens, dtype=torch.int64, device=arguments.device)
+        ts.prepare_for_inference_(model.model, {"input_ids": prompt, "use_cache": False})
     return model
 
 
-def decoding(model: Any, sequences: int, cached: int) -> Callable[[], Tensor]:
-    """A call that decodes one more token of each sequence, after half of the cache is filled."""
-    from transformers import StaticCache
+class LastPosition:
+    """The cache of one layer, all but its last position filled, which every token takes."""
 
-    cache = StaticCache(config=model.config, max_cache_len=cached)
-    device = model.lm_head.weight.device
-    position = torch.full((1,), cached // 2, device=device)
+    def __init__(self, config: Any, sequences: int, cached: int, device: torch.device) -> None:
+        size = (sequences, config.num_key_value_heads, cached, config.head_dim)
+        self._keys, self._values = (torch.randn(size, dtype=DTYPE, device=device) for _ in range(2))
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep the token's keys and values, and return all."""
+        self._keys[:, :, -1:], self._values[:, :, -1:] = keys, values
+        return self._keys, self._values
+
+
+def grouped(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of Transformers; heads of a group are queries of one token, so the cache is read once."""
+    if query.shape[2] > 1:
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    else:
+        groups = query.reshape(*key.shape[:2], -1, key.shape[-1])
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # cuDNN takes three times as long
+            y = F.scaled_dot_product_attention(groups, key, value).reshape(query.shape)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def decoding(model: Any, sequences: int, cached: int) -> Callable[[], Tensor]:
+    """A call that decodes one more token of each sequence."""
+    layers, device = model.model.layers, model.lm_head.weight.device
+    caches = [LastPosition(model.config, sequences, cached, device) for _ in layers]
+    position = torch.full((sequences, 1), cached - 1, device=device)
     token = torch.zeros(sequences, 1, dtype=torch.int64, device=device)
+    taken = inspect.signature(type(layers[0].self_attn).forward).parameters
+    name = "cache" if "cache" in taken else "past_key_values"
 
     def step() -> Tensor:
-        states = model.model(
-            input_ids=token,
-            position_ids=position[None].expand(sequences, 1),
-            cache_position=position,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        logits: Tensor = model.lm_head(states[:, -1])
+        states = model.model.embed_tokens(token)
+        turns = model.model.rotary_emb(states, position_ids=position)
+        for layer, cache in zip(layers, caches, strict=True):
+            states = layer(states, position_embeddings=turns, **{name: cache})
+        logits: Tensor = model.lm_head(model.model.norm(states)[:, -1])
         return logits
 
     step()

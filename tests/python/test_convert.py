@@ -125,6 +125,50 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     assert LAYER in str(report) and report.layers[0].structure.nm == ("2:4" if "24" in kind else "")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("empty", "stored"), [(0.0, (2, 4)), (0.5, (2, 4)), (0.99, None)], ids=["full", "half", "one"]
+)
+def test_zeros_in_slots(
+    empty: float, stored: tuple[int, int] | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Slots without a value count as zeros in the report, and are kept where 2:4 is."""
+    values = torch.rand(128, 64, generator=seeded(0)) + 1
+    values[torch.rand(values.shape, generator=seeded(1)) < empty / 2] = -0.0
+    values.view(8, 16, 8, 8)[
+        torch.rand(8, 8, generator=seeded(2)).le(empty)[:, None, :, None].expand(8, 16, 8, 8)
+    ] = 0
+    values = values.to(dtype)
+    bits = torch.tensor([3, 5, 9, 6, 10, 12])[torch.randint(6, (128, 32), generator=seeded(3))]
+    slots = (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
+    parts = {"compressed": values, "bitmask": slots, "shape": torch.tensor([128, 128])}
+    if dtype == torch.float8_e4m3fn:
+        parts["weight_scale"] = torch.ones(128, 1)
+    save_file({f"a.{end}": part.contiguous() for end, part in parts.items()}, tmp_path / "x.safetensors")
+    (layer,) = convert(tmp_path / "x.safetensors", tmp_path / "new").layers
+    mask = torch.from_numpy(bits_of(slots.numpy(), 128).copy())
+    dense = torch.zeros(128, 128)
+    dense[mask] = values.float().flatten()
+    assert layer.structure == _structure(dense != 0)
+    assert layer.spec is not None and layer.spec.nm == stored
+    new = load_file(tmp_path / "new" / "model.safetensors")
+    pattern = BlockPattern(
+        new["a.crow_indices"], new["a.col_indices"], shape=(128, 128), block_shape=layer.spec.block_shape
+    )
+    if stored:
+        rows, columns = pattern.block_indices()
+        (height, width), integers = layer.spec.block_shape, new["a.weight"].dtype.itemsize == 1
+        values, mask = (
+            matrix.view(128 // height, height, 128 // width, width).transpose(1, 2)[rows, columns]
+            for matrix in (dense.to(dtype).view(torch.uint8) if integers else dense.to(dtype), mask)
+        )
+        weight, metadata = ts.storage.compress(values.contiguous().view(dtype), mask.contiguous())
+        assert torch.equal(new["a.weight"].view(torch.uint8), weight.view(torch.uint8))
+        assert torch.equal(new["a.metadata"], metadata)
+    else:
+        assert torch.equal(ts.BlockSparseMatrix(new["a.weight"].float(), pattern).to_dense(), dense)
+
+
 def linear_state(weight: Tensor, **others: Tensor) -> dict[str, Tensor]:
     return {"layer.weight": weight, "layer.bias": torch.ones(len(weight)), **others}
 

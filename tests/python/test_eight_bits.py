@@ -417,6 +417,19 @@ def test_products_of_2_4_are_those_of_dense_blocks(
             assert_within(y, wanted.double().cpu(), tolerance.double().cpu())
 
 
+@both
+@on_every_device
+@torch.no_grad()
+def test_layers_add_products_as_they_are_told(device: str, name: str) -> None:
+    made = BlockSparseLinear(512, 256, block_shape=64, density=0.5, generator=seeded())
+    layer = made.to_storage(name, activations=name).to(device)
+    x = randn(256, 512, dtype=torch.float32, device=device).abs()
+    for fast in (False, True):
+        layer.use_fast_accum = fast
+        own = layer.weight, layer.pattern, layer.scales, layer.bias
+        assert torch.equal(layer(x), functional.quantized_linear(x, *own, use_fast_accum=fast))
+
+
 def test_metadata_is_checked() -> None:
     pattern = make_pattern("random 50%", (6, 4), (64, 64))
     compressed, metadata, scales, dense = stored_2_4(pattern, "int8", "cpu")

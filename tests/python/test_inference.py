@@ -413,6 +413,16 @@ def test_compiled_models_multiply_once() -> None:
     assert sum("dds_nt" in str(node.target) for node in graph.graph.nodes) == 1
 
 
+def test_layers_of_a_kind_share_compiled_code() -> None:
+    graphs: list[Any] = []
+    keep: Any = lambda graph, _: (graphs.append(graph), graph)[1]  # noqa: E731
+    for model in [prepared()[1] for _ in range(3)]:
+        model.compile(backend=keep, fullgraph=True)
+        with torch.no_grad():
+            model(tokens())
+    assert len(graphs) == 1
+
+
 class Apart(nn.Module):
     """Layers whose x is not known to be the same."""
 
@@ -513,6 +523,7 @@ def share(layer: Any, other: Any) -> None:
 DIFFERING: dict[str, Any] = {
     "they differ in storage: plain, int8": lambda model: model.k_proj.to_storage("int8"),
     "they differ in policy": lambda model: setattr(model.k_proj, "policy", "dense"),
+    "they differ in use_fast_accum": lambda model: setattr(model.k_proj, "use_fast_accum", True),
     "block_shape": lambda model: setattr(model, "k_proj", BlockSparseLinear(64, 64, block_shape=16)),
     "another module has, too": lambda model: share(model.k_proj, model.v_proj),
     "forward of its own": lambda model: setattr(model.k_proj, "forward", partial(model.k_proj.forward)),

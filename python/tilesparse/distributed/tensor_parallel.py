@@ -218,7 +218,8 @@ class TensorShard(PatternShard):
             how: Any = {"policy": layer.policy, "transposable": layer.transposable}
             y = masked_linear(local, weight, mask, index, bias, None, **how)
         else:
-            operands = Operands(metadata, scales, fast=None if layer.activations is None else False)
+            fast = None if layer.activations is None else layer.use_fast_accum
+            operands = Operands(metadata, scales, fast=fast)
             y = linear_on(local, weight, index, bias, policy=layer.policy, operands=operands)
         given = Shard(y.dim() - 1) if self._dim == 0 else Partial()
         whole = DTensor.from_local(y, self._mesh, [given], run_check=False)

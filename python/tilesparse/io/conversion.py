@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from ..nn.weight import INDEX_NAMES
 from ..pattern import BLOCK_COSTS, BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import compress
-from .foreign import PICKLES, Found, Source, Weight
+from .foreign import PICKLES, Found, Source, Weight, bools_of
 from .manifest import (
     CONFIG,
     SAVING,
@@ -272,9 +273,8 @@ def _converted_weight(source: Source, found: Found, dtype: torch.dtype) -> _Conv
         return None, {"weight": weight.values}, None
     if weight.reason:  # dequantized
         weight = weight._replace(values=weight.values.to(dtype))
-    is_float8 = weight.values.dtype == torch.float8_e4m3fn
-    nonzero = (weight.values.view(torch.uint8) & 127 if is_float8 else weight.values) != 0
-    structure = _structure(nonzero)
+    nonzero = _nonzero(weight)
+    structure = _structure(nonzero, weight.slots)
     before = sum(map(source.nbytes, found.tensors.values()))
     choice = _choice(weight, structure, source.settings.activations and found.format.name != "pack-quantized")
     reason = (weight.reason or choice) if isinstance(choice, str) else ""
@@ -284,18 +284,26 @@ def _converted_weight(source: Source, found: Found, dtype: torch.dtype) -> _Conv
         own_dtype = weight.values.dtype if weight.scales is None else dtype
         tensors, spec = {"weight": weight.dense(own_dtype)}, None
     else:
+        if weight.slots is not None and choice.nm is None:
+            weight = weight.expanded()
+            nonzero = _nonzero(weight)
         tensors, spec = _stored(weight, nonzero, choice, dtype)
     after = sum(tensor.nbytes for tensor in tensors.values())
     layer = ConvertedLayer(
         name=found.name,
         format=found.format.name,
-        shape=(weight.values.shape[0], weight.values.shape[1]),
+        shape=weight.shape,
         structure=structure,
         spec=spec,
         nbytes=(before, after),
         reason=reason,
     )
     return layer, tensors, spec
+
+
+def _nonzero(weight: Weight) -> Tensor:
+    is_float8 = weight.values.dtype == torch.float8_e4m3fn
+    return (weight.values.view(torch.uint8) & 127 if is_float8 else weight.values) != 0
 
 
 def _converted_matrix(matrix: Matrix) -> _Converted:
@@ -370,8 +378,10 @@ def _structure_of_entries(entries: Any) -> Structure:
     )
 
 
-def _structure(nonzero: Tensor) -> Structure:
-    rows, columns = nonzero.shape
+def _structure(nonzero: Tensor, slots: Tensor | None = None) -> Structure:
+    """Return the structure of a matrix; with slots the bools are of two places in each four, see `Weight`."""
+    per = 1 if slots is None else 2  # columns that a bool is for
+    rows, columns = nonzero.shape[0], per * nonzero.shape[1]
     least = min(BLOCK_SIZES)
     # The fewest passes over the matrix: rows in groups first, then columns of those.
     bands = nonzero.view(torch.uint8)
@@ -379,21 +389,57 @@ def _structure(nonzero: Tensor) -> Structure:
         bands = _bands(bands, least)
     kept = {}
     if rows % least == 0 and columns % least == 0:
-        tiles = _tiles(bands, least)
+        tiles = _tiles(bands, least // per)
         for size in BLOCK_SIZES:
             if rows % size == 0 and columns % size == 0:
                 grid = tiles.view(rows // size, size // least, columns // size, size // least)
                 kept[size] = float(grid.amax((1, 3)).double().mean())
     of_rows = nonzero.view(torch.uint8).amax(1) if columns else nonzero.new_zeros(rows)
-    count, most_of_four = int(nonzero.count_nonzero()), _most(nonzero, 4, torch.int32)
+    count = int(nonzero.count_nonzero())
+    if slots is None:
+        most_of_four, of_columns = _most(nonzero, 4), bands.amax(0)
+    else:
+        most_of_four, of_columns = _most(nonzero, 2), _columns(nonzero, slots)
     return Structure(
-        zeros=1 - count / max(1, nonzero.numel()),
+        zeros=1 - count / max(1, rows * columns),
         most_of_four=most_of_four,
-        most_of_eight=_most(nonzero, 8, torch.int64) if most_of_four == 4 else 2 * most_of_four,
+        most_of_eight=_most(nonzero, 8) if most_of_four == 4 else 2 * most_of_four,
         rows=rows - int(of_rows.count_nonzero()),
-        columns=columns - int(bands.amax(0).count_nonzero()),
+        columns=columns - int(of_columns.count_nonzero()),
         kept=kept,
     )
+
+
+def _columns(nonzero: Tensor, slots: Tensor) -> Tensor:
+    """Return which columns have a nonzero, [in_features], of bools of the places in slots."""
+    words = nonzero.view(torch.int32)  # of the four values of a byte of slots
+    if bool((words != 0x01010101).any()):
+        taken = (words | words >> 7 | words >> 14 | words >> 21) & 15
+        slots = _taken()[taken << 8 | slots]
+    while len(slots) > 1:
+        half = -(-len(slots) // 2)
+        slots = slots[:half] | torch.cat([slots[half:], slots[: 2 * half - len(slots)]])
+    return bools_of(slots)[0] if len(slots) else slots.new_zeros(2 * nonzero.shape[1])
+
+
+@cache
+def _taken() -> Tensor:
+    """Return uint8 [16 * 256]: bytes of slots with those bits alone whose value is not zero, by which are."""
+    found = [0] * (16 << 8)
+    for taken, byte in product(range(16), range(256)):
+        places = [bit for bit in range(8) if byte >> bit & 1]
+        found[taken << 8 | byte] = sum(1 << bit for i, bit in enumerate(places[:4]) if taken >> i & 1)
+    return torch.tensor(found, dtype=torch.uint8)
+
+
+@cache
+def _pairs() -> Tensor:
+    """Return uint8 [256]: the metadata of the two fours of a byte of slots, two bits for each place."""
+    found = [0] * 256
+    for low, high in product(combinations(range(4), 2), repeat=2):
+        (a, b), (c, d) = low, high
+        found[1 << a | 1 << b | 16 << c | 16 << d] = a | b << 2 | c << 4 | d << 6
+    return torch.tensor(found, dtype=torch.uint8)
 
 
 def _bands(bytes: Tensor, size: int) -> Tensor:
@@ -405,14 +451,16 @@ def _tiles(bands: Tensor, size: int) -> Tensor:
     return bands.view(len(bands), -1, size).amax(2)
 
 
-def _most(nonzero: Tensor, size: int, dtype: torch.dtype) -> int:
-    """Return the largest number of nonzeros in neighbours of a row that an integer of this dtype holds."""
+def _most(nonzero: Tensor, size: int) -> int:
+    """Return the largest number of nonzeros in two, four or eight neighbours of a row."""
     if nonzero.shape[1] % size or not nonzero.numel():
         return size
-    most = 0
-    for words in torch.split(nonzero.view(dtype).flatten(), 1 << 17):  # which a cache holds
-        for shift in (32, 16, 8) if size == 8 else (16, 8):
+    most, of_words = 0, {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    for words in torch.split(nonzero.view(of_words).flatten(), 1 << 17):  # which a cache holds
+        shift = 4 * size
+        while shift >= 8:
             words = words + (words >> shift)  # the lowest byte counts the bools of all
+            shift //= 2
         most = max(most, int((words & 15).max()))
     return most
 
@@ -427,7 +475,7 @@ class _Choice(NamedTuple):
 def _choice(weight: Weight, structure: Structure, activations: bool) -> _Choice | str:
     """Return how to store a weight, or why it stays dense."""
     if not structure.kept:
-        return f"no block size divides {' x '.join(map(str, weight.values.shape))}"
+        return f"no block size divides {' x '.join(map(str, weight.shape))}"
     if weight.blocks:
         if SCALE_GROUP not in structure.kept:
             return "blocks of 128 x 128 with a scale do not divide it"
@@ -443,7 +491,7 @@ def _choice(weight: Weight, structure: Structure, activations: bool) -> _Choice 
         if cost > _WORTH and not compressed:
             return "too few blocks are empty, and it is not 2:4"
         return _Choice("compressed" if compressed else "plain", size, (2, 4) if compressed else None, None)
-    width = weight.values.shape[1] // weight.scales.shape[1]
+    width = weight.shape[1] // weight.scales.shape[1]
     costs = {key: cost for key, cost in costs.items() if weight.scales.shape[1] == 1 or width % key[0] == 0}
     if not costs:
         return f"groups of {width} columns have a scale, which no block size divides"
@@ -459,15 +507,16 @@ def _stored(
 ) -> tuple[dict[str, Tensor], LayerSpec]:
     """Return the tensors of a layer with this weight, and its spec."""
     size, (storage, _, nm, activations) = choice.size, choice
-    kept = _tiles(_bands(nonzero.view(torch.uint8), size), size)
+    width = size if weight.slots is None else size // 2  # of values
+    kept = _tiles(_bands(nonzero.view(torch.uint8), size), width)
     pattern = BlockPattern.from_block_mask(kept.bool(), block_shape=size)
     rows, columns = pattern.block_indices()
     integers = weight.values.view(torch.uint8) if weight.values.itemsize == 1 else weight.values
-    blocks = blocks_of(integers, (size, size))[rows, columns].view(weight.values.dtype)
+    blocks = blocks_of(integers, (size, width))[rows, columns].view(weight.values.dtype)
     tensors = {name: getattr(pattern, name) for name in INDEX_NAMES}
     granularity = None
     if weight.scales is not None:
-        scales, group = weight.scales, weight.values.shape[1] // weight.scales.shape[1]
+        scales, group = weight.scales, weight.shape[1] // weight.scales.shape[1]
         if weight.blocks:
             granularity, tensors["scales"] = "block", scales[rows, columns][:, None]
         elif activations is not None:
@@ -476,8 +525,11 @@ def _stored(
             of_rows = scales.view(-1, size, scales.shape[1])
             granularity, tensors["scales"] = "row", of_rows[rows, :, columns * size // group]
         tensors["scales"] = tensors["scales"].contiguous()
-    if nm is not None:
-        mask = blocks_of(nonzero if weight.slots is None else weight.slots, (size, size))[rows, columns]
+    if weight.slots is not None:
+        tensors["weight"] = blocks
+        tensors["metadata"] = _metadata(blocks_of(weight.slots, (size, size // 8))[rows, columns])
+    elif nm is not None:
+        mask = blocks_of(nonzero, (size, size))[rows, columns]
         tensors["weight"], tensors["metadata"] = compress(blocks, mask)
     elif storage == "int4":
         low, high = blocks.view(torch.uint8).view(-1, size, size // 2, 2).unbind(-1)
@@ -493,3 +545,11 @@ def _stored(
         activations=activations,
     )
     return tensors, spec
+
+
+def _metadata(slots: Tensor) -> Tensor:
+    """Return the metadata [nnz, bk / 32, bn] of blocks of slots [nnz, bn, bk / 8]."""
+    nnz, rows, bytes = slots.shape
+    halves = _pairs()[slots.int()].view(torch.int16)  # of 16 columns
+    halves = halves.view(nnz, rows // 16, 2, 8, bytes // 4, 2).permute(0, 4, 1, 3, 5, 2)
+    return halves.contiguous().view(torch.int32).view(nnz, bytes // 4, rows)

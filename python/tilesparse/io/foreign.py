@@ -23,12 +23,13 @@ class Weight(NamedTuple):
     """One weight as its file has it: W is values, times scales where there are any.
 
     Attributes:
-        values: [out_features, in_features]: floats, or int8 and float8_e4m3fn codes.
+        values: [out_features, in_features], with ``slots`` half as many columns: floats, or int8 and
+            float8_e4m3fn codes.
         scales: float32 [out_features, groups of equal width along in_features], or [R, C] with ``blocks``.
         bits: 4 for int8 codes from -8 to 7, else 8; None without scales.
         blocks: True where scales belong to blocks of 128 x 128.
-        slots: bools like values, the places of 2:4 that the file keeps, zeros among them; None where it has
-            none.
+        slots: uint8 [out_features, in_features / 8], bits of the two places in each four that values are of,
+            zeros among them; None where values are of all places.
         reason: why no storage holds these values exactly, which then are floats; empty otherwise.
     """
 
@@ -39,11 +40,25 @@ class Weight(NamedTuple):
     slots: Tensor | None = None
     reason: str = ""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+        rows, columns = self.values.shape
+        return rows, columns if self.slots is None else 2 * columns
+
+    def expanded(self) -> Weight:
+        """Return the same weight with the values of all places."""
+        if self.slots is None:
+            return self
+        return self._replace(values=_placed(self.values, bools_of(self.slots)), slots=None)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return W [out_features, in_features]."""
+        if self.slots is not None:
+            return self.expanded().dense(dtype)
         if self.scales is None:
             return self.values.to(dtype)
-        (rows, columns), scales = self.values.shape, self.scales
+        (rows, columns), scales = self.shape, self.scales
         if self.blocks:
             scales = scales.repeat_interleave(SCALE_GROUP, 0)[:rows]
         width = SCALE_GROUP if self.blocks else columns // scales.shape[1]
@@ -75,8 +90,8 @@ class Settings(NamedTuple):
     activations: bool = False
 
 
-def _mask(parts: Parts) -> Tensor:
-    """Return the bools [out_features, in_features] of a bitmask, lowest bit first."""
+def _bits(parts: Parts) -> tuple[Tensor, int]:
+    """Return the checked bitmask, uint8 with the lowest bit first, and in_features."""
     shape, bits = parts["shape"].flatten(), parts["bitmask"]
     if shape.dtype != torch.int64 or shape.numel() != 2:
         raise CheckpointError(f"shape must be two numbers of int64, got {list(shape.shape)} of {shape.dtype}")
@@ -86,68 +101,76 @@ def _mask(parts: Parts) -> Tensor:
             f"bitmask must be uint8 with a bit for each value of {rows} x {columns}, got "
             f"{list(bits.shape)} of {bits.dtype}"
         )
-    mask = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).view(rows, -1).bool()
-    if mask.shape[1] > columns and bool(mask[:, columns:].any()):
+    if columns % 8 and bool((bits[:, -1] >> columns % 8).any()):
         raise CheckpointError("bitmask must have zeros behind the last column of a row, got ones")
-    return mask[:, :columns].contiguous()
+    return bits, columns
+
+
+def bools_of(bits: Tensor) -> Tensor:
+    """Return the bools [rows, 8 n] of bits [rows, n]."""
+    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten(1).bool()
 
 
 def _placed(values: Tensor, mask: Tensor) -> Tensor:
     """Return values, in the order of the mask, in a matrix with zeros elsewhere."""
-    count = int(mask.count_nonzero())  # several times as fast as a sum
-    if values.numel() != count:
-        raise CheckpointError(
-            f"compressed must have a value for each of the {count} bits that are set, got {values.numel()}"
-        )
+    _check_count(values, int(mask.count_nonzero()))  # several times as fast as a sum
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
     placed.view(integers).masked_scatter_(mask, values.flatten().view(integers))
     return placed
 
 
+def _check_count(values: Tensor, count: int) -> None:
+    if values.numel() != count:
+        raise CheckpointError(
+            f"compressed must have a value for each of the {count} bits that are set, got {values.numel()}"
+        )
+
+
 def _bitmask(parts: Parts, settings: Settings) -> Weight:
-    mask = _mask(parts)
+    bits, columns = _bits(parts)
+    mask = bools_of(bits)[:, :columns].contiguous()
     starts = parts.get("row_offsets")
     counts = mask.count_nonzero(1)
     if starts is not None and not torch.equal(starts.flatten(), counts.cumsum(0) - counts):
         raise CheckpointError("row_offsets must be where the rows of bitmask begin, got others")
-    return _scaled(_placed(parts["compressed"], mask), parts, settings)
+    return _scaled(Weight(_placed(parts["compressed"], mask)), parts)
 
 
 def _bitmask_2_4(parts: Parts, settings: Settings) -> Weight:
-    mask = _mask(parts)
-    if mask.numel() % 4 or not _has_two_of_four(mask):
-        raise CheckpointError("bitmask must have two bits in every four, as 2:4 has, got another number")
-    # Groups run over the whole matrix: they are 2:4 of rows where no group crosses the end of one.
-    slots = mask if mask.shape[1] % 4 == 0 else None
-    return _scaled(_placed(parts["compressed"], mask), parts, settings)._replace(slots=slots)
+    (bits, columns), values = _bits(parts), parts["compressed"]
+    if columns % 8 == 0:
+        pairs = bits - ((bits >> 1) & 0x55)
+        if bool(((pairs & 0x33) + ((pairs >> 2) & 0x33) != 0x22).any()):
+            raise CheckpointError(_NOT_2_4)
+        _check_count(values, 4 * bits.numel())
+        return _scaled(Weight(values.reshape(len(bits), columns // 2), slots=bits), parts)
+    # Groups run over the whole matrix: one may cross the end of a row.
+    mask = bools_of(bits)[:, :columns].contiguous()
+    if mask.numel() % 4 or not bool((mask.view(-1, 4).sum(1) == 2).all()):
+        raise CheckpointError(_NOT_2_4)
+    return _scaled(Weight(_placed(values, mask)), parts)
 
 
-def _has_two_of_four(mask: Tensor) -> bool:
-    """Return True for two bools in every four, of all rows one after another."""
-    for words in torch.split(mask.view(-1).view(torch.int32), 1 << 17):
-        words = words + (words >> 16)
-        if not bool((((words + (words >> 8)) & 7) == 2).all()):
-            return False
-    return True
+_NOT_2_4 = "bitmask must have two bits in every four, as 2:4 has, got another number"
 
 
-def _scaled(values: Tensor, parts: Parts, settings: Settings) -> Weight:
+def _scaled(weight: Weight, parts: Parts) -> Weight:
     """Return a weight of 8-bit codes with the scales beside them; others have none."""
+    values = weight.values
     if values.dim() != 2:
         raise CheckpointError(f"weight must be a matrix, got shape {list(values.shape)}")
     scale = parts.get("weight_scale")
     if scale is None:
         if values.dtype in QUANTIZED:
             raise CheckpointError(f"weight_scale must be there for values of {values.dtype}, it is missing")
-        return Weight(values)
+        return weight
     if values.dtype not in QUANTIZED:
         raise CheckpointError(f"weight_scale must not be there for values of {values.dtype}")
-    scales = _scales(scale, values.shape)
-    return _symmetric(Weight(values, scales, 8), parts)
+    return _symmetric(weight._replace(scales=_scales(scale, weight.shape), bits=8), parts)
 
 
-def _scales(scale: Tensor, shape: torch.Size) -> Tensor:
+def _scales(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return checked scales as float32 [out_features, groups]."""
     rows, columns = shape
     scales = scale.float()
@@ -170,7 +193,7 @@ def _symmetric(weight: Weight, parts: Parts) -> Weight:
     """Return the weight, dequantized where zero points or an order of columns leave no exact storage."""
     scales, points, order = weight.scales, parts.get("weight_zero_point"), parts.get("weight_g_idx")
     assert scales is not None
-    rows, columns = weight.values.shape
+    rows, columns = weight.shape
     groups = scales.shape[1]
     if order is not None:
         if order.shape != (columns,) or not bool(((order >= 0) & (order < groups)).all()):
@@ -184,7 +207,7 @@ def _symmetric(weight: Weight, parts: Parts) -> Weight:
     if order is None and points is None:
         return weight
     of_columns = torch.arange(groups).repeat_interleave(columns // groups) if order is None else order.long()
-    codes = weight.values.float()
+    codes = weight.expanded().values.float()
     if points is not None:
         codes = codes - points.float()[:, of_columns]
     reason = "zero points" if points is not None else "columns in another order than their scales"
@@ -270,7 +293,7 @@ def _hugging_face_blocks(parts: Parts, settings: Settings) -> Weight:
 
 
 def _plain(parts: Parts, settings: Settings) -> Weight:
-    return _scaled(parts["weight"], parts, settings)
+    return _scaled(Weight(parts["weight"]), parts)
 
 
 def _refused(text: str) -> Callable[[Parts, Settings], Weight]:

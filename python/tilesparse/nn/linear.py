@@ -120,6 +120,7 @@ class BlockSparseLinear(StoredWeight):
         scales: float32 [nnz, bn] or [nnz] of 8 and 4 bits, [out_features] with `activations`, otherwise None;
             see `storage.quantize_weights` and `storage.quantize_int4`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
+        use_fast_accum: as of `functional.quantized_linear`, False at first; likewise.
 
     Raises:
         InvalidArgumentError: a size, the density, the block shape or the policy is not allowed, or `pattern`
@@ -127,6 +128,7 @@ class BlockSparseLinear(StoredWeight):
     """
 
     bias: nn.Parameter | None
+    use_fast_accum = False
     _of_experts = False  # whether W is that of several experts
 
     @with_normal_tensors
@@ -628,7 +630,7 @@ class BlockSparseLinear(StoredWeight):
             limits = threshold, gate_threshold
             limited = threshold is not None or gate_threshold is not None
             if metadata is not None or scales is not None or limited:
-                fast = None if self._activations is None else False
+                fast = None if self._activations is None else self.use_fast_accum
                 stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast, *limits)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from .._ops.autograd import records_gradient
 from .._runtime.pattern_cache import content_of
-from .._runtime.torch_private import current_stream, is_exporting, transforms_active
+from .._runtime.torch_private import current_stream, is_exporting, transforms_active, with_own_number
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
 from ..storage.formats import STORED_NAMES
@@ -65,7 +65,7 @@ class MergedProduct:
         self._made_of = [self._state_of_layer(layer) for layer in layers]
         self._hooks = [
             parent.register_forward_pre_hook(self.begin),
-            parent.register_forward_hook(self.finish, always_call=True),
+            with_own_number(parent, parent.register_forward_hook(self.finish, always_call=True)),
         ]
         for number, layer in enumerate(layers):
             layer._merged = self, number
@@ -154,7 +154,8 @@ class MergedProduct:
         """Return what differs once a tensor or setting of a layer is another, or its pattern is."""
         tensors = (layer._parameters.get(name, layer._buffers.get(name)) for name in _ROWS)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return *addresses, layer.policy == self.whole.policy, *content_of(layer_index(layer))
+        alike = layer.policy == self.whole.policy and layer.use_fast_accum == self.whole.use_fast_accum
+        return *addresses, alike, *content_of(layer_index(layer))
 
     def __reduce__(self) -> Any:
         return MergedProduct, ()
@@ -222,7 +223,9 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
         ]
         parts = [{"bias": zero, **part} for zero, part in zip(zeros, parts, strict=True)]
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return layer_like(layers[0], Stored(spec, pattern, tensors))
+    whole = layer_like(layers[0], Stored(spec, pattern, tensors))
+    whole.use_fast_accum = layers[0].use_fast_accum
+    return whole
 
 
 def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
@@ -251,4 +254,5 @@ def _kind(layer: BlockSparseLinear) -> dict[str, object]:
     """Return what layers have to agree in."""
     names = "dtype", "storage", "nm", "transposable", "granularity", "activations", "policy", "threshold"
     own = {name: getattr(layer.spec, name) for name in names}
+    own["use_fast_accum"] = layer.use_fast_accum
     return {**own, "in_features": layer.in_features, "device": layer.weight.device}
