@@ -76,8 +76,9 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer = Timer("cuda", LAUNCH_SECONDS)
     warm_up()
     chance = random.Random(arguments.seed)
-    cases = [case for case in NAMED if arguments.named and case.kind in arguments.kinds]
-    cases += [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
+    kinds, ops = arguments.kinds, arguments.ops
+    cases = [case for case in NAMED if arguments.named and case.kind in kinds and case.op in ops]
+    cases += [draw(chance, kinds, ops, arguments.layers) for _ in range(arguments.cases)]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
