@@ -249,6 +249,9 @@ struct CompressedDecodeWeight {
 template <Storage kStorage, DType kDType = DType::bfloat16>
 struct CompressedDecodeFormat {
     static constexpr bool kSparse = kStorage == Storage::two_of_four;
+    static constexpr bool kStreams = !kSparse;  // for few tokens, see decode_stream.cuh
+    template <class Math>
+    static constexpr DType kValues = kDType;
 
     // Whole blocks, whose lines are read at once (measured on an H200); teams halve the 64 of k that metadata
     // of 2:4 is loaded for.
@@ -280,8 +283,9 @@ struct CompressedDecodeFormat {
     template <int kRows, class Start>
     static int32_t with_tokens(const Problem& problem, Start start) {
         if (problem.tokens > 16) return with_block<kRows, 4>(problem, start);
-        if (problem.tokens > 8) return with_block<kRows, 2>(problem, start);
-        return with_block<kRows, 1>(problem, start);
+        if constexpr (kSparse)
+            if (problem.tokens <= 8) return with_block<kRows, 1>(problem, start);
+        return with_block<kRows, 2>(problem, start);
     }
 
     template <int kRows, int kTokenTiles, class Start>

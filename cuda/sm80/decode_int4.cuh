@@ -112,6 +112,10 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
 };
 
 struct Int4DecodeFormat {
+    static constexpr bool kStreams = true;  // for few tokens, see decode_stream.cuh
+    template <class Math>
+    static constexpr DType kValues = DType::int4;
+
     template <class Math, class Shape>
     using Weight = Int4DecodeWeight<Math, Shape::kRows, Shape::kBlock>;
 
@@ -119,7 +123,6 @@ struct Int4DecodeFormat {
     // which therefore share them.
     template <class Start>
     static int32_t with_shape(const Problem& problem, int64_t features, Start start) {
-        if (problem.tokens <= 8) return with_block<32, 1>(problem, start);
         if (problem.tokens <= 16 && problem.row_block() >= 64 && features >= 64)
             return with_block<64, 2>(problem, start);
         return with_block<32, 4>(problem, start);
