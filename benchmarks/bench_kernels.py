@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--named", action="store_true", help="first those that aims were set for")
     add_names(parser, "--kinds", KINDS)
     add_names(parser, "--ops", OPS)
+    parser.add_argument("--kernels", type=name_list, default=("",), help="whose names begin so (all)")
     parser.add_argument("--layers", type=_layers, default=(), help="out x in, as 768x3072,4096x4096 (many)")
     return parser
 
@@ -85,7 +86,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         with measuring(record, contender="tilesparse") as result:
             calls = Calls(case, arguments.seed)
             record["density"] = calls.pattern.density
-            result |= _measure(calls, _kernels(case, calls), timer)
+            result |= _measure(calls, _kernels(case, calls, tuple(arguments.kernels)), timer)
             _print(result)
 
 
@@ -109,12 +110,12 @@ def _measure(calls: Calls, kernels: Sequence[str], timer: Timer) -> dict[str, An
     return measured
 
 
-def _kernels(case: Drawn, calls: Calls) -> list[str]:
-    """Names of all that compute it on the GPU."""
+def _kernels(case: Drawn, calls: Calls, prefixes: tuple[str, ...]) -> list[str]:
+    """Names of all that compute it on the GPU, and begin with one of some prefixes."""
     info, found = _C.device_info(1), []
     asked = product_of(case.record(), calls.pattern.nnz)
     for number, kernel in enumerate(_C.kernels()):
-        if kernel.device != info.device:
+        if kernel.device != info.device or not kernel.name.startswith(prefixes):
             continue
         try:
             asked.estimate(info, number)

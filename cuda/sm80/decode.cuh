@@ -22,7 +22,6 @@
 #include "sm80/decode_epilogue.cuh"
 #include "sm80/decode_int4.cuh"
 #include "sm80/decode_loader.cuh"
-#include "sm80/decode_stream.cuh"
 #include "sm80/decode_traits.cuh"
 #include "sm80/decode_weight.cuh"
 #include "sm80/launch.cuh"
@@ -179,9 +178,6 @@ struct Decode {
         const int64_t features = problem.features() * ((problem.tokens + 63) / 64) / device.multiprocessors;
         return Formats::with_format(problem, [&](auto format) {
             using Format = decltype(format);
-            if constexpr (Format::kStreams)
-                if (problem.tokens <= kMaxStreamed && !problem.grouped())
-                    return start_stream<Format::template kValues<Math>>(problem, stream);
             if (problem.grouped())
                 return Format::with_group_shape(problem, [&](auto shape) {
                     return start<TraitsOf<Format, decltype(shape)>, true>(problem, device, stream);
@@ -208,7 +204,6 @@ struct Decode {
     static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
     static constexpr int kReserved = 1 << 10;      // of shared memory, by each CTA
     static constexpr int64_t kMaxCtas = 1 << 30;
-    static constexpr int kMaxStreamed = 8;         // tokens
 
     template <class Format, class Shape>
     using TraitsOf = DecodeTraits<Math, typename Format::template Weight<Math, Shape>, Shape::kTokenTiles>;
@@ -221,12 +216,19 @@ struct Decode {
             return &decode_kernel<Traits>;
     }
 
-    static DecodeArguments arguments_of(const Problem& problem, int chunks) {
+    template <class Traits, bool kGrouped>
+    static int32_t start(const Problem& problem, const Device& device, void* stream) {
         const Matrix &input = problem.input(), &output = problem.output();
         const Values& values = problem.values;
+        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
+        const int chunks =
+            kGrouped ? 1 : static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
+        const int ctas = blocks * (kGrouped ? problem.pattern.groups : chunks);
+        // Thread blocks that have something to do.
+        const auto busy = kGrouped ? static_cast<int>(blocks * busy_groups(problem)) : ctas;
         DecodeArguments arguments{};
         arguments.input = input.data;
-        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Math::Input));
+        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Traits::Input));
         arguments.output = output.data;
         arguments.output_ld = output.ld;
         arguments.values = values.data;
@@ -247,39 +249,6 @@ struct Decode {
         arguments.offsets = problem.offsets;
         arguments.groups = problem.pattern.groups;
         arguments.group_features = static_cast<int>(problem.features());
-        return arguments;
-    }
-
-    template <DType kDType>
-    static int32_t start_stream(const Problem& problem, void* stream) {
-        constexpr int kLeast = kDType == DType::int4 ? 32 : 16;
-        if constexpr (kLeast == 16)
-            if (problem.k_block() == 16) return start_stream<StreamTraits<Math, kDType, 16>>(problem, stream);
-        if (problem.k_block() == 32) return start_stream<StreamTraits<Math, kDType, 32>>(problem, stream);
-        return start_stream<StreamTraits<Math, kDType, 64>>(problem, stream);
-    }
-
-    // As many warps as have steps to keep their loads under way.
-    template <class Traits>
-    static int32_t start_stream(const Problem& problem, void* stream) {
-        const int64_t rows = problem.features() / Traits::kRows;
-        const int64_t steps = problem.pattern.value_count() / problem.features() / Traits::kStep;
-        int warps = 1;
-        while (warps < kMaxDecodeWarps && 2 * warps * Traits::kAhead <= steps) warps *= 2;
-        return ts::sm80::launch<&stream_kernel<Traits>>(arguments_of(problem, 1),
-                                                        dim3(static_cast<unsigned>(rows)), 32 * warps,
-                                                        warps * Traits::kSumBytes, 0, stream);
-    }
-
-    template <class Traits, bool kGrouped>
-    static int32_t start(const Problem& problem, const Device& device, void* stream) {
-        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
-        const int chunks =
-            kGrouped ? 1 : static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const int ctas = blocks * (kGrouped ? problem.pattern.groups : chunks);
-        // Thread blocks that have something to do.
-        const auto busy = kGrouped ? static_cast<int>(blocks * busy_groups(problem)) : ctas;
-        const DecodeArguments arguments = arguments_of(problem, chunks);
         int warps = 0;  // of a multiprocessor, where how many teams there are depends on them
         if constexpr (Traits::Weight::kFewBytes || Traits::kTeam > 1)
             if (const cudaError_t error = warps_of_multiprocessor<kernel_of<Traits, kGrouped>()>(warps))

@@ -1,7 +1,7 @@
 // Weight formats of the decode kernel for values in fewer bytes: 2:4, of 8 bits, or both; dds_nt alone.
-// Values of 8 bits become weights in registers, rounded as ts_values_dequantize rounds them. Of dense blocks
-// ldmatrix gives a thread 4 that are neighbours in memory, where products want pairs that lie apart: so k is
-// permuted, and that of activations likewise.
+// Values of 8 bits and 2:4 become weights in registers, rounded as ts_values_dequantize rounds them. Of dense
+// blocks products take the values themselves, as of int4. ldmatrix gives a thread 4 that are neighbours in
+// memory, where products want pairs that lie apart: so k is permuted, and that of activations likewise.
 #pragma once
 
 #include "common/launch.cuh"
@@ -21,6 +21,39 @@ __device__ inline uint2 load_words(uint32_t address) {
     uint2 words;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
     return words;
+}
+
+// Two values of a word in 16 bits, exactly: without their scale.
+template <DType kDType, class Value>
+__device__ inline uint32_t exact_pair(uint32_t word, int pair) {
+    if constexpr (kDType == DType::int8 && std::is_same_v<Value, __nv_bfloat16>) {
+        // bfloat16 has 8 bits of fraction: 7 bits are added to 128, and then 128 or, with the sign, 256 taken
+        // away.
+        constexpr int kAndOr = (0xf0 & 0xcc) | 0xaa;
+        const uint32_t apart = permute_bytes(word, pair == 0 ? 0x4140 : 0x4342);
+        __nv_bfloat162 biased, bias;
+        asm("lop3.b32 %0, %1, %2, %3, %4;"
+            : "=r"(*reinterpret_cast<uint32_t*>(&biased))
+            : "r"(apart), "n"(0x007f007f), "n"(0x43004300), "n"(kAndOr));
+        asm("lop3.b32 %0, %1, %2, %3, %4;"
+            : "=r"(*reinterpret_cast<uint32_t*>(&bias))
+            : "r"(apart), "n"(0x00800080), "n"(0x43004300), "n"(kAndOr));
+        const __nv_bfloat162 values = __hsub2(biased, bias);
+        return *reinterpret_cast<const uint32_t*>(&values);
+    } else if constexpr (std::is_same_v<Value, __half>) {
+        const __half2 values = decode_pair<kDType>(word, pair);
+        return *reinterpret_cast<const uint32_t*>(&values);
+    } else {
+        return round_pair(__half22float2(decode_pair<kDType>(word, pair)), Value());
+    }
+}
+
+// Adds products of two rows of values, times the scales of these.
+__device__ inline void add_scaled(float (&sums)[4], const float (&own)[4], float2 scales) {
+    sums[0] += own[0] * scales.x;
+    sums[1] += own[1] * scales.x;
+    sums[2] += own[2] * scales.y;
+    sums[3] += own[3] * scales.y;
 }
 
 // A slice has values [blocks][kRows][kBlockK of k], in DecodeLines, as they are stored; metadata
@@ -49,8 +82,11 @@ struct CompressedDecodeWeight {
     static constexpr bool kFewBytes = true;
     static_assert(kShift <= 0);
 
+    static constexpr bool kSharesScales = kBlockK >= 32;  // all of a step
+
     struct Operand {
         Fragment<4> part[2];  // of 32 of k if 2:4, otherwise 16
+        float2 scales[2];     // of dense blocks
         uint32_t metadata;
     };
 
@@ -141,10 +177,11 @@ struct CompressedDecodeWeight {
                 const Fragment<4> raw = load_pair(stage, step, i);
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
-                    const float2 scales = load_scales(stage, 2 * step + part, i);
                     const uint32_t word = raw.value[2 * part], later_word = raw.value[2 * part + 1];
-                    operand.part[part] = {weights(word, 0, scales.x), weights(later_word, 0, scales.y),
-                                          weights(word, 1, scales.x), weights(later_word, 1, scales.y)};
+                    operand.part[part] = {exact(word, 0), exact(later_word, 0), exact(word, 1),
+                                          exact(later_word, 1)};
+                    if (part == 0 || !kSharesScales)
+                        operand.scales[part] = load_scales(stage, 2 * step + part, i);
                 }
             } else {
 #pragma unroll
@@ -193,6 +230,9 @@ struct CompressedDecodeWeight {
         }
 
       private:
+        __device__ static uint32_t exact(uint32_t word, int pair) {
+            return exact_pair<kDType, typename Math::Value>(word, pair);
+        }
         __device__ static uint32_t weights(uint32_t word, int pair, float scale) {
             return dequantize<kDType, typename Math::Value>(word, pair, scale);
         }
@@ -235,8 +275,14 @@ struct CompressedDecodeWeight {
     __device__ static void multiply(float (&sums)[4], const Operand& weight, const Fragment<4>& input,
                                     int part, int) {
         if constexpr (!kSparse) {
-            Math::mma(sums, weight.part[0], {input.value[0], input.value[1]});
-            Math::mma(sums, weight.part[1], {input.value[2], input.value[3]});
+            float own[4] = {};
+            Math::mma(own, weight.part[0], {input.value[0], input.value[1]});
+            if constexpr (!kSharesScales) {
+                add_scaled(sums, own, weight.scales[0]);
+                for (float& sum : own) sum = 0;
+            }
+            Math::mma(own, weight.part[1], {input.value[2], input.value[3]});
+            add_scaled(sums, own, weight.scales[kSharesScales ? 0 : 1]);
         } else if (part == 0) {
             multiply_add_sparse<Math, 0>(sums, weight.part[0], input, weight.metadata);
         } else {
@@ -249,9 +295,6 @@ struct CompressedDecodeWeight {
 template <Storage kStorage, DType kDType = DType::bfloat16>
 struct CompressedDecodeFormat {
     static constexpr bool kSparse = kStorage == Storage::two_of_four;
-    static constexpr bool kStreams = !kSparse;  // for few tokens, see decode_stream.cuh
-    template <class Math>
-    static constexpr DType kValues = kDType;
 
     // Whole blocks, whose lines are read at once (measured on an H200); teams halve the 64 of k that metadata
     // of 2:4 is loaded for.
@@ -283,9 +326,8 @@ struct CompressedDecodeFormat {
     template <int kRows, class Start>
     static int32_t with_tokens(const Problem& problem, Start start) {
         if (problem.tokens > 16) return with_block<kRows, 4>(problem, start);
-        if constexpr (kSparse)
-            if (problem.tokens <= 8) return with_block<kRows, 1>(problem, start);
-        return with_block<kRows, 2>(problem, start);
+        if (problem.tokens > 8) return with_block<kRows, 2>(problem, start);
+        return with_block<kRows, 1>(problem, start);
     }
 
     template <int kRows, int kTokenTiles, class Start>

@@ -190,10 +190,6 @@ int32_t with_block(const Problem& problem, Start start) {
 
 template <bool kTransposed>
 struct DenseDecodeFormat {
-    static constexpr bool kStreams = !kTransposed;  // for few tokens, see decode_stream.cuh
-    template <class Math>
-    static constexpr DType kValues = Math::kInput;
-
     template <class Math, class Shape>
     using Weight = DenseDecodeWeight<Math, kTransposed, Shape::kRows, std::min(Shape::kBlock, 64) / 8>;
 
@@ -205,9 +201,8 @@ struct DenseDecodeFormat {
         if (problem.tokens > 32 && row_block >= 64 && features >= 64)
             return with_block<64, 8>(problem, start);
         if (problem.tokens > 8 && row_block >= 32 && features >= 32) return with_tokens<32>(problem, start);
-        if constexpr (!kStreams)
-            if (problem.tokens <= 8) return with_block<16, 1>(problem, start);
-        return with_tokens<16>(problem, start);
+        if (problem.tokens > 8) return with_tokens<16>(problem, start);
+        return with_block<16, 1>(problem, start);
     }
 
     // Starts a grouped product.
