@@ -103,7 +103,11 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
         float own[4] = {};
         Math::mma(own, weight.values[part][0], {input.value[0], input.value[1]});
         Math::mma(own, weight.values[part][1], {input.value[2], input.value[3]});
-        add_scaled(sums, own, weight.scales[part]);
+        const float2 scales = weight.scales[part];
+        sums[0] += own[0] * scales.x;
+        sums[1] += own[1] * scales.x;
+        sums[2] += own[2] * scales.y;
+        sums[3] += own[3] * scales.y;
     }
 };
 
@@ -118,8 +122,6 @@ struct Int4DecodeFormat {
         if (problem.tokens <= 8) return with_block<32, 1>(problem, start);
         if (problem.tokens <= 16 && problem.row_block() >= 64 && features >= 64)
             return with_block<64, 2>(problem, start);
-        if (problem.tokens > 32 && problem.row_block() >= 64 && features >= 64)
-            return with_block<64, 8>(problem, start);
         return with_block<32, 4>(problem, start);
     }
 

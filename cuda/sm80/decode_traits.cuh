@@ -33,7 +33,7 @@ struct DecodeTraits {
     using Lines = typename Weight::template Lines<32 * kTeam>;  // of tokens
     static constexpr int kStageBytes = Weight::kBytes + kTokens * kSlice * static_cast<int>(sizeof(Input));
     // Many short rings in a multiprocessor are better than few long ones (measured on an H200).
-    static constexpr int kStages = kTeam > 1 ? 3 : 2;
+    static constexpr int kStages = kTeam > 1 || (kStageBytes <= 4096 && !Weight::kFewBytes) ? 3 : 2;
     static constexpr int kRingBytes = kStages * kStageBytes;
     // Sums are [kTokens][kSumLine], of which kRows are used.
     static constexpr int kSumLine = kRows + 4;              // of a token; the padding avoids bank conflicts
