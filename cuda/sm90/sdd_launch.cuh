@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
-#include "common/estimate.h"
 #include "sm90/launch.cuh"
 #include "sm90/sdd_kernel.cuh"
 #include "sm90/select.h"
@@ -144,11 +144,14 @@ struct Sdd {
                problem.result_dtype == Math::kResult;
     }
 
-    // Only where L2 cannot hold both operands. Wide blocks have no use for it.
+    // Only where there is a round of tiles that are not split. Wide blocks have no use for it. A row of tiles
+    // has the columns of all block rows of a strip, about as many as of a random pattern.
     static bool is_paced(const Problem& problem, const Device& device) {
-        constexpr double kL2 = 64 << 20;
-        return !are_wide_blocks(problem.pattern) &&
-               (fills(problem, device, kTileValues) || activation_bytes(problem) > kL2);
+        const Pattern& pattern = problem.pattern;
+        const double rows = std::max(1, Traits::kStrip / pattern.block_rows);
+        const double columns = (1 - std::pow(1 - pattern.density(), rows)) * pattern.in_features;
+        const double tiles = columns * static_cast<double>(pattern.out_features) / kTileValues;
+        return !are_wide_blocks(pattern) && tiles >= device.multiprocessors;
     }
 
     // The kernel, and the one that adds partial sums, for one dtype of results.

@@ -23,8 +23,8 @@ class SddProducer {
             const int feature = my_feature(plan, work.tile, tile);
             select(tile.is_large(arguments_.unit_shift));
             // Back and forth: the tokens that the tile before used last are still in L2.
-            const int paced = arguments_.pace != nullptr ? schedule.paced_steps(index) : 0;
-            load(work, tile, feature, index / teams % 2 != 0, paced, schedule.paced_teams(index), shares);
+            load(work, tile, feature, index / teams % 2 != 0,
+                 arguments_.pace != nullptr && schedule.is_whole(index), shares);
         }
     }
 
@@ -42,7 +42,7 @@ class SddProducer {
             const SddTile tile = plan.tile(work.tile);
             const int feature = my_feature(plan, work.tile, tile);
             select(tile.is_large(arguments_.unit_shift));
-            load(work, tile, feature, false, 0, 0, false);
+            load(work, tile, feature, false, false, false);
         }
     }
 
@@ -85,11 +85,10 @@ class SddProducer {
         cursor_.select(large);
     }
 
-    // `paced`: steps that keep the pace of so many CTAs. `shares`: strips with the other CTA of the team.
-    // Each of them loads one for both.
+    // `shares`: strips with the other CTA of the team. Each of them loads one for both.
     template <class Work>
-    __device__ void load(const Work& work, const SddTile& tile, int feature, bool backwards, int paced,
-                         int ctas, bool shares) {
+    __device__ void load(const Work& work, const SddTile& tile, int feature, bool backwards, bool paced,
+                         bool shares) {
         const bool is_strip = lane_ < tile.strips();
         const bool is_y = is_strip != tile.is_swapped();
         const bool row_major = is_y ? kRowMajorY : kRowMajorX;
@@ -104,8 +103,8 @@ class SddProducer {
         const auto [first_step, last_step] = steps_of(work);
         for (int step = first_step; step < last_step; ++step) {
             const int token = Traits::kStep * (backwards ? first_step + last_step - 1 - step : step);
-            const int begun = step - first_step;
-            if (begun < paced && begun % Pace::kSteps == 0 && lane_ == 0) pace_.begin(arguments_.pace, ctas);
+            if (paced && step % Pace::kSteps == 0 && lane_ == 0)
+                pace_.begin(arguments_.pace, static_cast<int>(gridDim.x));
             __syncwarp();
             ring.wait_empty(cursor_.position);
             const Barrier& full = ring.full[cursor_.position.stage];

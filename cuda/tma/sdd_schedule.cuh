@@ -66,14 +66,6 @@ class SddSchedule {
     }
     __device__ bool is_whole(int index) const { return index < whole_; }
 
-    // How many steps of a tile or part keep the pace of others, and of how many teams. What is left over of
-    // tiles has none.
-    __device__ int paced_steps(int index) const {
-        if (index < whole_) return steps_;
-        return index - whole_ < rest_ * parts_ ? min(share_, steps_ - (parts_ - 1) * share_) : 0;
-    }
-    __device__ int paced_teams(int index) const { return index < whole_ ? teams_ : rest_ * parts_; }
-
     // For one CTA of the team.
     __device__ SddWork work(int index, int rank) const {
         const Part part = part_at(index);
@@ -187,19 +179,13 @@ class Pace {
     static constexpr int kSteps = 16;
     static constexpr int kCounters = 64;  // used in turn
 
-    // The counters are zero at first. Called by one thread. `ctas`: those that begin the same 16 steps, which
-    // may become fewer once.
+    // The counters are zero at first. Called by one thread.
     __device__ void begin(int* counters, int ctas) {
-        if (ctas != ctas_) {
-            before_ = ctas_;
-            changed_ = begun_;
-            ctas_ = ctas;
-        }
         atomicAdd(counters + begun_ % kCounters, 1);
         const int before = begun_++ - 1;
         if (before < 0 || gave_up_) return;
         const volatile int* const counter = counters + before % kCounters;
-        const int all = count(before);
+        const int all = (before / kCounters + 1) * ctas;
         int polls = 0;
         while (*counter < all && ++polls < kMaxPolls) __nanosleep(200);
         gave_up_ = polls == kMaxPolls;
@@ -208,15 +194,7 @@ class Pace {
   private:
     static constexpr int kMaxPolls = 64;
 
-    // What a counter has when all have begun.
-    __device__ int count(int begun) const {
-        const int place = begun % kCounters, uses = begun / kCounters + 1;
-        const int earlier = changed_ > place ? min(uses, (changed_ - 1 - place) / kCounters + 1) : 0;
-        return earlier * before_ + (uses - earlier) * ctas_;
-    }
-
     int begun_ = 0;
-    int ctas_ = 0, before_ = 0, changed_ = 0;  // before_ of them until changed_ had begun
     bool gave_up_ = false;
 };
 
