@@ -3,8 +3,9 @@
     python benchmarks/bench_kernels.py --output kernels.json
     python benchmarks/fit_estimates.py kernels.json
 
-The library chooses kernels by estimates, which are fitted to such results. Cases are drawn one after another
-from all kinds, so that a run of any length covers them all.
+With --named those are timed first that aims were set for. The library chooses kernels by estimates, which
+are fitted to such results. Cases are drawn one after another from all kinds, so that a run of any length
+covers them all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from harness import (
     warm_up,
     within_budget,
 )
-from kernel_cases import KINDS, Calls, Drawn, draw, product_of
+from kernel_cases import KINDS, NAMED, Calls, Drawn, draw, product_of
 from problems import OPS
 
 from tilesparse import _C
@@ -51,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = result_parser(__doc__, "kernels.json", 540.0, seed=True)
-    parser.add_argument("--cases", type=positive, default=100_000, help="at most (%(default)s)")
+    parser.add_argument("--cases", type=int, default=100_000, help="drawn at most (%(default)s)")
+    parser.add_argument("--named", action="store_true", help="first those that aims were set for")
     add_names(parser, "--kinds", KINDS)
     add_names(parser, "--ops", OPS)
+    parser.add_argument("--kernels", type=name_list, default=("",), help="whose names begin so (all)")
     parser.add_argument("--layers", type=_layers, default=(), help="out x in, as 768x3072,4096x4096 (many)")
     return parser
 
@@ -74,14 +77,16 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer = Timer("cuda", LAUNCH_SECONDS)
     warm_up()
     chance = random.Random(arguments.seed)
-    cases = [draw(chance, arguments.kinds, arguments.ops, arguments.layers) for _ in range(arguments.cases)]
+    kinds, ops = arguments.kinds, arguments.ops
+    cases = [case for case in NAMED if arguments.named and case.kind in kinds and case.op in ops]
+    cases += [draw(chance, kinds, ops, arguments.layers) for _ in range(arguments.cases)]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)
         with measuring(record, contender="tilesparse") as result:
             calls = Calls(case, arguments.seed)
             record["density"] = calls.pattern.density
-            result |= _measure(calls, _kernels(case, calls), timer)
+            result |= _measure(calls, _kernels(case, calls, tuple(arguments.kernels)), timer)
             _print(result)
 
 
@@ -105,12 +110,12 @@ def _measure(calls: Calls, kernels: Sequence[str], timer: Timer) -> dict[str, An
     return measured
 
 
-def _kernels(case: Drawn, calls: Calls) -> list[str]:
-    """Names of all that compute it on the GPU."""
+def _kernels(case: Drawn, calls: Calls, prefixes: tuple[str, ...]) -> list[str]:
+    """Names of all that compute it on the GPU, and begin with one of some prefixes."""
     info, found = _C.device_info(1), []
     asked = product_of(case.record(), calls.pattern.nnz)
     for number, kernel in enumerate(_C.kernels()):
-        if kernel.device != info.device:
+        if kernel.device != info.device or not kernel.name.startswith(prefixes):
             continue
         try:
             asked.estimate(info, number)

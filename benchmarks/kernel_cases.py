@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,34 @@ class Drawn:
         }
         own = dataclasses.asdict(self) | {"block_shape": list(self.block_shape)}
         return {"shape": shape, **own, **fields, "x_layout": kind.x_layout, "results": []}
+
+
+def _named() -> Iterator[Drawn]:
+    """Yield products that aims were set for, each in several densities."""
+    random, most = "random", (0.5, 0.25, 0.1)
+    shapes = Shape("", 1, 28672, 8192), Shape("", 1, 4096, 4096), Shape("", 8192, 14336, 4096)
+    for kind in ("decode", "int8", "int4"):
+        for size, density in ((0, 0.5), (0, 0.25), (1, 0.25)):
+            yield Drawn(kind, "dds_nt", *shapes[size][1:], (64, 64), density, random)
+    for tokens, kind in product((32, 64, 128), ("bf16", "int8", "int4", "int8 x int8", "float8 x float8")):
+        for layer in shapes[:2]:
+            yield Drawn(kind, "dds_nt", tokens, *layer[2:], (64, 64), 0.25, random)
+    for density, block in product(most, (16, 32, 64, 128)):
+        yield Drawn("bf16", "sdd_tn", 16384, 4096, 4096, (block, block), density, random)
+    for density, pattern in product(most, ("power", "power-columns")):
+        yield Drawn("bf16", "dds_nt", *shapes[2][1:], (32, 32), density, pattern)
+    for op, block in product(("dds_nt", "dds_nn"), (64, 128)):
+        yield Drawn("bf16", op, *shapes[2][1:], (block, block), 0.1, random)
+    for kind, density in product(("bf16", "int8 x int8", "float8 x float8"), most):
+        yield Drawn(kind, "dds_nt", 512, 14336, 4096, (128, 128), density, random)
+        yield Drawn(kind, "dds_nt", 16384, 5120, 1280, (128, 128), density, random)
+    for density, block in product(most[:2], (64, 128)):
+        yield Drawn("grouped", "dds_nn", 16384, 8 * 28672, 4096, (block, block), density, random, 8)
+        for kind in ("grouped", "grouped float8", "grouped int8"):
+            yield Drawn(kind, "dds_nt", 65536, 128 * 1536, 2048, (block, block), density, random, 128)
+
+
+NAMED = tuple(_named())
 
 
 def draw(

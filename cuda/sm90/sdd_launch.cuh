@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "sm90/launch.cuh"
 #include "sm90/sdd_kernel.cuh"
@@ -143,9 +144,14 @@ struct Sdd {
                problem.result_dtype == Math::kResult;
     }
 
-    // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
+    // Only where there is a round of tiles that are not split. Wide blocks have no use for it. A row of tiles
+    // has the columns of all block rows of a strip, about as many as of a random pattern.
     static bool is_paced(const Problem& problem, const Device& device) {
-        return !are_wide_blocks(problem.pattern) && fills(problem, device, kTileValues);
+        const Pattern& pattern = problem.pattern;
+        const double rows = std::max(1, Traits::kStrip / pattern.block_rows);
+        const double columns = (1 - std::pow(1 - pattern.density(), rows)) * pattern.in_features;
+        const double tiles = columns * static_cast<double>(pattern.out_features) / kTileValues;
+        return !are_wide_blocks(pattern) && tiles >= device.multiprocessors;
     }
 
     // The kernel, and the one that adds partial sums, for one dtype of results.

@@ -195,6 +195,8 @@ def stored_values(
         scales = torch.rand(size[: 1 + form.row_scales], generator=seeded(seed + 1)) / 64 - 1 / 128
         if form.quantized == PACKED:  # weights that 16 bits have exactly: kernels do not round them
             scales = (scales * 1024).round() / 1024
+        else:  # likewise some kernels
+            scales = scales.sign() * scales.abs().log2().floor().clamp(-10).exp2()
         scales = scales.to(device)
     if form.compressed:
         values, metadata = storage.compress(values, random_mask(size, seed + 2).to(device))

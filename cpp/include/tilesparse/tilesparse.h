@@ -113,7 +113,7 @@ enum { TS_STORAGE_DENSE = 0, TS_STORAGE_2_4 = 1 };
  *                                 multiple of 4
  *
  * Where x has 16 bits or more, a weight is value times scale in float32, rounded to the dtype of x (y for
- * TS_DDS_NN); kernels that read TS_INT4 themselves do not round it. Where x has 8 bits, either
+ * TS_DDS_NN); kernels that read values of 8 or 4 bits themselves may not round it. Where x has 8 bits, either
  *     y[t, f] = sum over k of x[t, k] W[f, k], times x.scales[t], times values.scales[f]
  * with scales outside of the sums, or with TS_SCALES_PER_GROUP inside of them
  *     y[t, f] = sum over g of (sum over k from 128 g to 128 g + 127 of x[t, k] W[f, k])
