@@ -127,6 +127,18 @@ def _triton(problem: Problem, timer: Timer) -> Prepared:
     return Prepared(functools.partial(call, meta), {"meta": meta})
 
 
+def _cusparse_bsr(problem: Problem, timer: Timer) -> Prepared:
+    """cuSPARSE's BSR, as PyTorch multiplies such a matrix; of Wᵀ likewise, copied ahead of the measurement."""
+    pattern, values = problem.pattern, problem.values
+    if problem.case.op == "sdd_tn":
+        raise Unavailable("has no product of the kept blocks alone")
+    if problem.case.op == "dds_nt":
+        weight, activations = _bsr(pattern, values), problem.x
+    else:
+        weight, activations = _bsr(pattern.transpose(), values.transpose(1, 2)), problem.y
+    return Prepared(lambda: (weight @ activations.t()).t(), {})
+
+
 def _bsr(pattern: BlockPattern, values: Tensor) -> Tensor:
     slot = pattern.slot.long().to(values.device)
     row_ptr, col_idx = pattern.crow_indices.to(values.device), pattern.col_indices.to(values.device)
@@ -252,4 +264,5 @@ CONTENDERS: dict[str, Prepare] = {
     "triton": _triton,
     "stk": _stk,
     "blocked-ell": _blocked_ell,
+    "bsr": _cusparse_bsr,
 }
