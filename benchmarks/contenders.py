@@ -128,7 +128,7 @@ def _triton(problem: Problem, timer: Timer) -> Prepared:
 
 
 def _cusparse_bsr(problem: Problem, timer: Timer) -> Prepared:
-    """cuSPARSE's BSR, as PyTorch multiplies such a matrix; of Wᵀ likewise, copied ahead of the measurement."""
+    """cuSPARSE's BSR, as PyTorch multiplies it; the blocks of Wᵀ are copied ahead of the measurement."""
     pattern, values = problem.pattern, problem.values
     if problem.case.op == "sdd_tn":
         raise Unavailable("has no product of the kept blocks alone")
