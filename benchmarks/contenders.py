@@ -128,15 +128,11 @@ def _triton(problem: Problem, timer: Timer) -> Prepared:
 
 
 def _cusparse_bsr(problem: Problem, timer: Timer) -> Prepared:
-    """cuSPARSE's BSR, as PyTorch multiplies it; the blocks of Wᵀ are copied ahead of the measurement."""
-    pattern, values = problem.pattern, problem.values
-    if problem.case.op == "sdd_tn":
-        raise Unavailable("has no product of the kept blocks alone")
-    if problem.case.op == "dds_nt":
-        weight, activations = _bsr(pattern, values), problem.x
-    else:
-        weight, activations = _bsr(pattern.transpose(), values.transpose(1, 2)), problem.y
-    return Prepared(lambda: (weight @ activations.t()).t(), {})
+    """cuSPARSE's BSR, as PyTorch multiplies it."""
+    if problem.case.op != "dds_nt":
+        raise Unavailable("multiplies x by the transposed weight only")
+    weight, x = _bsr(problem.pattern, problem.values), problem.x
+    return Prepared(lambda: _tensor(weight @ x.t()).t(), {})
 
 
 def _bsr(pattern: BlockPattern, values: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
 // dds in float64: dense activations times the block-sparse weight (sm_90, mma.sync).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
-// Operands: activations and results row-major or column-major, values [nnz, bn, bk], all float64, as sums
-// are. A CTA computes tiles of 64 tokens x 256 features, one after another, in bands of 1024 tokens whose
-// activations stay in L2.
-// Warps: 1 loads, 8 multiply 32 features by all tokens of the tile, as long as it takes to read the block
-// from L2 for the next step. The weight goes from memory to registers: no other warp needs it. K loop: the
-// plan's steps of 16, those in which a block row of the tile has a block, through a ring of as many stages as
-// shared memory holds (TMA). A warp visits those of its own 32 features, of which two blocks of 16 may have
-// one alone: nothing but blocks is multiplied, and warps may be a whole ring apart. Grouped products: a tile
-// has tokens and features of one group, see sm80/dds.cuh. Chosen where its estimate is least among the
-// kernels that compute the product.
+// Operands: activations and results row-major or column-major, values [nnz, bn, bk]; all float64, as sums.
+// CTA: tiles of 128 tokens x 128 features, one after another, in bands of 1024 tokens, which stay in L2.
+// Warps: 1 loads, 8 multiply 16 features by all tokens of the tile. No other warp needs their weight, which
+// goes from memory to registers while the step before is multiplied.
+// K loop: the plan's steps of 16, those in which a block row of the tile has a block, through a ring of as
+// many stages as shared memory holds (TMA). A warp visits those in which its own features have one: nothing
+// but blocks is multiplied, and warps may be a whole ring apart.
+// Grouped products: a tile has tokens and features of one group, see sm80/dds.cuh.
+// Chosen where its estimate is least among the kernels that compute the product.
 #pragma once
 
 #include <algorithm>

@@ -134,31 +134,39 @@ class Float64Steps {
     uint32_t own_ = 0;             // the lane's of these
 };
 
-// Adds the products of one step, and calls `ordered(half)` when the weight of half of the step is where it is
-// multiplied from. Returns bits of what was read last.
-template <class Weight, class Input, class Ordered>
+// Operands B of a step that are read ahead of their products, and of the next one.
+constexpr int kOperandsAhead = 2;
+using Float64Operands = double[2 * kOperandsAhead][2][2];
+
+// Adds the products of one step, of which the first operands are there. Calls `ordered(half)` when the weight
+// of half of the step is where it is multiplied from, and `read_next(i)` for the first operands of the next
+// step. Returns bits of what was read last of this one.
+template <class Weight, class Input, class Ordered, class ReadNext>
 __device__ inline uint32_t multiply_step(Float64Sums& sums, const Weight& reader,
-                                         const double2 (&weight)[2][2], const Input& input, uint32_t stage,
-                                         Ordered ordered) {
-    constexpr int kPairs = Float64Tile::kTokens / 16, kAhead = 2;
-    double a[4], b[kAhead + 1][2][2];
-    const auto load = [&](int turn) {
-        input.load(b[turn % (kAhead + 1)], stage, turn % kPairs, turn / kPairs);
-    };
+                                         const double2 (&weight)[2][2], const Input& input,
+                                         Float64Operands& b, uint32_t stage, Ordered ordered,
+                                         ReadNext read_next) {
+    constexpr int kPairs = Float64Tile::kTokens / 16, kTurns = 2 * kPairs, kBuffers = 2 * kOperandsAhead;
+    static_assert(kTurns % kBuffers == 0);
+    double a[4];
+    uint32_t last = 0;
 #pragma unroll
-    for (int turn = 0; turn < kAhead; ++turn) load(turn);
-#pragma unroll
-    for (int turn = 0; turn < 2 * kPairs; ++turn) {
-        if (turn + kAhead < 2 * kPairs) load(turn + kAhead);
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int ahead = turn + kOperandsAhead;
+        if (ahead < kTurns)
+            input.load(b[ahead % kBuffers], stage, ahead % kPairs, ahead / kPairs);
+        else
+            read_next(ahead - kTurns);
         if (turn % kPairs == 0) {
             reader.order(a, weight[turn / kPairs]);
             ordered(turn / kPairs);
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) Of16x8x8::fma(sums[turn % kPairs * 2 + i], a, b[turn % (kAhead + 1)][i]);
+        for (int i = 0; i < 2; ++i) Of16x8x8::fma(sums[turn % kPairs * 2 + i], a, b[turn % kBuffers][i]);
+        if (turn == kTurns - 1)
+            last = __double2loint(b[turn % kBuffers][0][0]) ^ __double2loint(b[turn % kBuffers][1][0]);
     }
-    constexpr int kLast = (2 * kPairs - 1) % (kAhead + 1);
-    return __double2loint(b[kLast][0][0]) ^ __double2loint(b[kLast][1][0]);
+    return last;
 }
 
 template <Op kOp, bool kRowMajorInput, class Schedule>
@@ -196,29 +204,45 @@ __global__ void __launch_bounds__(Float64Tile::kThreads, 1)
     double2 weight[2][2];
     Float64Steps next(progress, warp);
     const auto load_next = [&](int half) { read_weight.load(weight, next.at, half); };
-    next.wait();
-    load_next(0), load_next(1);
-    int end = 0, round_start = 0;
-    uint32_t parity = 0;
+    Float64Operands operands;
+    int end = 0, stage = 0, round_start = 0;
+    uint32_t parity = 0, from = 0;
+    // Where the activations of the next step will be; false behind the last step.
+    const auto place_next = [&] {
+        for (; next.ring - round_start >= own.stages; parity ^= 1) round_start += own.stages;
+        stage = next.ring - round_start;
+        from = cute::cast_smem_ptr_to_uint(memory) + stage * Tile::kStageBytes;
+        return next.at != kEndOfSteps;
+    };
+    const auto read_next = [&](int i) {
+        if (i == 0) tma::wait(progress.full[stage], parity);
+        input.load(operands[i], from, i, 0);
+    };
+    const auto wait_for_next = [&] {
+        next.wait();
+        load_next(0), load_next(1);
+        if (!place_next()) return;
+        for (int i = 0; i < kOperandsAhead; ++i) read_next(i);
+    };
+    wait_for_next();
     for (int tile = blockIdx.x; tile < schedule.size(); tile += gridDim.x) {
         const auto work = schedule.at(tile);
         end += plan.tile<int2>(work.row_tile).y;
         Float64Sums sums = {};
         while (next.ring < end) {
-            for (; next.ring - round_start >= own.stages; parity ^= 1) round_start += own.stages;
-            const int stage = next.ring - round_start;
+            const uint32_t current = from;
             const bool found = next.find();
             if (!found) next.at = kNoWeight;
-            tma::wait(progress.full[stage], parity);
-            const uint32_t from = cute::cast_smem_ptr_to_uint(memory) + stage * Tile::kStageBytes;
-            const uint32_t last = multiply_step(sums, read_weight, weight, input, from, load_next);
+            const bool reads = found && place_next();
+            const uint32_t last =
+                multiply_step(sums, read_weight, weight, input, operands, current, load_next, [&](int i) {
+                    if (reads) read_next(i);
+                });
             // Loads under way could be overtaken, so what is written depends on the last of them: no bit of
             // `warp` above the fifth is set, which the compiler does not know.
             __syncwarp();
             next.tell((found ? next.ring : next.unknown()) + (last & warp >> 8));
-            if (found) continue;
-            next.wait();
-            load_next(0), load_next(1);
+            if (!found) wait_for_next();
         }
         const auto& results = Schedule::template of_results<double>(own, work);
         Float64Epilogue<kRowMajorInput>(results, plan.rows + work.row_tile * plan.group_rows,

@@ -2,11 +2,12 @@
 //   W[n,k] (+)= sum over tokens t of Y[t,n] * X[t,k], for the kept blocks only, in their slots.
 // Operands: Y and X row-major, through TMA.
 // CTA: half of the blocks of a tile of common/list_plan.h, up to 64, and the units of 64 features of Y and of
-// X in which they lie. Warps: 1 loads, 8 multiply a list of up to 8 blocks each and keep their sums in
-// registers. Loop over tokens: steps of 8 through a ring of 6 stages, or of 3 where there are more than 9
-// units. Features of X are read for each block, and those of Y where they change. Split: tiles of the last
-// round are cut over the tokens; a second kernel adds the sums in a fixed order. Chosen where its estimate is
-// least, where few blocks are kept.
+// X in which they lie.
+// Warps: 1 loads, 8 multiply a list of up to 8 blocks each and keep their sums in registers.
+// Loop over tokens: steps of 8 through a ring of 6 stages, or of 3 where there are more than 9 units.
+// Features of X are read for each block, and those of Y where they change.
+// Split: tiles of the last round are cut over the tokens; a second kernel adds the sums in a fixed order.
+// Chosen where its estimate is least.
 #pragma once
 
 #include "sm80/launch.cuh"
