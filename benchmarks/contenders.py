@@ -127,6 +127,14 @@ def _triton(problem: Problem, timer: Timer) -> Prepared:
     return Prepared(functools.partial(call, meta), {"meta": meta})
 
 
+def _cusparse_bsr(problem: Problem, timer: Timer) -> Prepared:
+    """cuSPARSE's BSR, as PyTorch multiplies it."""
+    if problem.case.op != "dds_nt":
+        raise Unavailable("multiplies x by the transposed weight only")
+    weight, x = _bsr(problem.pattern, problem.values), problem.x
+    return Prepared(lambda: _tensor(weight @ x.t()).t(), {})
+
+
 def _bsr(pattern: BlockPattern, values: Tensor) -> Tensor:
     slot = pattern.slot.long().to(values.device)
     row_ptr, col_idx = pattern.crow_indices.to(values.device), pattern.col_indices.to(values.device)
@@ -252,4 +260,5 @@ CONTENDERS: dict[str, Prepare] = {
     "triton": _triton,
     "stk": _stk,
     "blocked-ell": _blocked_ell,
+    "bsr": _cusparse_bsr,
 }

@@ -11,7 +11,8 @@
 // kernel adds them in a fixed order.
 // Grouped products: a tile has blocks of one group and sums over this group's tokens, which only the device
 // knows; they are not split.
-// Chosen where its estimate is least: 64 rows for blocks of 32 or 64 rows, otherwise 128.
+// Chosen where its estimate is least: 64 rows for blocks of 32 or 64 rows, otherwise 128; one row of blocks
+// of 32 in float64.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ __device__ inline void multiply_present(Accumulators<Sum, kMTiles, kNTiles>& sum
 }
 
 template <class Traits, bool kRowMajorY, bool kRowMajorX, bool kGrouped = false>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     sdd_kernel(const __grid_constant__ SddArguments arguments) {
     constexpr int kMTiles = Traits::kMTiles, kNTiles = Traits::kNTiles;
     constexpr uint32_t kAll = kMTiles * kNTiles == 32 ? 0xffffffffu : (1u << kMTiles * kNTiles % 32) - 1;
@@ -128,11 +129,17 @@ struct Sdd {
     using WideTraits = SddTraits<Wide, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
-    static int stages(const Device& device) { return stages_within<Traits>(device.shared_memory); }
+    static int stages(const Device& device) {
+        constexpr int kReservedBytes = 1024;  // of each CTA, by the system
+        return stages_within<Traits>((device.shared_memory + kReservedBytes) / Traits::kResident -
+                                     kReservedBytes);
+    }
 
     static const char* refuses(const Problem& problem, const Device& device) {
         if (are_too_wide<Traits>(problem)) return kTooWide;
         if (problem.pattern.block_rows > kTileRows) return "its tile has fewer rows than a block";
+        if (Traits::kResident > 1 && problem.pattern.block_rows < kTileRows)
+            return "its tile is one block row";
         return stages(device) < Traits::kMinStages ? "the device has too little shared memory" : nullptr;
     }
 
@@ -156,12 +163,12 @@ struct Sdd {
         constexpr double kStepsPerPartial = 4e-6;  // writing, reading and adding one partial sum
         const int64_t steps = (problem.tokens + Traits::kStep - 1) / Traits::kStep;
         const double tiles = expected_tiles(problem.pattern);
+        const int64_t ctas = Traits::kResident * device.multiprocessors;
         int best = 1;
         double least = 0;
         const int64_t most = std::min({kMaxParts, steps / kMinStepsOfPart, kMaxWork / problem.pattern.nnz});
         for (int count = 1; count == 1 || count <= most; ++count) {
-            const auto waves =
-                (static_cast<int64_t>(tiles * count) + device.multiprocessors) / device.multiprocessors;
+            const int64_t waves = (static_cast<int64_t>(tiles * count) + ctas) / ctas;
             const double reduction =
                 count > 1 ? kStepsPerPartial * count * static_cast<double>(problem.pattern.value_count()) : 0;
             const double time =
@@ -238,8 +245,8 @@ struct Sdd {
                 : (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, false, true>, SddArguments>
                                : ts::sm80::launch<sdd_kernel<OfResult, false, false>, SddArguments>);
         const int bytes = Traits::shared_bytes(arguments.stages);
-        if (const cudaError_t error =
-                start(arguments, device.multiprocessors, Traits::kThreads, bytes, bytes, stream))
+        if (const cudaError_t error = start(arguments, Traits::kResident * device.multiprocessors,
+                                            Traits::kThreads, bytes, bytes, stream))
             return error;
         if (arguments.parts == 1) return cudaSuccess;
         constexpr int kReduceThreads = 256;

@@ -47,6 +47,10 @@ struct SddTraits {
     static constexpr int kRowWarps = kTileRows / kWarpRows;
     static constexpr int kWarps = kRowWarps * (kTileColumns / kWarpColumns);
     static constexpr int kThreads = 32 * kWarps;
+    // CTAs on a multiprocessor: its registers hold 16 warps of 32 x 32 sums in float64. Tiles of one block
+    // row of 32 are halves of what they could be.
+    static constexpr int kResident =
+        sizeof(Input) == 8 && kWarps == 8 && kTileRows == 32 && kWarpColumns <= 32 ? 2 : 1;
     static constexpr int kMTiles = kWarpRows / 16;
     static constexpr int kNTiles = kWarpColumns / 16;
     static constexpr int kStep = kLineBytes / sizeof(Input);

@@ -18,7 +18,8 @@ struct Of16x8x8 {
 
 using f64_k8 = sm80::Float64<Of16x8x8, 2>;
 
-// A row of sm80 whose code is for 9.0 alone.
+// A row of sdd of sm80 whose code is for 9.0 alone. No measurement of 16 bits speaks for it: what a tile
+// unites and does not have costs more here.
 template <class Host>
 struct Float64Row {
     static const char* refuses(const Problem& problem, const Device& device) {
@@ -27,6 +28,7 @@ struct Float64Row {
     }
     static constexpr Kernel row(const char* name) {
         Kernel row = Host::row(name);
+        row.family = "sm90_sdd_f64";
         row.min_compute_capability = 90;
         row.refuses = refuses;
         return row;
