@@ -3,12 +3,12 @@
 // Operands: activations and results row-major or column-major, values [nnz, bn, bk], in float64, float32, or
 // 16 bits with sums in float32. Parts of blocks outside of the matrix are never used, and TN writes zeros
 // there. Several tokens: a group of lanes has neighbouring tokens, and sums up to kMaxRows rows of a block
-// row in registers; float64 in blocks of 8 x 8 has tensor cores. Activations that are row-major are transposed
-// into the workspace first, so that lanes read neighbours. One token: a group of threads has some neighbours in
-// a block each, of several blocks at a time, so that the values of a block row are read front to back; wide
-// blocks have a row for some lanes instead. TN: a CTA computes the kept blocks of a block row, a thread an
-// element of a block at a time. Every sum is taken in the order of the pattern or of the tokens, so results are
-// the same in each run.
+// row in registers; float64 in blocks of 8 x 8 has tensor cores. Activations that are row-major are
+// transposed into the workspace first, so that lanes read neighbours. One token: a group of threads has some
+// neighbours in a block each, of several blocks at a time, so that the values of a block row are read front
+// to back; wide blocks have a row for some lanes instead. TN: a CTA computes the kept blocks of a block row,
+// a thread an element of a block at a time. Every sum is taken in the order of the pattern or of the tokens,
+// so results are the same in each run.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -9,9 +9,9 @@
 // CTA: up to 128 blocks that lie in up to 18 units of 64 features of Y and of X (common/list_plan.h). No
 // clusters.
 // Warps: 1 loads, 16 multiply a list of up to 8 blocks each and keep their sums in registers.
-// Loop over tokens: stages of 32, or 16 of float32. ldmatrix, or a load of each word, brings the features of X of
-// one block after another, and those of Y where they change: shared memory is the limit, at 512 bytes for each
-// block and 16 tokens, or 8.
+// Loop over tokens: stages of 32, or 16 of float32. ldmatrix, or a load of each word, brings the features of
+// X of one block after another, and those of Y where they change: shared memory is the limit, at 512 bytes
+// for each block and 16 tokens, or 8.
 // Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
 // the sums.
 // Chosen where its estimate is least, where few blocks are kept.
