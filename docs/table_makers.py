@@ -231,7 +231,7 @@ def small_blocks_gpu() -> str:
 def _small_blocks(file: str, *others: str) -> str:
     counts, lines = (1, 8, 64), []
     found = {(case["block"], case["dtype"], case["columns"]): case for case in cases(file)}
-    for block, dtype in dict.fromkeys(key[:2] for key in found):
+    for block, dtype in sorted(dict.fromkeys(key[:2] for key in found), key=lambda pair: pair[0]):
         own = [_result(found[block, dtype, count], "tilesparse") for count in counts]
         cells = [f"{result['t_us'] / 1e3:.3g}" if result else "-" for result in own]
         for other in others:
