@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from table_parts import ROOT, cases, short, table, times
+from table_parts import ROOT, cases, runs, short, table, times
 
 BLOCKS = (16, 32, 64, 128)
 DENSITIES = (0.5, 0.25, 0.1)
@@ -230,8 +230,9 @@ def small_blocks_gpu() -> str:
 
 def _small_blocks(file: str, *others: str) -> str:
     counts, lines = (1, 8, 64), []
-    found = {(case["block"], case["dtype"], case["columns"]): case for case in cases(file)}
-    for block, dtype in dict.fromkeys(key[:2] for key in found):
+    every = [case for run in runs(file) for case in run["cases"]]
+    found = {(case["block"], case["dtype"], case["columns"]): case for case in every}
+    for block, dtype in sorted(dict.fromkeys(key[:2] for key in found), key=lambda pair: pair[0]):
         own = [_result(found[block, dtype, count], "tilesparse") for count in counts]
         cells = [f"{result['t_us'] / 1e3:.3g}" if result else "-" for result in own]
         for other in others:

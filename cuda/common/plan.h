@@ -13,10 +13,10 @@
 //     - k [steps][ranks][pieces]: first element of k, -1 where there is none
 //     - slots [steps][ranks][pieces][group_rows]: block in values, -1 where there is none
 //
-// dds by aligned steps, for blocks of 16 or 32 features by as many k or more: macro-tiles likewise, but steps
+// dds by aligned steps, for blocks with a side of 16 or 32: macro-tiles likewise, but steps
 // are whole ones of k, from a multiple of the header's `step`, and one rank, or two with half of the features
 // each, walk together those in which some row of the tile has a block. They are as wide as the shape says, or
-// half of it where blocks crowd (see StepFill). Blocks are cut into squares, along k.
+// half of it where blocks crowd (see StepFill). Blocks are cut into squares, along their longer side.
 //     - tiles [tiles][2]: first step, number of steps; longest first, of equals that with most blocks
 //     - rows [tiles][group_rows]: block rows, -1 where there is none
 //     - masks [steps][tile / 64][2]: bit 4 j + i says that of 64 features those from 16 i to 16 i + 15 have a
@@ -25,7 +25,7 @@
 //     - k [steps]: first element of k
 //     - starts [steps][ranks]: entry in slots of the first square of a rank and step; and the end of the last
 //     - slots [squares]: block in values times the squares of one, plus the number of the square in it; by
-//       step, rank, block row and k
+//       step, rank, row of squares and k
 //
 // sdd: block rows are grouped likewise, `group_rows` in `tile` features of y; the columns of a group in which
 // some row has a block are gathered into macro-tiles of `pieces` blocks (`step` features of x).

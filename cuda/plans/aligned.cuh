@@ -14,8 +14,10 @@ struct AlignedShape {
     int step;            // of k
     int columns;         // of a step, or 1
     int column_steps;    // of a column, or 1
-    int squares;         // of a block
-    int column_squares;  // of a block in a step
+    int side;            // of a square
+    int across;          // squares of a block along the rows,
+    int along;           // along k
+    int column_squares;  // and of these in a step
     int tiles;
     int most_steps;
 
@@ -32,7 +34,9 @@ struct AlignedShapes {
     AlignedShape wide, narrow;
     StepFill* fill;  // of wide steps
 
-    __device__ int places() const { return wide.rank_rows * wide.columns * wide.column_squares; }
+    __device__ int places() const {
+        return wide.rank_rows * wide.across * wide.columns * wide.column_squares;
+    }
     __device__ AlignedShape chosen() const { return fill->crowds(places(), wide.ranks) ? narrow : wide; }
 };
 
@@ -60,7 +64,7 @@ static __global__ void __launch_bounds__(1024)
         int squares = 0;
         if (row >= 0)
             each_block(view, shape, row, i / shape.ranks * shape.step,
-                       [&](int, int) { squares += shape.column_squares; });
+                       [&](int, int) { squares += shape.across * shape.column_squares; });
         own.add(warp_scan(squares, lane));
     }
     if (lane < 31) return;  // which has all of them
@@ -94,26 +98,34 @@ __device__ inline void write_masks(const View& view, const AlignedShape& shape, 
     const int lane = threadIdx.x % 32, strips = view.row_block / 16, strip = lane * strips;
     const int row = lane < shape.rank_rows ? rows[lane] : -1;
     unsigned mask = 0;
-    int own = 0;
+    int own = 0;  // squares of each `side` features
     if (row >= 0) {
-        const int width = shape.column_squares * view.row_block;
-        const unsigned block = (strips == 1 ? 0x11111111u : 0x33333333u) >> (32 - width / 4);
+        const int width = shape.column_squares * shape.side;
+        const unsigned features = strips == 1 ? 0x11111111u : strips == 2 ? 0x33333333u : ~0u;
+        const unsigned block = features >> (32 - width / 4);
         each_block(view, shape, row, step, [&](int, int column) {
             mask |= block << (column * view.col_block / 4 + strip % 4);
             own += shape.column_squares;
         });
     }
-    const int last = warp_scan(own, lane);
+    const int last = warp_scan(own * shape.across, lane);
     if (lane == 31) *count = last;
-    const unsigned first = last - own;
-    unsigned firsts = first << 8 * (strip % 4);
-    if (strips == 2) firsts |= first << 8 * (strip % 4 + 1);
+    const unsigned first = last - own * shape.across;
+    const auto firsts_from = [&](int begin) {
+        unsigned firsts = 0;
+        for (int i = begin; i < min(begin + 4, strips); ++i)
+            firsts |= first + 16 * i / shape.side * own << 8 * ((strip + i) % 4);
+        return firsts;
+    };
+    unsigned firsts = firsts_from(0);
     for (int distance = 4 / strips / 2; distance > 0; distance /= 2) {
         mask |= __shfl_xor_sync(~0u, mask, distance);
         firsts |= __shfl_xor_sync(~0u, firsts, distance);
     }
-    if (lane < shape.rank_rows && strip % 4 == 0)
-        masks[strip / 4] = make_int2(static_cast<int>(mask), static_cast<int>(firsts));
+    if (lane >= shape.rank_rows || strip % 4 != 0) return;
+    masks[strip / 4] = make_int2(static_cast<int>(mask), static_cast<int>(firsts));
+    if (strips == 8)
+        masks[strip / 4 + 1] = make_int2(static_cast<int>(mask), static_cast<int>(firsts_from(4)));
 }
 
 // One block for each tile, whose columns are a set and whose block rows are given. Starts are counts, as yet.
@@ -181,11 +193,13 @@ static __global__ void __launch_bounds__(1024)
         const int strip = place % shape.rank_rows * strips;
         const unsigned firsts = plan.masks()[(index * words + strip / 4) * 2 + 1];
         int* slot = plan.slots() + plan.starts()[index] + (firsts >> 8 * (strip % 4) & 0xff);
-        const int k = plan.k()[step], first_square = k % view.col_block / view.row_block;
-        each_block(view, shape, row, k, [&](int e, int) {
-            const int square = __ldg(view.blocks.slot + e) * shape.squares + first_square;
-            for (int j = 0; j < shape.column_squares; ++j) *slot++ = square + j;
-        });
+        const int k = plan.k()[step], first_square = k % view.col_block / shape.side;
+        for (int of_row = 0; of_row < shape.across; ++of_row)
+            each_block(view, shape, row, k, [&](int e, int) {
+                const int square =
+                    __ldg(view.blocks.slot + e) * (shape.across * shape.along) + first_square + of_row;
+                for (int j = 0; j < shape.column_squares; ++j) *slot++ = square + j;
+            });
     }
 }
 
@@ -198,9 +212,9 @@ class AlignedBuilder {
           grouping_(arena, view, shapes_.wide.group_rows, false),
           costs_(arena.take<int2>(tiles())) {
         const int64_t steps = most_steps(), starts = steps * shape.ranks;
-        header_ =
-            lay_out(key, {int64_t{2} * tiles(), int64_t{tiles()} * shapes_.wide.group_rows,
-                          2 * steps * (shape.tile / 64), steps, view.nnz * shapes_.wide.squares, starts + 1});
+        header_ = lay_out(key, {int64_t{2} * tiles(), int64_t{tiles()} * shapes_.wide.group_rows,
+                                2 * steps * (shape.tile / 64), steps,
+                                view.nnz * shapes_.wide.across * shapes_.wide.along, starts + 1});
         header_.tiles = tiles();
         header_.group_rows = shapes_.wide.group_rows;
     }
@@ -239,8 +253,10 @@ class AlignedBuilder {
         result.step = step;
         result.columns = std::max(1, step / view.col_block);
         result.column_steps = std::max(1, view.col_block / step);
-        result.squares = view.col_block / view.row_block;
-        result.column_squares = std::min(step, view.col_block) / view.row_block;
+        result.side = std::min(view.row_block, view.col_block);
+        result.across = view.row_block / result.side;
+        result.along = view.col_block / result.side;
+        result.column_squares = std::min(step, view.col_block) / result.side;
         result.tiles = Grouping::group_count(view, result.group_rows);
         const int64_t columns = (view.cols + result.columns - 1) / result.columns;
         const int64_t steps = std::min<int64_t>(view.nnz, result.tiles * columns) * result.column_steps;

@@ -1,20 +1,21 @@
-// Products of blocks with sides of any length, which need not divide the matrix (sm_80, no tensor cores, no
-// plan).
+// Products of blocks with sides of any length, which need not divide the matrix (sm_80, no plan).
 //   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]      TN: dW[N,K] = Y[M,N]^T * X[M,K]
 // Operands: activations and results row-major or column-major, values [nnz, bn, bk], in float64, float32, or
 // 16 bits with sums in float32. Parts of blocks outside of the matrix are never used, and TN writes zeros
 // there. Several tokens: a group of lanes has neighbouring tokens, and sums up to kMaxRows rows of a block
-// row in registers. Activations that are row-major are transposed into the workspace first, so that lanes
-// read neighbours. One token: a group of threads has an element of a block each, or of several blocks, so
-// that the values of a block row are read front to back; wide blocks have a row for some lanes instead. TN: a
-// CTA computes the kept blocks of a block row, a thread an element of a block at a time. Every sum is taken
-// in the order of the pattern or of the tokens, so results are the same in each run.
+// row in registers; float64 in blocks of 8 x 8 has tensor cores. Activations that are row-major are
+// transposed into the workspace first, so that lanes read neighbours. One token: a group of threads has some
+// neighbours in a block each, of several blocks at a time, so that the values of a block row are read front
+// to back; wide blocks have a row for some lanes instead. TN: a CTA computes the kept blocks of a block row,
+// a thread an element of a block at a time. Every sum is taken in the order of the pattern or of the tokens,
+// so results are the same in each run.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/problem.h"
@@ -111,6 +112,24 @@ __device__ void write_result(const BlocksDds<T>& p, int64_t token, int64_t featu
     p.output.at(token, feature) = narrow<T>(sum);
 }
 
+// Neighbours in memory, which lie at a multiple of 16 or 8 bytes if these divide theirs.
+template <class T, int Width>
+struct alignas(Width * sizeof(T) % 16 == 0  ? 16
+               : Width * sizeof(T) % 8 == 0 ? 8
+                                            : sizeof(T)) BlocksNeighbours {
+    T of[Width];
+};
+template <class T, int Width>
+__device__ BlocksNeighbours<T, Width> read_neighbours(const T* from) {
+    constexpr int kBytes = Width * sizeof(T);
+    using Vector = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes % 8 == 0, uint2, T>>;
+    BlocksNeighbours<T, Width> result;
+#pragma unroll
+    for (int i = 0; i < kBytes / static_cast<int>(sizeof(Vector)); ++i)
+        reinterpret_cast<Vector*>(&result)[i] = __ldg(reinterpret_cast<const Vector*>(from) + i);
+    return result;
+}
+
 // Rows x Columns sums of a thread, whose tokens are `lanes` apart. Depth: of a block, or 0 for any. Rows of a
 // block are as many as Rows where Depth is not 0.
 template <class T, int Rows, int Depth, int Columns>
@@ -169,36 +188,129 @@ __global__ void __launch_bounds__(kBlocksThreads)
     }
 }
 
-// One token. A group of `size` threads has a block row of results: elements of `phases` blocks at a time.
-template <class T>
+__device__ inline void multiply_add(double (&c)[2], double a, double b) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+d"(c[0]), "+d"(c[1])
+        : "d"(a), "d"(b));
+}
+
+// Blocks of 8 x 8 in float64, by tensor cores, which multiply 8 x 4 by 4 x 8. A warp has a block row and
+// `Tiles` times 8 tokens. Lane 4 g + t has row g of a block at k = 2 t and 2 t + 1, the first of which is in
+// one product and the second in another. Tokens of two tiles take turns, so that a lane reads neighbours.
+template <int Tiles, bool Across>
+__global__ void __launch_bounds__(kBlocksThreads) blocks_dds_8(const __grid_constant__ BlocksDds<double> p) {
+    constexpr int kTokens = 8 * Tiles, kNeighbours = Tiles > 1 ? 2 : 1, kParts = Tiles / kNeighbours;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int64_t row = (int64_t{blockIdx.x} * kBlocksThreads + threadIdx.x) / 32;
+    if (row >= p.row_count) return;
+    const int begin = __ldg(p.rows.ptr + row), end = __ldg(p.rows.ptr + row + 1);
+    for (int64_t first = int64_t{blockIdx.y} * kTokens; first < p.tokens;
+         first += int64_t{gridDim.y} * kTokens) {
+        double sums[Tiles][2] = {};
+        const int left = static_cast<int>(min(p.tokens - first, int64_t{kTokens}));
+        const auto add = [&](int e, int depth) {
+            const double* const a =
+                p.values + int64_t{__ldg(p.rows.slot + e)} * 64 + (Across ? 16 * t + g : 8 * g + 2 * t);
+            const double* const x =
+                p.x + (int64_t{__ldg(p.rows.idx + e)} * 8 + 2 * t) * p.x_feature + first + kNeighbours * g;
+            BlocksNeighbours<double, 2> w;
+            if constexpr (Across)
+                w = {__ldg(a), __ldg(a + 8)};
+            else
+                w = read_neighbours<double, 2>(a);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const bool inside = 2 * t + k < depth;
+                if (!inside) w.of[k] = 0;
+                BlocksNeighbours<double, kNeighbours> right[kParts] = {};
+#pragma unroll
+                for (int i = 0; i < kParts; ++i)
+                    if (inside && 8 * kNeighbours * i + kNeighbours * g < left)
+                        right[i] =
+                            read_neighbours<double, kNeighbours>(x + k * p.x_feature + 8 * kNeighbours * i);
+#pragma unroll
+                for (int i = 0; i < Tiles; ++i)
+                    multiply_add(sums[i], w.of[k], right[i / kNeighbours].of[i % kNeighbours]);
+            }
+        };
+        const bool ragged = p.last >= 0 && begin < end && __ldg(p.rows.idx + end - 1) == p.last;
+#pragma unroll(Tiles > 2 ? 2 : 4)
+        for (int e = begin; e < end - ragged; ++e) add(e, 8);
+        if (ragged) add(end - 1, p.last_depth);
+        const int64_t feature = row * 8 + g;
+#pragma unroll
+        for (int i = 0; i < 2 * Tiles; ++i) {
+            const int tile = i / 2,
+                      token = kNeighbours * (8 * (tile / kNeighbours) + 2 * t + i % 2) + tile % kNeighbours;
+            if (token < left && feature < p.features)
+                write_result(p, first + token, feature, sums[tile][i % 2]);
+        }
+    }
+}
+
+// One token. A group of threads has a block row of results: each `Width` neighbours in a block, of `phases`
+// blocks at a time. Across: the neighbours are rows of results, otherwise k. Those of 8 or 16 bytes are read
+// at once.
+template <class T, int Width, bool Across>
 __global__ void __launch_bounds__(kBlocksThreads)
     blocks_vector(const __grid_constant__ BlocksDds<T> p, const int phases) {
     using Sum = BlocksSum<T>;
-    __shared__ Sum shared[kBlocksThreads];
-    const int block = p.row_block * p.k_block, size = block * phases, groups = kBlocksThreads / size;
-    const int group = threadIdx.x / size, place = threadIdx.x % size, element = place % block;
-    const int64_t row = int64_t{blockIdx.x} * groups + group;
+    constexpr int kSums = Across ? Width : 1;
+    __shared__ Sum shared[kBlocksThreads * kSums];
+    const int block = p.row_block * p.k_block, places = block / Width, size = places * phases;
+    // Groups of a warp, or of all threads if one is larger.
+    const int threads = size > 32 ? kBlocksThreads : 32, groups = threads / size;
+    const int thread = threadIdx.x % threads, group = thread / size, own = thread % size;
+    const int element = own % places * Width;
+    const int64_t row =
+        (int64_t{blockIdx.x} * (kBlocksThreads / threads) + threadIdx.x / threads) * groups + group;
     const bool works = group < groups && row < p.row_count;
-    const int k = p.value_k == 1 ? element % p.k_block : element / p.row_block;
-    Sum sum = 0;
+    const int k = Across ? element / p.row_block : element % p.k_block;
+    Sum sums[kSums] = {};
     if (works) {
-        const int end = __ldg(p.rows.ptr + row + 1);
+        const int begin = __ldg(p.rows.ptr + row) + own / places, end = __ldg(p.rows.ptr + row + 1);
+        const auto values_of = [&](int e) {
+            return read_neighbours<T, Width>(p.values + __ldg(p.rows.slot + e) * int64_t{block} + element);
+        };
+        const auto x_of = [&](int idx) { return p.x + (int64_t{idx} * p.k_block + k) * p.x_feature; };
+        // A loop without branches, whose loads do not wait for one another.
+        const auto add_all = [&](int from, int to) {
 #pragma unroll 4
-        for (int e = __ldg(p.rows.ptr + row) + place / block; e < end; e += phases) {
-            const int idx = __ldg(p.rows.idx + e);
-            if (idx == p.last && k >= p.last_depth) continue;
-            const Sum w = widen(__ldg(p.values + __ldg(p.rows.slot + e) * int64_t{block} + element));
-            sum += w * widen(__ldg(p.x + (int64_t{idx} * p.k_block + k) * p.x_feature));
+            for (int e = from; e < to; e += phases) {
+                const T* const x = x_of(__ldg(p.rows.idx + e));
+                const auto w = values_of(e);
+                const auto right = read_neighbours<T, Across ? 1 : Width>(x);
+#pragma unroll
+                for (int i = 0; i < Width; ++i)
+                    sums[Across ? i : 0] += widen(w.of[i]) * widen(right.of[Across ? 0 : i]);
+            }
+        };
+        // The last column of blocks, of which some may be outside, is the last of a row.
+        const bool ragged = p.last >= 0 && begin < end && __ldg(p.rows.idx + end - 1) == p.last;
+        add_all(begin, ragged ? end - 1 : end);
+        if (ragged && (end - 1 - begin) % phases == 0) {
+            const T* const x = x_of(p.last);
+            const auto w = values_of(end - 1);
+#pragma unroll
+            for (int i = 0; i < Width; ++i)
+                if (k + (Across ? 0 : i) < p.last_depth)
+                    sums[Across ? i : 0] += widen(w.of[i]) * widen(__ldg(x + (Across ? 0 : i * p.x_feature)));
         }
     }
-    shared[threadIdx.x] = sum;
-    __syncthreads();
-    if (!works || place >= p.row_block) return;
-    sum = 0;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) shared[threadIdx.x * kSums + i] = sums[i];
+    if (threads == 32)
+        __syncwarp();
+    else
+        __syncthreads();
+    if (!works || own >= p.row_block) return;
+    // Sums of a row: of each k, or of each `Width` of them.
+    const int count = Across ? p.k_block : p.k_block / Width;
+    const Sum* const first = shared + (threadIdx.x - own) * kSums + (Across ? own : own * count);
+    Sum sum = 0;
     for (int phase = 0; phase < phases; ++phase)
-        for (int i = 0; i < p.k_block; ++i)
-            sum += shared[group * size + phase * block + place * p.value_row + i * p.value_k];
-    const int64_t feature = row * p.row_block + place;
+        for (int i = 0; i < count; ++i) sum += first[phase * places * kSums + i * (Across ? p.row_block : 1)];
+    const int64_t feature = row * p.row_block + own;
     if (feature < p.features) write_result(p, 0, feature, sum);
 }
 
@@ -371,6 +483,8 @@ struct Blocks {
             p.x = static_cast<const T*>(workspace);
             p.x_feature = problem.tokens;
         }
+        if constexpr (std::is_same_v<T, double>)
+            if (row_block == 8 && k_block == 8) return launch_8(p, stream);
         // Sizes of systems of equations: kernels of their own for others would be long.
         if constexpr (kIsWide)
             if (row_block == k_block) {
@@ -379,6 +493,21 @@ struct Blocks {
                 if (row_block == 6) return launch_tokens<6, 6>(p, stream);
             }
         return p.tile_rows <= 4 ? launch_tokens<4, 0>(p, stream) : launch_tokens<8, 0>(p, stream);
+    }
+
+    static cudaError_t launch_8(const BlocksDds<T>& p, void* stream) {
+        const bool across = p.value_k != 1;
+        const auto by_16 = [](const T* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
+        if (!across && !by_16(p.values)) return launch_tokens<8, 0>(p, stream);
+        const bool neighbours = p.tokens % 2 == 0 && p.x_feature % 2 == 0 && by_16(p.x);
+        const int tiles = !neighbours || p.tokens <= 8 ? 1 : p.tokens <= 32 ? 2 : 8;
+        auto kernel = across ? blocks_dds_8<1, true> : blocks_dds_8<1, false>;
+        if (tiles == 2) kernel = across ? blocks_dds_8<2, true> : blocks_dds_8<2, false>;
+        if (tiles == 8) kernel = across ? blocks_dds_8<8, true> : blocks_dds_8<8, false>;
+        const int64_t tokens = 8 * tiles;
+        void* parameters[] = {const_cast<BlocksDds<T>*>(&p)};
+        return start_grid(reinterpret_cast<const void*>(kernel), p.row_count * 32,
+                          (p.tokens + tokens - 1) / tokens, parameters, stream);
     }
 
     template <int Rows, int Depth>
@@ -397,22 +526,48 @@ struct Blocks {
         return start_grid(reinterpret_cast<const void*>(kKernel), threads, down, parameters, stream);
     }
 
-    static cudaError_t launch_vector(BlocksDds<T> p, void* stream) {
+    static cudaError_t launch_vector(const BlocksDds<T>& p, void* stream) {
         const int block = p.row_block * p.k_block;
         const bool across = p.value_k != 1;
         if (block > kBlocksThreads) {
-            void* parameters[] = {&p};
+            void* parameters[] = {const_cast<BlocksDds<T>*>(&p)};
             const int64_t parts = across ? (p.row_block + 31) / 32 : p.row_block;
             const auto kernel = across ? reinterpret_cast<const void*>(blocks_wide_vector<T, true>)
                                        : reinterpret_cast<const void*>(blocks_wide_vector<T, false>);
             return start_grid(kernel, p.row_count * parts * 32, 1, parameters, stream);
         }
-        int phases = std::max(1, 32 / block);
-        const int groups = kBlocksThreads / (block * phases);
-        void* parameters[] = {&p, &phases};
+        // Neighbours in a block, as many as fit. Those of k are multiplied by neighbours of x.
+        const int inner = across ? p.row_block : p.k_block;
+        const auto fits = [&](int width) {
+            const auto x = reinterpret_cast<uintptr_t>(p.x), values = reinterpret_cast<uintptr_t>(p.values);
+            const uintptr_t bytes = width * sizeof(T);
+            return inner % width == 0 && values % bytes == 0 &&
+                   (across || (p.x_feature == 1 && x % bytes == 0));
+        };
+        if constexpr (kIsWide)
+            if (inner == 6 && fits(2)) return start_vector<6>(p, across, stream);
+        if (fits(16 / sizeof(T))) return start_vector<16 / sizeof(T)>(p, across, stream);
+        if constexpr (sizeof(T) < 8)
+            if (fits(8 / sizeof(T))) return start_vector<8 / sizeof(T)>(p, across, stream);
+        if constexpr (kIsWide)
+            if (inner == 3 && (across || p.x_feature == 1)) return start_vector<3>(p, across, stream);
+        return start_vector<1>(p, across, stream);
+    }
+
+    // At least eight threads for a block row: with more of them fewer block rows are under way, which takes
+    // longer.
+    template <int Width>
+    static cudaError_t start_vector(const BlocksDds<T>& p, bool across, void* stream) {
+        const auto kernel = across ? blocks_vector<T, Width, true> : blocks_vector<T, Width, false>;
+        const int places = p.row_block * p.k_block / Width;
+        int phases = std::max(1, 8 / places);
+        while (places * phases < p.row_block) ++phases;  // each row is summed by one of them
+        const int size = places * phases;
+        const int groups = size > 32 ? kBlocksThreads / size : kBlocksThreads / 32 * (32 / size);
+        void* parameters[] = {const_cast<BlocksDds<T>*>(&p), &phases};
         const int64_t ctas = (p.row_count + groups - 1) / groups;
-        return start_grid(reinterpret_cast<const void*>(blocks_vector<T>), ctas * kBlocksThreads, 1,
-                          parameters, stream);
+        return start_grid(reinterpret_cast<const void*>(kernel), ctas * kBlocksThreads, 1, parameters,
+                          stream);
     }
 
     static cudaError_t start_grid(const void* kernel, int64_t threads, int64_t down, void** parameters,

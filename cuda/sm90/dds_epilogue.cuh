@@ -285,19 +285,22 @@ class DdsEpilogue {
                 const int some = min(stored, Traits::kChunkTokens);
                 store_range_box(&arguments_.output, box, x, y, some);
             } else if (kFloat && arguments_.output_layout == Layout::row_major)
-                cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, x / 32);
+                cute::SM90_TMA_STORE_3D::copy(&arguments_.output, box, 0, y, column_of(x));
             else
                 cute::SM90_TMA_STORE_2D::copy(&arguments_.output, box, x, y);
         });
         cute::tma_store_arrive();
     }
 
+    // Of row-major float32.
+    __device__ int column_of(int feature) const { return feature / float_width(arguments_.row_width); }
+
     __device__ void load_chunk(int chunk, int buffer) const {
         const Barrier& arrived = arrived_[buffer];
         int boxes = 0;
         each_box(chunk, buffer, [&](int x, int y, char* box) {
             if (kFloat && arguments_.output_layout == Layout::row_major)
-                load_box(&arguments_.residual, arrived, Multicast{1}, box, 0, y, x / 32);
+                load_box(&arguments_.residual, arrived, Multicast{1}, box, 0, y, column_of(x));
             else
                 load_box(&arguments_.residual, arrived, Multicast{1}, box, x, y);
             ++boxes;
@@ -330,12 +333,12 @@ class DdsEpilogue {
 template <class Traits>
 cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
     const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
-    constexpr int kWidth = 32;  // features of float32 that lie side by side
+    const int width = float_width(rows);
     if (matrix.layout == Layout::row_major && sizeof(typename Traits::Result) == 4)
         return encode(map, problem.result_dtype, matrix.data,
-                      {{kWidth, 1, kWidth},
+                      {{width, 1, width},
                        {problem.tokens, matrix.ld, Traits::kChunkTokens},
-                       {problem.features() / kWidth, kWidth, rows / kWidth}});
+                       {problem.features() / width, width, rows / width}});
     if (matrix.layout == Layout::row_major)
         return encode(map, problem.result_dtype, matrix.data,
                       {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         }
     } else if (warp >= 4 * (1 + Traits::kWarpgroups)) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        split_input<Traits>(shared, lane);
+        split_input<Traits, 128>(shared, shared.input_ring, threadIdx.x % 128);
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::kComputerRegisters>();
         DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();

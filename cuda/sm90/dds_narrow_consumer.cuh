@@ -3,6 +3,7 @@
 
 #include "sm90/dds_epilogue.cuh"
 #include "sm90/dds_narrow_traits.cuh"
+#include "sm90/dds_split.cuh"
 #include "tma/partial_sums.cuh"
 
 namespace ts::sm90 {
@@ -79,7 +80,10 @@ class NarrowConsumer {
     static constexpr int kProduct = 32 / sizeof(typename Traits::Input);  // of k
     static constexpr int kProducts = Traits::kLine / kProduct;
     static constexpr int kBlockProducts = Traits::kBlock / kProduct;
-    static constexpr int kMaskBits = kProduct / 16 * 4;  // of a product
+    static constexpr bool kSplit = Traits::kSplitsInput;  // three products for one
+    // Bits of a mask before those of a product.
+    static constexpr int mask_bits(int product) { return product * kProduct / 16 * 4; }
+    static constexpr uint32_t kMaskOfLine = (1u << mask_bits(kProducts)) - 1;
     // Descriptor of activations as an operand, but for their address; see operand().
     static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
 
@@ -150,45 +154,65 @@ class NarrowConsumer {
             carry_times_.add(products);
         }
         shared_.ring.wait_full(position_);
+        if constexpr (kSplit) wait(shared_.split[position_.stage], position_.parity);
         const uint32_t input = kInput + operand_address(shared_.input[position_.stage]);
         const uint32_t block = shared_.first_block[position_.stage] + (firsts >> 8 * warp_ & 0xff);
         uint32_t weight = place_ + block * Traits::kBlockBytes;
         constexpr uint32_t kNext =
             kRowMajorInput ? Traits::kInputBytes / Traits::kLines / 16 : Traits::kLine * 128 / 16;
+        const auto multiply_lines = [&](Sum(&to)[Traits::kSums]) {
 #pragma unroll
-        for (int line = 0; line < Traits::kLines; ++line)
-            if (const uint32_t present = mask >> 16 * line & 0xffff)
-                multiply(sums, present, weight, input + line * kNext);
+            for (int line = 0; line < Traits::kLines; ++line)
+                if (const uint32_t present = mask >> mask_bits(kProducts) * line & kMaskOfLine)
+                    multiply(to, present, weight, input + line * kNext);
+        };
+        if constexpr (Traits::Math::kAccumulation == Accumulation::promoted) {
+            Sum step[Traits::kSums] = {};
+            multiply_lines(step);
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[i] += step[i];
+        } else {
+            multiply_lines(sums);
+        }
         // Every warp for itself, since without products nothing keeps them together.
         if (lane_ < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(first_rank_ + lane_);
         position_.advance();
     }
 
-    // 64 of k. `weight`: where the warp's next block is.
+    // A line of k. `weight`: where the warp's next block is.
     __device__ void multiply(Sum (&sums)[Traits::kSums], uint32_t mask, uint32_t& weight, uint32_t input) {
-        WeightFragment fragments[kProducts];
+        WeightFragment fragments[kProducts], rests[kProducts];
         const uint32_t own = mask >> warp_;
 #pragma unroll
         for (int first = 0; first < kProducts; first += kBlockProducts) {
-            const bool present = own >> kMaskBits * first & 1;
+            const bool present = own >> mask_bits(first) & 1;
 #pragma unroll
             for (int i = 0; i < kBlockProducts; ++i) {
                 WeightFragment& fragment = fragments[first + i];
+                WeightFragment& rest = rests[first + i];
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
-                if (present) Weight::read(fragment, shared_.weight[0], weight, i);
+                if (kSplit) rest[0] = rest[1] = rest[2] = rest[3] = 0;
+                if (present) {
+                    Weight::read(fragment, shared_.weight[0], weight, i);
+                    if constexpr (kSplit) split_operand(fragment, rest);
+                }
             }
             if (present) weight += Traits::kBlockBytes;
         }
         cute::warpgroup_arrive();
 #pragma unroll
         for (int first = 0; first < kProducts; first += kBlockProducts) {
-            if ((mask >> kMaskBits * first & 0xf) == 0) continue;
+            if ((mask >> mask_bits(first) & 0xf) == 0) continue;
 #pragma unroll
-            for (int i = first; i < first + kBlockProducts; ++i)
-                wgmma<Atom>(
-                    sums, fragments[i],
-                    uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128)),
-                    true);
+            for (int i = first; i < first + kBlockProducts; ++i) {
+                const uint64_t operand =
+                    uint64_t{arguments_.tokens_by_k.high} << 32 | (input + i * (kRowMajorInput ? 2 : 128));
+                if constexpr (kSplit) {  // small ones first
+                    wgmma<Atom>(sums, rests[i], operand, true);
+                    wgmma<Atom>(sums, fragments[i], operand + Traits::kInputBytes / 16, true);
+                }
+                wgmma<Atom>(sums, fragments[i], operand, true);
+            }
             cute::warpgroup_commit_batch();
         }
         cute::warpgroup_wait<0>();

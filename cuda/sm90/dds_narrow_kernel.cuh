@@ -5,6 +5,7 @@
 
 #include "sm90/dds_narrow_consumer.cuh"
 #include "sm90/dds_narrow_producer.cuh"
+#include "sm90/dds_split.cuh"
 
 namespace ts::sm90 {
 
@@ -24,7 +25,9 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
         shared.ring.init(4 * Traits::kWarpgroups * Traits::kRanks);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
-        shared.schedule.init(1 + 4 * Traits::kWarpgroups);
+        shared.schedule.init(1 + Traits::kSplitWarps + 4 * Traits::kWarpgroups);
+        if constexpr (Traits::kSplitsInput)
+            for (const Barrier& split : shared.split) split.init(Traits::kSplitWarps);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -37,6 +40,8 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
             shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
             if (!plan.is_own) report_stale(arguments.plan_report);
+        } else {
+            split_input<Traits, 32 * Traits::kSplitWarps>(shared, shared.ring, threadIdx.x - 64);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
@@ -62,11 +67,11 @@ __global__ void __launch_bounds__(Kinds::kThreads, 1)
     // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
     const int step = __shfl_sync(~0u, plan.step(), 0), fill = __shfl_sync(~0u, plan.fill, 0);
     if (step == Kinds::Crowded::kStep)
-        run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, memory);
-    else if (fill <= Kinds::kThinFill)
-        run_narrow<typename Kinds::Thin, kRowMajorInput>(arguments, plan, memory);
-    else
-        run_narrow<typename Kinds::Common, kRowMajorInput>(arguments, plan, memory);
+        return run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, memory);
+    if constexpr (!std::is_same_v<typename Kinds::Common, typename Kinds::Thin>)
+        if (fill > Kinds::kThinFill)
+            return run_narrow<typename Kinds::Common, kRowMajorInput>(arguments, plan, memory);
+    run_narrow<typename Kinds::Thin, kRowMajorInput>(arguments, plan, memory);
 }
 
 }  // namespace ts::sm90

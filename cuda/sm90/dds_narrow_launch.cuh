@@ -16,23 +16,28 @@ namespace ts::sm90 {
 // One row of the registry.
 template <class Math, int kTokenRanks, int kRowRanks, template <class, int> class Weight = DenseNarrowWeight>
 struct DdsNarrow {
+    static constexpr int kElementBytes = sizeof(typename Math::Input);
+    // Sides of squares: products of 8 bits have as many k as a block of 32; float32 has other kernels for 32.
+    static constexpr int kLeastSide = kElementBytes == 1 ? 32 : 16, kMostSide = kElementBytes == 4 ? 16 : 32;
+    static constexpr bool kTall = kElementBytes == 4;    // blocks may have more features than k
+    static constexpr bool kAlongK = kElementBytes != 2;  // wgmma reads activations along k alone
     template <int kBlock, bool kSplits>
     using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;
     // For what is the same for all blocks and kinds.
-    using Common = typename Kinds<32, false>::Common;
+    using Common = typename Kinds<kMostSide, false>::Common;
     static_assert(Common::kRowRanks == kRowRanks);
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
-    // Products of 8 bits, which wgmma reads along k alone, have as many k as a block of 32.
-    static constexpr bool kBytes = sizeof(typename Math::Input) == 1;
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Kinds<32, false>::kSharedBytes, Common::kRanks))
+        if (const char* reason = sm90::refuses(device, Kinds<kMostSide, false>::kSharedBytes, Common::kRanks))
             return reason;
-        if (problem.row_block() > 32 || problem.row_block() > problem.k_block())
+        if (kTall && side_of(problem) != 16) return "its blocks have a side of 16";
+        if (!kTall && (problem.row_block() > 32 || problem.row_block() > problem.k_block()))
             return "its blocks have 16 or 32 features of the result and at least as many of k";
-        if (kBytes && !is_wide(problem)) return "its blocks have 32 features of the result";
+        if (side_of(problem) < kLeastSide) return "its blocks have 32 features of the result";
+        if (kAlongK && problem.input().layout != Layout::row_major) return "it reads row-major activations";
         if (most_spans(problem, device) <= 0 || square_count(problem) > INT32_MAX)
             return "so large a weight is out of its reach";
         return refuses_results(problem.output(), problem.tokens);
@@ -44,26 +49,24 @@ struct DdsNarrow {
     }
 
     static size_t packed_size(const Problem& problem) {
-        constexpr int64_t kWide = Weight<Math, 32>::kBlockBytes, kNarrow = Weight<Math, 16>::kBlockBytes;
-        return square_count(problem) * (is_wide(problem) ? kWide : kNarrow);
+        return problem.pattern.value_count() * kElementBytes;
     }
 
     static int32_t pack(const Problem& problem, void* packed, void* stream) {
-        if constexpr (!kBytes)
-            if (!is_wide(problem)) return pack_as<Weight<Math, 16>>(problem, packed, stream);
-        return pack_as<Weight<Math, 32>>(problem, packed, stream);
+        if (side_of(problem) == kLeastSide) return pack_as<Weight<Math, kLeastSide>>(problem, packed, stream);
+        return pack_as<Weight<Math, kMostSide>>(problem, packed, stream);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision& chosen,
                           void* workspace, void* stream) {
-        if constexpr (!kBytes)
-            if (!is_wide(problem)) return launch_blocks<16>(problem, device, chosen, workspace, stream);
-        return launch_blocks<32>(problem, device, chosen, workspace, stream);
+        if (side_of(problem) == kLeastSide)
+            return launch_blocks<kLeastSide>(problem, device, chosen, workspace, stream);
+        return launch_blocks<kMostSide>(problem, device, chosen, workspace, stream);
     }
 
     static constexpr Kernel row(const char* name) {
         Kernel row = make_row<DdsNarrow>(name, "sm90_narrow");
-        row.ops = kBytes ? bits_of(Op::dds_nt) : bits_of(Op::dds_nt, Op::dds_nn);
+        row.ops = kElementBytes == 1 ? bits_of(Op::dds_nt) : bits_of(Op::dds_nt, Op::dds_nn);
         row.input_dtypes = bits_of(Math::kInput);
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
         row.precision = Math::kPrecision;
@@ -71,8 +74,8 @@ struct DdsNarrow {
         row.tile_tokens = kClusterTokens;
         row.tile_features = kClusterFeatures;
         row.splits = true;
-        row.storages = Weight<Math, 32>::kStorages;
-        row.values_dtypes = Weight<Math, 32>::kDTypes;
+        row.storages = Weight<Math, kMostSide>::kStorages;
+        row.values_dtypes = Weight<Math, kMostSide>::kDTypes;
         row.prepacked_size = packed_size;
         row.prepack = pack;
         row.cluster = kTokenRanks * kRowRanks;
@@ -116,9 +119,10 @@ struct DdsNarrow {
         }
         return cudaSuccess;
     }
-    static bool is_wide(const Problem& problem) { return problem.row_block() == 32; }
+    // Of a square, of which blocks are made.
+    static int side_of(const Problem& problem) { return std::min(problem.row_block(), problem.k_block()); }
     static int64_t square_count(const Problem& problem) {
-        return problem.pattern.nnz * (problem.k_block() / problem.row_block());
+        return problem.pattern.value_count() / (side_of(problem) * side_of(problem));
     }
     static bool packs_itself(const Problem& problem, const Decision& decision) {
         return problem.prepacked == nullptr && !decision.reads_blocks && problem.pattern.nnz > 0;
@@ -150,7 +154,7 @@ struct DdsNarrow {
             if (const cudaError_t error = pack_as<Weight<Math, kBlock>>(problem, workspace, stream))
                 return error;
         auto start = ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::launch;
-        if constexpr (!kBytes)
+        if constexpr (!kAlongK)
             if (problem.input().layout != Layout::row_major)
                 start = ClusterLauncher<dds_narrow_kernel<Own, false>, DdsArguments>::launch;
         const int64_t clusters = std::min<int64_t>(tiles * spans, Common::Schedule::kMaxClusters);
@@ -162,17 +166,17 @@ struct DdsNarrow {
     static cudaError_t pack_as(const Problem& problem, void* packed, void* stream) {
         constexpr int kThreads = 256;
         auto count = static_cast<int>(square_count(problem));
-        int squares = problem.k_block() / problem.row_block();
+        int beside = problem.pattern.block_cols / side_of(problem);
         if (count == 0) return cudaSuccess;
         auto kernel = pack_narrow_kernel<Format, false>;
-        if constexpr (!kBytes)
+        if constexpr (kElementBytes > 1)
             if (!problem.forward()) kernel = pack_narrow_kernel<Format, true>;
         const int64_t ctas = (int64_t{count} * 32 + kThreads - 1) / kThreads;
         const void* plan = problem.plan;
         int key = plan_key(problem.pattern, problem.op, kPlan);
         PlanReport report = problem.plan_report;
         void* values = problem.values.data;
-        void* parameters[] = {&plan, &key, &report, &count, &squares, &values, &packed};
+        void* parameters[] = {&plan, &key, &report, &count, &beside, &values, &packed};
         return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(ctas), kThreads,
                                 parameters, 0, static_cast<cudaStream_t>(stream));
     }

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
+#include "common/tf32.cuh"
 #include "common/weight.h"
 #include "sm90/wgmma.cuh"
 
@@ -37,6 +38,9 @@ struct DenseNarrowWeight : DenseStorage {
                 reinterpret_cast<uint4&>(elements[i]) =
                     reinterpret_cast<const uint4*>(block + feature * width)[vector];
             }
+            if constexpr (std::is_same_v<Value, float> && Math::kPrecision == Precision::tf32)
+#pragma unroll
+                for (float& value : elements[i]) value = __uint_as_float(round_to_tf32(value));
             places[i] = place(feature, vector);
         }
 #pragma unroll

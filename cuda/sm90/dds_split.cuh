@@ -21,24 +21,37 @@ __device__ inline uint32_t cut_off(uint32_t value) {
     return round_to_tf32(__uint_as_float(value) - __uint_as_float(value & kRead));
 }
 
-// One warpgroup: writes the second parts of the activations behind the first, stage by stage.
-template <class Traits>
-__device__ void split_input(typename Traits::Shared& shared, int lane) {
+// Splits an operand in registers, without conversions, which are slow. The first part is rounded, so that the
+// rest, of which products read what TF32 holds, is as often cut off above as below zero. A NaN stays one in
+// the rest.
+__device__ inline void split_operand(uint32_t (&operand)[4], uint32_t (&rest)[4]) {
+    constexpr uint32_t kCut = 1u << 13;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float value = __uint_as_float(operand[i]);
+        operand[i] = operand[i] + kCut / 2 & ~(kCut - 1);
+        rest[i] = __float_as_uint(value - __uint_as_float(operand[i]));
+    }
+}
+
+// Some warps, of so many threads: write the second parts of the activations behind the first, stage by stage.
+template <class Traits, int kThreads, int kStages>
+__device__ void split_input(typename Traits::Shared& shared, const Ring<kStages>& ring, int thread) {
     if constexpr (Traits::kSplitsInput) {
+        const int lane = thread % 32;
         typename Ring<Traits::Schedule::kQueue>::Position next;
-        typename Ring<Traits::kInputStages>::Position position;
+        typename Ring<kStages>::Position position;
         while (true) {
-            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            const auto work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             for (int step = 0; step < work.steps; ++step) {
-                shared.input_ring.wait_full(position);
+                ring.wait_full(position);
                 const auto* const from =
-                    reinterpret_cast<const uint4*>(shared.input[position.stage]) + threadIdx.x % 128;
+                    reinterpret_cast<const uint4*>(shared.input[position.stage]) + thread;
                 auto* const to =
-                    reinterpret_cast<uint4*>(shared.input[position.stage] + Traits::kInputBytes) +
-                    threadIdx.x % 128;
+                    reinterpret_cast<uint4*>(shared.input[position.stage] + Traits::kInputBytes) + thread;
 #pragma unroll 4
-                for (int i = 0; i < Traits::kInputBytes / 16; i += 128) {
+                for (int i = 0; i < Traits::kInputBytes / 16; i += kThreads) {
                     const uint4 words = from[i];
                     to[i] = {cut_off(words.x), cut_off(words.y), cut_off(words.z), cut_off(words.w)};
                 }

@@ -1,6 +1,7 @@
 // Layout of a warpgroup's sums in the buffers through which results are stored, and a residual or gate
 // is read. A buffer has 64 features and Traits::kChunkTokens tokens, which are 128 bytes, in boxes of TMA:
-// row-major [warpgroup_rows][tokens][row_width], for float32 [2][tokens][32], else [64 features][tokens];
+// row-major [warpgroup_rows][tokens][row_width], for float32 in boxes of 32 features, or 16, else [64
+// features][tokens];
 // their lines are swizzled over their width.
 //
 //     put(sums, buffer): the results, rounded
@@ -93,13 +94,17 @@ class HalfStaging {
     uint32_t place_;
 };
 
-// Results of 32 bits, word by word: as the sums of a thread are, without conflicts of banks if row-major.
+// Features of float32 that lie side by side in a box, of blocks with so many features.
+__host__ __device__ constexpr int float_width(int row_width) { return row_width < 32 ? row_width : 32; }
+
+// Results of 32 bits, word by word: as the sums of a thread are, without conflicts of banks in row-major
+// boxes of 32 features.
 class FloatStaging {
     static constexpr int kTokens = 32;
 
   public:
     __device__ FloatStaging(const DdsArguments& arguments, int thread)
-        : thread_(thread), place_(place(arguments, thread)) {}
+        : thread_(thread), line_(4 * float_width(arguments.row_width)), place_(place(arguments, thread)) {}
 
     template <bool kRowMajor>
     __device__ void put(const float* sums, char* buffer) const {
@@ -113,7 +118,7 @@ class FloatStaging {
         for (int i = 0; i < kTokens / 2; ++i) sums[i] = join(sums[i], word_of<kRowMajor>(buffer, i));
     }
 
-    // The 16 features of a warp are lines, or half of each token's line in one of the two boxes.
+    // The 16 features of a warp are lines, or of each token's line in a box all, or half of it.
     template <bool kRowMajor>
     __device__ void activate(char* buffer, Activation activation) const {
 #pragma unroll 1
@@ -126,9 +131,9 @@ class FloatStaging {
     template <bool kRowMajor>
     __device__ float* part_of(char* buffer, int i) const {
         const int warp = thread_ / 32, lane = thread_ % 32;
-        const int line = kRowMajor ? warp / 2 * kTokens + lane : 16 * warp + 4 * i + lane / 8;
-        const int chunk = kRowMajor ? 4 * (warp % 2) + i ^ lane % 8 : lane % 8;
-        return reinterpret_cast<float*>(buffer + line * kLine + chunk * 16);
+        const uint32_t offset = kRowMajor ? row_major(16 * warp + 4 * i, lane, line_)
+                                          : (16 * warp + 4 * i + lane / 8) * kLine + lane % 8 * 16;
+        return reinterpret_cast<float*>(buffer + offset);
     }
 
     // Address of the thread's first sum.
@@ -137,19 +142,25 @@ class FloatStaging {
         const int feature = 16 * warp + lane / 4, token = lane % 4 * 2;
         if (arguments.output_layout == Layout::column_major)
             return swizzled(feature * kLine + token * 4, kLine);
-        return swizzled((feature / 32 * kTokens + token) * kLine + feature % 32 * 4, kLine);
+        return row_major(feature, token, 4 * float_width(arguments.row_width));
+    }
+    __device__ static uint32_t row_major(uint32_t feature, uint32_t token, uint32_t line) {
+        const uint32_t width = line / 4;
+        return swizzled((feature / width * kTokens + token) * line + feature % width * 4, line);
     }
 
     // A thread has two neighbours of eight tokens, of a feature and of the one 8 on.
     template <bool kRowMajor>
     __device__ float& word_of(char* buffer, int i) const {
         const int eight = i / 4, feature = i / 2 % 2, token = i % 2;
-        const uint32_t offset = kRowMajor ? (place_ ^ feature * 32 ^ token * (kLine + 16)) + eight * 8 * kLine
+        const uint32_t next_token = line_ == kLine ? kLine + 16 : line_;  // where swizzles differ
+        const uint32_t offset = kRowMajor ? (place_ ^ feature * 32 ^ token * next_token) + eight * 8 * line_
                                           : (place_ ^ eight * 32) + feature * 8 * kLine + token * 4;
         return *reinterpret_cast<float*>(buffer + offset);
     }
 
     int thread_;
+    uint32_t line_;  // bytes of a token in a box
     uint32_t place_;
 };
 

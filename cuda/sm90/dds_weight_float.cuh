@@ -78,7 +78,7 @@ struct FloatWeight : DenseWeight<kOp, Math> {
 #pragma unroll
             for (int i = 0; i < kFragments; ++i) {
                 load(weight[i], stage, i);
-                if constexpr (kSplit) split(weight[i], rest[i]);
+                if constexpr (kSplit) split_operand(weight[i], rest[i]);
             }
             cute::warpgroup_arrive();
 #pragma unroll
@@ -97,15 +97,6 @@ struct FloatWeight : DenseWeight<kOp, Math> {
         }
 
       private:
-        __device__ static void split(Fragment& weight, Fragment& rest) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float value = __uint_as_float(weight[i]);
-                weight[i] = round_to_tf32(value);
-                rest[i] = round_to_tf32(value - __uint_as_float(weight[i]));
-            }
-        }
-
         // Offset of the first fragment: the lane's read for its warp's matrices of 8 x 4, or for itself.
         __device__ static uint32_t place() {
             const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;

@@ -6,47 +6,91 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "common/ldmatrix.cuh"
+#include "sm90/dds_split.cuh"
 #include "sm90/sdd_narrow_epilogue.cuh"
 #include "sm90/sdd_narrow_traits.cuh"
 
 namespace ts::sm90 {
 
-// Address of a lane's part of one ldmatrix, 16 features by 16 tokens, as an operand of
-// mma.sync: from the beginning of a unit, with an exclusive or of what `strip_offset` says.
-template <bool kRowMajor>
-__device__ inline uint32_t lane_offset(int lane, bool is_y) {
-    const int eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
-    const int feature = is_y ? low : high, token = is_y ? high : low;  // whether of the second half
-    if (kRowMajor) return (eighth + 8 * token) * 128 + (feature ^ eighth) * 16;
-    return (eighth + 8 * feature) * 64 + (token ^ eighth / 2) * 16;
-}
+// Operands of mma.sync in the stages, 16 features by the tokens of a product.
+template <class Math, bool kRowMajor, int kBytes = sizeof(typename Math::Input)>
+struct ListOperand;
 
-// `strip`: 16 features of a tile's units.
-template <bool kRowMajor>
-__device__ inline uint32_t strip_offset(uint32_t strip) {
-    return strip / 4 * 4096 | (kRowMajor ? strip % 4 * 32 : strip % 4 * 1024);
-}
+// 16 bits, by ldmatrix.
+template <class Math, bool kRowMajor>
+struct ListOperand<Math, kRowMajor, 2> {
+    static constexpr int kTokens = 16;
 
-// load_matrices() unless the condition is 0, without a branch, which would cut the code around it in two.
-template <bool kRowMajor>
-__device__ inline void load_matrices_if(uint32_t condition, uint32_t (&fragment)[4], uint32_t address) {
-    if constexpr (kRowMajor)
-        asm volatile(
-            "{ .reg .pred load; setp.ne.u32 load, %5, 0; "
-            "@load ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4]; }"
-            : "+r"(fragment[0]), "+r"(fragment[1]), "+r"(fragment[2]), "+r"(fragment[3])
-            : "r"(address), "r"(condition));
-    else
-        asm volatile(
-            "{ .reg .pred load; setp.ne.u32 load, %5, 0; "
-            "@load ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4]; }"
-            : "+r"(fragment[0]), "+r"(fragment[1]), "+r"(fragment[2]), "+r"(fragment[3])
-            : "r"(address), "r"(condition));
-}
+    // Address of a lane's part of one ldmatrix: from the beginning of a unit, with an exclusive or of what
+    // `strip_offset` says.
+    __device__ static uint32_t lane_offset(int lane, bool is_y) {
+        const int eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+        const int feature = is_y ? low : high, token = is_y ? high : low;  // whether of the second half
+        if (kRowMajor) return (eighth + 8 * token) * 128 + (feature ^ eighth) * 16;
+        return (eighth + 8 * feature) * 64 + (token ^ eighth / 2) * 16;
+    }
 
+    // `strip`: 16 features of a tile's units.
+    __device__ static uint32_t strip_offset(uint32_t strip) {
+        return strip / 4 * 4096 | (kRowMajor ? strip % 4 * 32 : strip % 4 * 1024);
+    }
+
+    // Of the `k`-th tokens of a stage.
+    __device__ static uint32_t address(uint32_t base, uint32_t at, int k) {
+        return kRowMajor ? base + at + 2048 * k : base + (at ^ 32 * k);
+    }
+
+    __device__ static void load(uint32_t (&to)[4], uint32_t address) {
+        load_matrices<kRowMajor>(to, address);
+    }
+
+    // Unless the condition is 0, without a branch, which would cut the code around it in two.
+    __device__ static void load_if(uint32_t condition, uint32_t (&to)[4], uint32_t address) {
+        if constexpr (kRowMajor)
+            asm volatile(
+                "{ .reg .pred load; setp.ne.u32 load, %5, 0; "
+                "@load ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4]; }"
+                : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+                : "r"(address), "r"(condition));
+        else
+            asm volatile(
+                "{ .reg .pred load; setp.ne.u32 load, %5, 0; "
+                "@load ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4]; }"
+                : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+                : "r"(address), "r"(condition));
+    }
+};
+
+// float32, word by word. Of the eight tokens of a product lane 4 g + t has 2 t and 2 t + 1, of features g and
+// g + 8: so the lanes of a load read from other banks.
 template <class Math>
-using WarpAtom = std::conditional_t<Math::kInput == DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
-                                    cute::SM80_16x8x16_F32F16F16F32_TN>;
+struct ListOperand<Math, true, 4> {
+    static constexpr int kTokens = 8;
+
+    __device__ static uint32_t lane_offset(int lane, bool) {
+        const int t = lane % 4, g = lane / 4;
+        return 2 * t * 128 + (g / 4 ^ 2 * t) * 16 + g % 4 * 4;
+    }
+    __device__ static uint32_t strip_offset(uint32_t strip) {
+        return strip / 4 * 4096 | strip / 2 % 2 * 2048 | strip % 2 * 64;
+    }
+    __device__ static uint32_t address(uint32_t base, uint32_t at, int k) { return base + at + 1024 * k; }
+
+    __device__ static void load(uint32_t (&to)[4], uint32_t address) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(address));
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[1]) : "r"(address ^ 32));
+        asm volatile("ld.shared.u32 %0, [%1 + 128];" : "=r"(to[2]) : "r"(address ^ 16));
+        asm volatile("ld.shared.u32 %0, [%1 + 128];" : "=r"(to[3]) : "r"(address ^ 48));
+    }
+    __device__ static void load_if(uint32_t condition, uint32_t (&to)[4], uint32_t address) {
+        asm volatile(
+            "{ .reg .pred load; setp.ne.u32 load, %8, 0; "
+            "@load ld.shared.u32 %0, [%4]; @load ld.shared.u32 %1, [%5]; "
+            "@load ld.shared.u32 %2, [%6 + 128]; @load ld.shared.u32 %3, [%7 + 128]; }"
+            : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+            : "r"(address), "r"(address ^ 32), "r"(address ^ 16), "r"(address ^ 48), "r"(condition));
+    }
+};
 
 // sums += a b for the 16 features of x in `b`, eight by eight.
 template <class Math>
@@ -54,8 +98,16 @@ __device__ inline void multiply_strip(float* sums, const uint32_t (&a)[4], const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float* const c = sums + 4 * half;
-        WarpAtom<Math>::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
-                            c[0], c[1], c[2], c[3]);
+        if constexpr (Math::kInput == DType::float32) {
+            cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[half],
+                                                     b[half + 2], c[0], c[1], c[2], c[3]);
+        } else {
+            using Atom =
+                std::conditional_t<Math::kInput == DType::bfloat16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
+                                   cute::SM80_16x8x16_F32F16F16F32_TN>;
+            Atom::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1], c[0],
+                      c[1], c[2], c[3]);
+        }
     }
 }
 
@@ -63,7 +115,10 @@ __device__ inline void multiply_strip(float* sums, const uint32_t (&a)[4], const
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddNarrowConsumer {
     using Sum = typename Traits::Accumulator;
+    using OperandX = ListOperand<typename Traits::Math, kRowMajorX>;
+    using OperandY = ListOperand<typename Traits::Math, kRowMajorY>;
     static constexpr int kBlocks = Traits::kBlocks;
+    static constexpr bool kSplit = Traits::Math::kParts > 1;  // three products for one
 
   public:
     __device__ SddNarrowConsumer(const SddNarrowArguments& arguments, typename Traits::Shared& shared)
@@ -71,8 +126,8 @@ class SddNarrowConsumer {
           shared_(shared),
           warp_(__shfl_sync(~0u, threadIdx.x / 32 - 4, 0)),
           lane_(threadIdx.x % 32),
-          offset_y_(lane_offset<kRowMajorY>(lane_, true)),
-          offset_x_(lane_offset<kRowMajorX>(lane_, false)) {}
+          offset_y_(OperandY::lane_offset(lane_, true)),
+          offset_x_(OperandX::lane_offset(lane_, false)) {}
 
     __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
@@ -106,8 +161,8 @@ class SddNarrowConsumer {
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
             const unsigned mask = __shfl_sync(~0u, __ldg(masks + i), 0);
-            at_x_[i] = strip_offset<kRowMajorX>(mask & 0xffff) ^ offset_x_;
-            at_y_[i] = strip_offset<kRowMajorY>(mask >> 16 & 0x7fff) ^ offset_y_;
+            at_x_[i] = OperandX::strip_offset(mask & 0xffff) ^ offset_x_;
+            at_y_[i] = OperandY::strip_offset(mask >> 16 & 0x7fff) ^ offset_y_;
             changes_ |= mask >> 31 << i;
         }
     }
@@ -115,15 +170,16 @@ class SddNarrowConsumer {
     // Multiplies the first `kCount` blocks of the list. Fragments of x are loaded some blocks ahead.
     template <int kCount>
     __device__ void multiply(Sum (&sums)[Traits::kSums], int stages) {
-        constexpr int kAhead = 2, kTurns = Traits::kStageTokens / 16 * kCount;
+        constexpr int kAhead = kSplit ? 1 : 2, kTurns = Traits::kStageTokens / OperandX::kTokens * kCount;
         for (int stage = 0; stage < stages; ++stage) {
             shared_.ring.wait_full(position_);
             const uint32_t base =
                 cute::cast_smem_ptr_to_uint(shared_.stages) + position_.stage * Traits::kStageBytes;
             uint32_t a[4], b[kAhead + 1][4];
+            [[maybe_unused]] uint32_t rest_of_a[4];
             const auto load_x = [&](int turn) {
-                load_matrices<kRowMajorX>(b[turn % (kAhead + 1)],
-                                          address<kRowMajorX>(base, at_x_[turn % kCount], turn / kCount));
+                OperandX::load(b[turn % (kAhead + 1)],
+                               OperandX::address(base, at_x_[turn % kCount], turn / kCount));
             };
 #pragma unroll
             for (int turn = 0; turn < kAhead; ++turn) load_x(turn);
@@ -131,10 +187,20 @@ class SddNarrowConsumer {
             for (int turn = 0; turn < kTurns; ++turn) {
                 const int block = turn % kCount;
                 if (turn + kAhead < kTurns) load_x(turn + kAhead);
-                load_matrices_if<kRowMajorY>(changes_ & 1u << block, a,
-                                             address<kRowMajorY>(base, at_y_[block], turn / kCount));
-                multiply_strip<typename Traits::Math>(sums + block * Traits::kBlockSums, a,
-                                                      b[turn % (kAhead + 1)]);
+                const uint32_t changes = changes_ & 1u << block;
+                const uint32_t at_y = OperandY::address(base, at_y_[block], turn / kCount);
+                auto& own_b = b[turn % (kAhead + 1)];
+                Sum* const own_sums = sums + block * Traits::kBlockSums;
+                if constexpr (kSplit) {
+                    if (changes != 0) {
+                        OperandY::load(a, at_y);
+                        split_operand(a, rest_of_a);
+                    }
+                    multiply_split(own_sums, a, rest_of_a, own_b);
+                } else {
+                    OperandY::load_if(changes, a, at_y);
+                    multiply_strip<typename Traits::Math>(own_sums, a, own_b);
+                }
             }
             release(a[0] ^ b[(kTurns - 1) % (kAhead + 1)][0]);
             position_.advance();
@@ -151,10 +217,17 @@ class SddNarrowConsumer {
         if (lane_ == 0) shared_.ring.empty[position_.stage + zero].arrive();
     }
 
-    // Loads the `k16`-th 16 tokens of a stage.
-    template <bool kRowMajor>
-    __device__ static uint32_t address(uint32_t base, uint32_t at, int k16) {
-        return kRowMajor ? base + at + 2048 * k16 : base + (at ^ 32 * k16);
+    // Splits `b`. The sums of a product are apart from the others: see Accumulation::promoted.
+    __device__ static void multiply_split(Sum* sums, const uint32_t (&a)[4], const uint32_t (&rest_of_a)[4],
+                                          uint32_t (&b)[4]) {
+        uint32_t rest_of_b[4];
+        split_operand(b, rest_of_b);
+        Sum product[Traits::kBlockSums] = {};
+        multiply_strip<typename Traits::Math>(product, rest_of_a, b);  // small ones first
+        multiply_strip<typename Traits::Math>(product, a, rest_of_b);
+        multiply_strip<typename Traits::Math>(product, a, b);
+#pragma unroll
+        for (int i = 0; i < Traits::kBlockSums; ++i) sums[i] += product[i];
     }
 
     // All that is added is read before anything is written: memory is waited for once.

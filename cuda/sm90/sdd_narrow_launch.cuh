@@ -18,6 +18,9 @@ struct SddNarrow {
     static const char* refuses(const Problem& problem, const Device& device) {
         if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, 1)) return reason;
         if (!sdd_fits(problem, device)) return "so many tokens are out of its reach";
+        if (Traits::kFloat &&
+            (problem.x.layout != Layout::row_major || problem.y.layout != Layout::row_major))
+            return "it reads row-major activations";
         return are_listed_blocks(problem.pattern) ? nullptr : "its blocks are 16 x 16";
     }
 
@@ -59,6 +62,8 @@ struct SddNarrow {
         row.ops = bits_of(Op::sdd_tn);
         row.input_dtypes = bits_of(Math::kInput);
         row.result_dtypes = bits_of(Math::kResult, DType::float32);
+        row.precision = Math::kPrecision;
+        row.accumulation = Math::kAccumulation;
         row.tile_features = kListUnit;
         row.tile_values = kListTileBlocks * 16 * 16;
         return row;
@@ -76,9 +81,12 @@ struct SddNarrow {
                                  const Device& device, void* stream) {
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
-        const auto start =
-            row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
-                        : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
+        auto start = start_on<OfResult, true, true>;
+        if constexpr (!Traits::kFloat) {
+            if (row_major_y && !row_major_x) start = start_on<OfResult, true, false>;
+            if (!row_major_y)
+                start = row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>;
+        }
         if (const cudaError_t error = start(arguments, device, stream)) return error;
         if (!arguments.may_split) return cudaSuccess;
         return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, 16 * arguments.ctas, 128, stream);
@@ -93,9 +101,10 @@ struct SddNarrow {
 
     static cudaError_t map(CUtensorMap& map, const Problem& problem, const Matrix& matrix, int64_t features) {
         if (matrix.layout == Layout::row_major)
-            return encode(map, problem.input_dtype, matrix.data,
-                          {{features, 1, kListUnit}, {problem.tokens, matrix.ld, Traits::kStageTokens}});
-        return encode(map, problem.input_dtype, matrix.data,
+            return encode(
+                map, Math::kMapType, matrix.data,
+                {{features, 1, Traits::kBoxFeatures}, {problem.tokens, matrix.ld, Traits::kStageTokens}});
+        return encode(map, Math::kMapType, matrix.data,
                       {{problem.tokens, 1, Traits::kStageTokens}, {features, matrix.ld, kListUnit}});
     }
 };

@@ -40,10 +40,17 @@ class SddNarrowProducer {
             const Barrier& full = shared_.ring.full[position_.stage];
             if (lane_ == 0) full.arrive_and_expect_tx((tile.x + tile.y) * Traits::kUnitBytes);
             __syncwarp();
-            if (feature >= 0)
-                load_box(map, full, Multicast{1},
-                         shared_.stages + position_.stage * Traits::kStageBytes + lane_ * Traits::kUnitBytes,
-                         row_major ? feature : token, row_major ? token : feature);
+            if (feature >= 0) {
+                char* const unit =
+                    shared_.stages + position_.stage * Traits::kStageBytes + lane_ * Traits::kUnitBytes;
+                constexpr int kBoxes = kListUnit / Traits::kBoxFeatures;
+#pragma unroll
+                for (int i = 0; i < kBoxes; ++i) {
+                    const int first = feature + i * Traits::kBoxFeatures;
+                    load_box(map, full, Multicast{1}, unit + i * (Traits::kUnitBytes / kBoxes),
+                             row_major ? first : token, row_major ? token : first);
+                }
+            }
             __syncwarp();
             position_.advance();
         }

@@ -39,8 +39,10 @@ struct SddNarrowTraits {
     static constexpr int kBlocks = kListBlocks;
     static constexpr int kGroups = kListWarps / 4;  // warpgroups that multiply
     static constexpr int kThreads = 128 * (1 + kGroups);
-    static constexpr int kStageTokens = 32;
-    static constexpr int kBlockSums = kBlock * kBlock / 32;  // of a lane
+    static constexpr bool kFloat = sizeof(Input) == 4;
+    static constexpr int kStageTokens = kFloat ? 16 : 32;
+    static constexpr int kBoxFeatures = kFloat ? 32 : kListUnit;  // of row-major operands, that a copy brings
+    static constexpr int kBlockSums = kBlock * kBlock / 32;       // of a lane
     static constexpr int kSums = kBlocks * kBlockSums;
     static constexpr int kUnitBytes = kListUnit * kStageTokens * sizeof(Input);
     static constexpr int kStageBytes = kListUnits * kUnitBytes;

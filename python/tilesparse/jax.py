@@ -23,6 +23,7 @@ from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError,
 _NT, _NN, _TN = range(3)  # y = x Wᵀ, x = y W, and W = yᵀ x on a pattern
 _TARGET = "tilesparse_product"
 _DTYPES = {"float64": 1, "float32": 2, "float16": 3, "bfloat16": 4}
+_INT8, _PER_FEATURE = 5, 3
 _CPU, _CUDA = 0, 1
 _VECTOR = 16  # bytes, by which GPUs read rows
 _IN_TF32 = {"default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f32"}
@@ -154,15 +155,19 @@ class Pattern:
             self._kept["columns"] = columns
         return columns
 
-    def _plan(self, op: int, dtype: str, tokens: int, layouts: Shape, tf32: bool) -> tuple[int, Any]:
+    def _plan(
+        self, op: int, dtype: str, result: str, tokens: int, layouts: Shape, tf32: bool
+    ) -> tuple[int, Any]:
         """Return the kernel for a product on this machine's GPU, and its plan; (0, nothing) without one."""
-        key = op, dtype, tokens, layouts, tf32
+        key = op, dtype, result, tokens, layouts, tf32
         if key not in self._kept:
             self._kept[key] = self._new_plan(*key)
         plan: tuple[int, Any] = self._kept[key]
         return plan
 
-    def _new_plan(self, op: int, dtype: str, tokens: int, layouts: Shape, tf32: bool) -> tuple[int, Any]:
+    def _new_plan(
+        self, op: int, dtype: str, result: str, tokens: int, layouts: Shape, tf32: bool
+    ) -> tuple[int, Any]:
         try:
             device = _C.device_info(_CUDA, jax.local_devices(backend="cuda")[0].local_hardware_id or 0)
         except (NoDeviceError, RuntimeError):  # compiled for other machines
@@ -173,9 +178,11 @@ class Pattern:
         product = _C.Product(
             pattern,
             op,
-            _DTYPES[dtype],
+            _INT8 if dtype == "int8" else _DTYPES[dtype],
             _CUDA,
             tokens,
+            granularity=_PER_FEATURE if dtype == "int8" else 0,
+            result_dtype=_DTYPES[result],
             precision=int(tf32),
             x_layout=x_layout,
             ldx=tokens if x_layout else cols,
@@ -334,8 +341,8 @@ jax.tree_util.register_pytree_node(
 def matmul(a: Any, b: Any, *, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """Multiply a `BlockSparse` with a dense array, or a dense array with it; differentiable.
 
-    int8 has the products ``W @ x`` and ``x @ W.T``, on CPUs, with sums that are exact until they are rounded
-    to ``preferred_element_type``: scales of tokens and of outputs are factors of the result.
+    int8 has the products ``W @ x`` and ``x @ W.T``, with sums that are exact until they are rounded to
+    ``preferred_element_type``: scales of tokens and of outputs are factors of the result.
 
     Args:
         a: [..., m, k] or [k]; or a matrix.
@@ -602,13 +609,12 @@ def _lowering(platform: str) -> Callable[..., Any]:
         kernel, plan = 0, np.zeros(0, np.uint8)
         scales: list[Any] = []
         if first.dtype == jnp.int8:
-            if platform == "cuda":
-                raise InvalidTypeError(f"a and b must have a dtype of {list(_DTYPES)} on a GPU, got int8")
             scales = [jnp.ones(size, jnp.float32) for size in (first.shape[1], params["shape"][0])]
         if platform == "cuda" and pattern is not None:
             columns = layouts[0] if op == _NT else layouts[1]
             tokens = first.shape[2 if columns else 1]
-            kernel, plan = pattern._plan(op, first.dtype.name, tokens, layouts, tf32)
+            result = jnp.dtype(params["dtype"]).name
+            kernel, plan = pattern._plan(op, first.dtype.name, result, tokens, layouts, tf32)
         attributes = {
             "op": op,
             "out_features": params["shape"][0],

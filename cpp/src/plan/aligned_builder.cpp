@@ -17,6 +17,7 @@ class AlignedPlanBuilder {
         : view_(view),
           group_rows_(shape.tile / view.row_block),
           rank_rows_(group_rows_ / shape.ranks),
+          side_(std::min(view.row_block, view.col_block)),
           step_(shape.step) {}
 
     std::vector<int32_t> build() {
@@ -31,7 +32,7 @@ class AlignedPlanBuilder {
         for (Group& group : groups) group.resize(group_rows_, -1);
         PlanHeader header{};
         const StepFill fill = fill_of(groups);
-        const int32_t places = rank_rows_ * step_ / view_.row_block;
+        const int32_t places = rank_rows_ * view_.row_block / side_ * (step_ / side_);
         header.fill = fill.percent(places);
         if (fill.crowds(places, group_rows_ / rank_rows_)) step_ /= 2;
         std::vector<Tile> tiles;
@@ -65,8 +66,8 @@ class AlignedPlanBuilder {
                     if (row < 0) continue;
                     for (int32_t e = view_.rows.ptr[row]; e < view_.rows.ptr[row + 1]; ++e) {
                         const int32_t first = view_.rows.idx[e] * view_.col_block;
-                        for (int32_t k = first; k < first + view_.col_block; k += view_.row_block)
-                            ++squares[k / step_];
+                        for (int32_t k = first; k < first + view_.col_block; k += side_)
+                            squares[k / step_] += view_.row_block / side_;
                     }
                 }
                 for (const int32_t in_step : squares) fill.add(in_step);
@@ -100,26 +101,27 @@ class AlignedPlanBuilder {
 
     // The squares of a rank's rows in the step that begins at a k.
     void add_step(const int32_t* rows, int32_t step) {
-        const int32_t strips = view_.row_block / 16, squares = view_.col_block / view_.row_block;
+        const int32_t across = view_.row_block / side_, squares = view_.col_block / side_ * across;
+        const int32_t strips = side_ / 16;
         const uint32_t square = strips == 1 ? 0x1 : 0x33;
         starts_.push_back(block_count());
         const size_t first_mask = masks_.size();
-        masks_.resize(first_mask + rank_rows_ * strips / 4 * 2);
-        for (int32_t i = 0; i < rank_rows_; ++i) {
+        masks_.resize(first_mask + rank_rows_ * view_.row_block / 64 * 2);
+        for (int32_t i = 0; i < rank_rows_ * across; ++i) {
             uint32_t mask = 0;
-            const int32_t first = block_count() - starts_.back(), strip = i * strips;
-            if (rows[i] >= 0) {
-                const int32_t* const end = view_.rows.idx + view_.rows.ptr[rows[i] + 1];
+            const int32_t first = block_count() - starts_.back(), strip = i * strips, row = rows[i / across];
+            if (row >= 0) {
+                const int32_t* const end = view_.rows.idx + view_.rows.ptr[row + 1];
                 const int32_t* col =
-                    std::lower_bound(view_.rows.idx + view_.rows.ptr[rows[i]], end, step / view_.col_block);
+                    std::lower_bound(view_.rows.idx + view_.rows.ptr[row], end, step / view_.col_block);
                 for (; col != end && *col * view_.col_block < step + step_; ++col) {
                     const int32_t begin = *col * view_.col_block,
                                   slot = view_.rows.slot[col - view_.rows.idx];
                     const int32_t first = std::max(begin, step),
                                   last = std::min(begin + view_.col_block, step + step_);
-                    for (int32_t k = first; k < last; k += view_.row_block) {
+                    for (int32_t k = first; k < last; k += side_) {
                         mask |= square << ((k - step) / 4 + strip % 4);
-                        slots_.push_back(slot * squares + (k - begin) / view_.row_block);
+                        slots_.push_back(slot * squares + (k - begin) / side_ + i % across);
                     }
                 }
             }
@@ -133,6 +135,7 @@ class AlignedPlanBuilder {
     View view_;
     int32_t group_rows_;
     int32_t rank_rows_;
+    int32_t side_;  // of a square
     int32_t step_;
     std::vector<int32_t> tiles_, rows_, masks_, k_, starts_, slots_;
 };

@@ -71,11 +71,9 @@ void check_plan_shape(const Pattern& pattern, Op op, PlanShape shape) {
     if (pattern.groups > 1 && !knows_groups)
         fail(TS_UNSUPPORTED, "pattern.groups must be 0 or 1 for this kernel, got ", pattern.groups);
     if (shape.kind == PlanKind::aligned) {
-        const View view = view_of(pattern, op);
-        require(
-            view.row_block <= 32 && view.row_block <= view.col_block,
-            "block_shape must have 16 or 32 output features and at least as many of k for this kernel, got ",
-            view.row_block, " and ", view.col_block);
+        require(std::min(pattern.block_rows, pattern.block_cols) <= 32,
+                "block_shape must have a side of 16 or 32 for this kernel, got ", pattern.block_rows, " x ",
+                pattern.block_cols);
     } else if (shape.kind == PlanKind::lists) {
         require(are_listed_blocks(pattern), "block_shape must be 16 x 16 for this kernel, got ",
                 pattern.block_rows, " x ", pattern.block_cols);
