@@ -160,8 +160,8 @@ def make(arguments: argparse.Namespace, name: str) -> Any:
         for module in model.modules():
             if isinstance(module, ts.BlockSparseLinear):
                 module.use_fast_accum = True  # as the dense layers
-        prompt = torch.zeros(1, arguments.tokens, dtype=torch.int64, device=arguments.device)
-        ts.prepare_for_inference_(model.model, {"input_ids": prompt, "use_cache": False})
+        tokens = torch.zeros(1, 128, dtype=torch.int64, device=arguments.device)
+        ts.prepare_for_inference_(model.model, {"input_ids": tokens, "use_cache": False})
     return model
 
 

@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Any
 
 from expert_tables import of_devices
+from gpu_tables import SERVED, served_times
 from table_makers import LARGE
-from table_parts import cases, short, table
+from table_parts import cases, runs, short, table
 
 DENSITIES = (0.5, 0.25)
 NOT_MEASURED = "-"
@@ -23,6 +24,10 @@ IN_SHORT = (  # of the README: what and how, as rows begin
     ("H200, 768 → 3072 features, blocks of 64", "int8"),
     ("H100, a Llama 3 8B block, 8192 tokens, compiled", "int8"),
     ("H200, a Llama 3 8B block, one token after 8192", "bfloat16"),
+    ("H200, 8 layers of Llama 3 8B in Transformers, 8192", "float8"),
+    ("H200, 8 layers of Llama 3 8B in Transformers, 8192", "2:4 in float8"),
+    ("H200, 8 layers of Llama 3 8B in Transformers, 8192", "2:4 in int8"),
+    ("H200, 8 layers of Llama 3 8B in Transformers, one", "2:4 in int4"),
     ("H100, 8192 → 28672 features, one token", "bfloat16"),
     ("H100, 8192 → 28672 features, one token", "int4"),
     ("H100, 128 experts", "bfloat16"),
@@ -119,6 +124,31 @@ def _models() -> Iterator[list[str]]:
     yield _line("H100, products of a Llama 3 8B block, 16 tokens", "bfloat16", products, None)
     token = _of_model(files[0], "llama-decode1", "graph")
     yield _line("H200, a Llama 3 8B block, one token after 8192", "bfloat16", token, None)
+    yield from _served()
+
+
+def _served() -> Iterator[list[str]]:
+    """Layers of a model of Transformers; 2:4 has half of the values."""
+    layers = "H200, 8 layers of Llama 3 8B in Transformers"
+    for label, what in (("8192 tokens", "prefill"), ("one token", "decode 1")):
+        for storage in ("bfloat16", "float8", "int8", "int4"):
+            blocks = f"blocks .5 {storage}", f"blocks .25 {storage}"
+            for sparse, forms in ((storage, blocks), (f"2:4 in {storage}", (f"2:4 {storage}", ""))):
+                over = [
+                    [_served_over(dense, form, what) for form in forms]
+                    for dense in ("dense bfloat16", "dense float8")
+                ]
+                if any(over[0]) or any(over[1]):
+                    yield _line(f"{layers}, {label}", sparse, *over)
+
+
+def _served_over(dense: str, form: str, what: str) -> float | None:
+    """Return the speedup over a dense form in the last run that has both."""
+    for run in reversed(runs(SERVED)):
+        times = served_times(run)
+        if form in times and dense in times:
+            return times[dense][what] / times[form][what]
+    return None
 
 
 def _of_model(file: str, model: str, mode: str, block: int = 128) -> list[float | None]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from table_parts import cases, short, table
+from table_parts import cases, runs, short, table
 
 SETS = {
     "bf16": "random patterns in square blocks",
@@ -89,8 +89,49 @@ def _over_others(times: dict[str, float], op: str, tile: str) -> float | None:
     return own / min(others) if own and others else None
 
 
+SERVED = "h200_served.json"
+OF_SERVED = {
+    "prefill": ("prefill of 8192", "dense float8"),
+    "decode 1": ("decode of 1", "dense bfloat16"),
+    "decode 64": ("decode of 64", "dense bfloat16"),
+}
+
+
+def served() -> str:
+    """A Llama of Transformers in every form: milliseconds, and the speedup over dense in the same run."""
+    lines: dict[str, list[str]] = {}
+    for run in runs(SERVED):
+        times = served_times(run)
+        fast = ", fast sums" if "fast_sums" in run else ""
+        for form, of in times.items():
+            name = form + (fast if form.endswith(" float8") and not form.startswith("dense") else "")
+            if name not in lines:
+                lines[name] = []
+                for what, (_, dense) in OF_SERVED.items():
+                    both = what in of and what in times.get(dense, {})
+                    lines[name] += [f"{of[what]:.2f}" if what in of else "-"]
+                    lines[name] += [_over(times[dense], of, what) if both else "-"]
+    header = ["weights"]
+    for label, dense in OF_SERVED.values():
+        header += [f"{label}, ms", f"over {dense}"]
+    return table(header, ([name, *cells] for name, cells in lines.items()))
+
+
+def served_times(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return ms by form and by what was measured."""
+    return {
+        case["form"]: {one["what"]: one["ms"] for one in case["results"] if "ms" in one}
+        for case in run["cases"]
+    }
+
+
+def _over(dense: dict[str, float], ours: dict[str, float], what: str) -> str:
+    return f"{dense[what] / ours[what]:.2f}×"
+
+
 GPU_TABLES: dict[str, Callable[[], str]] = {
     "both_gpus": both_gpus,
     "worst_on_one_gpu": worst_on_one_gpu,
     "less_memory": less_memory,
+    "served": served,
 }
