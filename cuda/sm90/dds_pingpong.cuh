@@ -37,10 +37,12 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, kTileTokens_, false>
     using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false>;  // of what a warpgroup computes
     using Weight = HalvedWeight<Math>;
     static constexpr int kTileTokens = kTileTokens_, kBoxTokens = kTileTokens_;
-    static constexpr int kOwnTokens = 128;  // of a warpgroup
-    static constexpr int kRings =
-        kTileTokens == kOwnTokens ? 2 : 1;  // one for each warpgroup, or one for both
-    static constexpr int kStages = kRings == 2 ? 3 : 4;
+    static constexpr int kOwnTokens = 128;                      // of a warpgroup
+    static constexpr bool kShares = kTileTokens != kOwnTokens;  // both warpgroups have one tile
+    // Where sums need no registers to be added to, one warpgroup at a time keeps the tensor cores busy.
+    static constexpr bool kInTurn = !kShares && Math::kAccumulation == Accumulation::kept;
+    static constexpr int kRings = kShares || kInTurn ? 1 : 2;
+    static constexpr int kStages = kShares ? 4 : 6 / kRings;
     static constexpr int kFeatureHalves = 2;  // of the features
     static constexpr int kInputBytes = kTileTokens * Weight::kStep;
     static constexpr bool kSplits = false;
@@ -52,7 +54,7 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, kTileTokens_, false>
     }
 
     struct StageRing : Ring<kStages> {
-        __device__ void init(int ctas) { Ring<kStages>::init(ctas * Base::kWarpgroups / kRings); }
+        __device__ void init(int ctas) { Ring<kStages>::init(kShares ? ctas * Base::kWarpgroups : ctas); }
     };
     struct NoRing {
         __device__ void init(int) {}
@@ -180,15 +182,22 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         Half sums[Traits::kFeatureHalves];
+        if (Traits::kInTurn && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) break;
-            if (Traits::kRings == 2 && turn != warpgroup_) continue;
+            if (!Traits::kShares && turn != warpgroup_) {
+                if constexpr (Traits::kInTurn) skip(work.steps);
+                continue;
+            }
             [[maybe_unused]] EndScales scales;
             if constexpr (!Traits::kScaled) scales = read_end_scales(work);
             if constexpr (kPromotes) clear(sums);
+            if constexpr (Traits::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
             for (int first = 0; first < work.steps; first += kWarpSize)
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
+            if constexpr (Traits::kInTurn)
+                cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
             if constexpr (!kPromotes) {
                 cute::warpgroup_wait<0>();
                 release_multiplied();
@@ -203,6 +212,14 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
 
   private:
     static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
+
+    // Steps of the other warpgroup.
+    __device__ void skip(int steps) {
+        const int stage = position_.stage + steps;
+        position_.stage = stage % Traits::kStages;
+        position_.parity ^= stage / Traits::kStages & 1;
+    }
 
     __device__ static void clear(Half (&sums)[Traits::kFeatureHalves]) {
         asm volatile("");  // see DdsConsumer
@@ -211,7 +228,7 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     }
 
     __device__ int first_token(const Work& work) const {
-        return Traits::first_token(work, rank_) + (Traits::kRings == 1 ? Traits::kOwnTokens * warpgroup_ : 0);
+        return Traits::first_token(work, rank_) + (Traits::kShares ? Traits::kOwnTokens * warpgroup_ : 0);
     }
 
     // Some steps of a tile, as many as there are lanes or less.
@@ -233,7 +250,7 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     __device__ void start(Half& sums, int half, bool add) const {
         const char* const input = shared_.input[ring_][position_.stage];
         const uint32_t tokens = operand_address(
-            Traits::kRings == 2 ? input : input + warpgroup_ * Traits::kOwnTokens * Traits::kStep);
+            Traits::kShares ? input + warpgroup_ * Traits::kOwnTokens * Traits::kStep : input);
         const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][half]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
