@@ -1,13 +1,14 @@
-// Forward of 8 bits in blocks of 128: dds_8bit.cuh where warpgroups divide tokens, not features.
-// Operands: as in dds_8bit.cuh. A warpgroup computes 128 tokens x 128 features, 64 of these at a time.
-// CTA: 128 tokens: each warpgroup has tiles of its own, from a ring of its own: while one scales, rounds and
-// stores its results, the other one multiplies. 256 tokens: both share the weight, of which less is loaded.
+// Forward of 8 bits in blocks of 128: dds_8bit.cuh with whole tiles for each warpgroup.
+// Operands: as in dds_8bit.cuh.
+// CTA: tiles of 128 tokens x 128 features, which go to the two warpgroups in turn: while one scales, rounds
+// and stores its results, the other one multiplies. A warpgroup multiplies 64 of the features at a time.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 2 load, 1 schedules, 8 multiply and store; 1 reads ahead what the end of a tile needs. CTAs are
 // persistent.
-// Sums: int32, exact, of int8. Those of float8 are of 128 k, times the scales inside of the sums if there are
-// any, and added to float32 registers: that needs 64 registers more, since the features come in two halves.
-// Chosen where its estimate is least.
+// Sums: int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one ring of stages
+// for both. Those of float8 are of 128 k, times the scales inside of the sums if there are any, and added to
+// float32 registers, for which those of 64 features leave room. Meanwhile the other warpgroup multiplies,
+// from a ring of its own. Chosen where its estimate is least.
 #pragma once
 
 #include "sm90/dds_launch.cuh"
@@ -30,45 +31,32 @@ struct HalvedWeight : ByteWeight<Math> {
     }
 };
 
-// `kTileTokens`: of a CTA.
-template <class Math, int kTileTokens_>
-struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, kTileTokens_, false>
+template <class Math>
+struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>
     : DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false> {
-    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false>;  // of what a warpgroup computes
+    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false>;
     using Weight = HalvedWeight<Math>;
-    static constexpr int kTileTokens = kTileTokens_, kBoxTokens = kTileTokens_;
-    static constexpr int kOwnTokens = 128;                      // of a warpgroup
-    static constexpr bool kShares = kTileTokens != kOwnTokens;  // both warpgroups have one tile
-    // Where sums need no registers to be added to, one warpgroup at a time keeps the tensor cores busy.
-    static constexpr bool kInTurn = !kShares && Math::kAccumulation == Accumulation::kept;
-    static constexpr int kRings = kShares || kInTurn ? 1 : 2;
-    static constexpr int kStages = kShares ? 4 : 6 / kRings;
-    static constexpr int kFeatureHalves = 2;  // of the features
-    static constexpr int kInputBytes = kTileTokens * Weight::kStep;
+    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
+    static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
+    static constexpr int kStages = 6 / kRings;
+    static constexpr int kFeatureHalves = 2;
     static constexpr bool kSplits = false;
     using Schedule = tma::Turns<Bands<false>, StepCosts>;
     using Work = typename Schedule::Work;
 
-    __device__ static int first_token(const Work& work, int rank) {
-        return (work.span * Base::kTokenRanks + rank) * kTileTokens;
-    }
-
-    struct StageRing : Ring<kStages> {
-        __device__ void init(int ctas) { Ring<kStages>::init(kShares ? ctas * Base::kWarpgroups : ctas); }
-    };
     struct NoRing {
         __device__ void init(int) {}
     };
     // The scales of a warpgroup's tokens times that of the block, of a step and the next one.
     struct Factors {
-        float of[Base::kWarpgroups][2][kOwnTokens];
+        float of[Base::kWarpgroups][2][Base::kTileTokens];
     };
     struct Shared {
-        alignas(1024) char input[kRings][kStages][kInputBytes];
+        alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
         alignas(1024) char output[Base::kWarpgroups][Base::kChunks][Base::kChunkBytes];
         [[no_unique_address]] NoRing input_ring;
-        StageRing weight_ring[kRings];  // of both operands
+        Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][Base::kChunks];
         Schedule schedule;
         [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoScales> factors;
@@ -76,8 +64,8 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, kTileTokens_, false>
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math, int kTileTokens>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, kTileTokens, false>;
+template <class Math>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>;
 
 // Of an epilogue that gets sums that are scaled.
 template <class Traits>
@@ -85,9 +73,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math, int kTileTokens>
-struct DdsProducer<PingPongTraits<Math, kTileTokens>> {
-    using Traits = PingPongTraits<Math, kTileTokens>;
+template <class Math>
+struct DdsProducer<PingPongTraits<Math>> {
+    using Traits = PingPongTraits<Math>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -105,7 +93,7 @@ struct DdsProducer<PingPongTraits<Math, kTileTokens>> {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             const int feature = (__ldg(plan.rows + work.tile) * kBlock) + kBlock / kWarpSize * lane;
-            const int token = Traits::first_token(work, rank) + kTileTokens / kWarpSize * lane;
+            const int token = Traits::first_token(work, rank) + Traits::kTileTokens / kWarpSize * lane;
             if constexpr (!Traits::kScaled) {
                 asm volatile("" ::"f"(arguments.scales[feature]));
                 asm volatile("" ::"f"(__ldg(arguments.x_scales + min(token, arguments.tokens - 1))));
@@ -159,14 +147,14 @@ struct DdsProducer<PingPongTraits<Math, kTileTokens>> {
     static constexpr int kWarpSize = 32, kBlock = 128;
 };
 
-template <class Math, int kTileTokens, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kTileTokens>;
+template <class Math, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
-    using Atom = typename Math::template ByteAtom<Traits::kOwnTokens>;
+    using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
     using Position = typename Ring<Traits::kStages>::Position;
-    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
+    static constexpr bool kPromotes = Traits::kPromotes;
 
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
@@ -182,23 +170,24 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         Half sums[Traits::kFeatureHalves];
-        if (Traits::kInTurn && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
+        if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) break;
-            if (!Traits::kShares && turn != warpgroup_) {
-                if constexpr (Traits::kInTurn) skip(work.steps);
+            if (turn != warpgroup_) {
+                if constexpr (!kPromotes) skip(work.steps);
                 continue;
             }
             [[maybe_unused]] EndScales scales;
             if constexpr (!Traits::kScaled) scales = read_end_scales(work);
-            if constexpr (kPromotes) clear(sums);
-            if constexpr (Traits::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+            if constexpr (kPromotes)
+                clear(sums);
+            else
+                cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
             for (int first = 0; first < work.steps; first += kWarpSize)
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
-            if constexpr (Traits::kInTurn)
-                cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
             if constexpr (!kPromotes) {
+                cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
                 cute::warpgroup_wait<0>();
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
@@ -227,10 +216,6 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
         for (int i = 0; i < Traits::kSums; ++i) sums[0][i] = sums[1][i] = 0;
     }
 
-    __device__ int first_token(const Work& work) const {
-        return Traits::first_token(work, rank_) + (Traits::kShares ? Traits::kOwnTokens * warpgroup_ : 0);
-    }
-
     // Some steps of a tile, as many as there are lanes or less.
     __device__ void multiply(Half (&sums)[Traits::kFeatureHalves], const Work& work, int first, int count) {
         [[maybe_unused]] StepScales scales;
@@ -248,9 +233,7 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
 
     // Starts the products of half of the features in a step.
     __device__ void start(Half& sums, int half, bool add) const {
-        const char* const input = shared_.input[ring_][position_.stage];
-        const uint32_t tokens = operand_address(
-            Traits::kShares ? input + warpgroup_ * Traits::kOwnTokens * Traits::kStep : input);
+        const uint32_t tokens = operand_address(shared_.input[ring_][position_.stage]);
         const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][half]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -318,7 +301,7 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
             scales.group = __ldg(plan_.k + work.step + step) / kScaleGroup;
             scales.block = __ldg(arguments_.scales + __ldg(plan_.slots + work.step + step));
         }
-        token_ = first_token(work) + threadIdx.x % Traits::kOwnTokens;
+        token_ = Traits::first_token(work, rank_) + threadIdx.x % Traits::kTileTokens;
         scales.token = token_scale(__shfl_sync(~0u, scales.group, 0));
         return scales;
     }
@@ -329,9 +312,9 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     }
     // Those of a step, for all threads of the warpgroup; the next one's are asked for.
     __device__ void put_factors(StepScales& scales, int step, int count) {
-        shared_.factors.of[warpgroup_][step % 2][threadIdx.x % Traits::kOwnTokens] =
+        shared_.factors.of[warpgroup_][step % 2][threadIdx.x % Traits::kTileTokens] =
             scales.token * __shfl_sync(~0u, scales.block, step);
-        cutlass::arch::NamedBarrier::sync(Traits::kOwnTokens, 1 + Traits::kFeatureHalves * warpgroup_);
+        cutlass::arch::NamedBarrier::sync(Traits::kTileTokens, 1 + Traits::kFeatureHalves * warpgroup_);
         scales.token = token_scale(__shfl_sync(~0u, scales.group, min(step + 1, count - 1)));
     }
 
@@ -343,14 +326,14 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
     // thread's features in each half.
     struct EndScales {
-        float tokens[Traits::kOwnTokens / kWarpSize];
+        float tokens[Traits::kTileTokens / kWarpSize];
         float2 features[Traits::kFeatureHalves];
     };
     __device__ EndScales read_end_scales(const Work& work) const {
         EndScales scales;
 #pragma unroll
-        for (int i = 0; i < Traits::kOwnTokens / kWarpSize; ++i) {
-            const int token = first_token(work) + kWarpSize * i + lane_;
+        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
+            const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
             scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
         }
         const int row = __ldg(Traits::rows_of(plan_, work.tile, rank_));
@@ -393,7 +376,7 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
                                                    shared_.residual[place], place);
         epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_) - warpgroup_);
         epilogue.read_bias();
-        epilogue.begin(first_token(work));
+        epilogue.begin(Traits::first_token(work, rank_));
         epilogue.store(sums);
         // Ends a phase, as the epilogue of each tile begins with the same one.
         if (arguments_.has_residual && threadIdx.x % 128 == 0)
@@ -412,15 +395,15 @@ class DdsConsumer<PingPongTraits<Math, kTileTokens>, kRowMajorInput> {
     mutable int token_ = 0;
 };
 
-template <class Math, int kTileTokens>
-struct PingPong : Dds<Op::dds_nt, Math, 2, 1, kTileTokens, HalvedWeight<Math>> {
+template <class Math>
+struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>> {
     static constexpr Kernel row(const char* name) {
-        Kernel row = Dds<Op::dds_nt, Math, 2, 1, kTileTokens, HalvedWeight<Math>>::row(name);
-        row.variant = "_pingpong";
+        Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>>::row(name);
+        row.variant = "_own";  // short, as estimates have it
         return row;
     }
 };
 
 }  // namespace ts::sm90
 
-#define TS_INSTANCE(name, kernel, math, tile_tokens) TS_SM90_ROW(name, PingPong<math, tile_tokens>)
+#define TS_INSTANCE(name, kernel, math) TS_SM90_ROW(name, PingPong<math>)
