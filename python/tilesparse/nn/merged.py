@@ -89,6 +89,7 @@ class MergedProduct:
             return first  # type: ignore[no-any-return]
         left = self._left  # read once: another thread may put its own there
         if left is None or left.x is not x or left.state != state:
+            self._left = None  # memory that x had may be given to it again
             return None
         return left.results.pop(number, None)
 
