@@ -54,6 +54,10 @@ void check_skip(const ts_matmul_desc& desc, Problem& problem) {
     refuse(problem.gate_activation != Activation::none, "activation must be 0 for outputs");
 }
 
+bool reads_by_column(const Problem& problem) {
+    return problem.device == DeviceType::cpu && problem.skip == Skip::inputs;
+}
+
 size_t skip_workspace_size(const Problem& problem, const Device& device) {
     if (problem.tokens == 0 || problem.features() == 0) return 0;
     if (device.type == DeviceType::cpu) return cpu::skip_workspace_size(problem);

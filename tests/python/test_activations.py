@@ -170,6 +170,22 @@ def test_repeats_and_orders_have_equal_bits(device: str, dtype: torch.dtype) -> 
         assert torch.equal(first[order], functional.linear(x[order], values, pattern, **moved))
 
 
+@pytest.mark.parametrize("storage", ["plain", "int8", "int8 of blocks"])
+@pytest.mark.parametrize("density", [0.03, 0.3, 1.0])
+def test_threads_have_equal_bits(storage: str, density: float) -> None:
+    """Columns of blocks are summed in parts, whatever their number, some of them empty."""
+    pattern, values, scales, weight = weight_of("cpu", torch.float32, (32, 32), storage, density)
+    x, threads, results = randn(3, IN, dtype=torch.float32, seed=1), torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(functional.linear(x, values, pattern, scales=scales, threshold=0.5))
+    finally:
+        torch.set_num_threads(threads)
+    assert_close(results[0], masked(x, 0.5) @ weight.t(), torch.float32)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_threshold_nothing_changes(device: str) -> None:
     layer = BlockSparseLinear(IN, OUT, density=0.5, device=device)

@@ -145,7 +145,9 @@ enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
  * count as zeros; NaN and infinities never do.
  *
  * With TS_SKIP_INPUTS these are numbers of x. Columns of the weight that meet zeros of all tokens are not
- * read. `values` has each block transposed, [nnz, bk, bn], and its scales as they are otherwise.
+ * read. On TS_CUDA `values` has each block transposed, [nnz, bk, bn]. On TS_CPU it has the weights of a
+ * neuron together: for each column of blocks, in the order of col_slot, [bk, blocks of the column, bn]; the
+ * arrays of the pattern by column are read. Scales are as they are otherwise.
  *
  * With TS_SKIP_OUTPUTS these are numbers of the gate, which must be there and has no activation. Their
  * results are 0, and rows of the weight whose gate is zero for all tokens are not read.
