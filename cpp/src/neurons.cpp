@@ -32,10 +32,10 @@ void check_skip(const ts_matmul_desc& desc, Problem& problem) {
     problem.threshold = desc.threshold;
     const auto refuse = [](bool given, const auto&... words) { require(!given, words..., " with skip"); };
     refuse(!problem.forward(), "op must be dds_nt");
-    refuse(problem.grouped(), "group_offsets must be null");
+    refuse(problem.grouped() && problem.skip == Skip::outputs, "group_offsets must be null for outputs");
     refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
     refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
-    refuse(problem.tokens > kMostTokens, "tokens must be at most ", kMostTokens);
+    refuse(problem.tokens > kMostTokens && !problem.grouped(), "tokens must be at most ", kMostTokens);
     refuse(desc.kernel != 0, "kernel must be 0");
     const bool is_cpu = problem.device == DeviceType::cpu;
     refuse(!is_multiplied(problem.input_dtype, problem.device), "x.dtype must be ",

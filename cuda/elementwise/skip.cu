@@ -6,15 +6,18 @@
 // `inputs` the weights of this k, lines of 32 to 128 bytes of a transposed block; of `outputs` the weights of
 // this feature.
 //
-// inputs: a CTA has 16 to 64 features of a block row and a part of its k. Each of its 8 warps takes 64 k at
+// inputs: a CTA has 16 to 64 features of a block row and a part of its k. Each of its 8 warps takes 128 k at
 // a time, lists those that are on in shared memory, and streams their lines, several at a time. Sums of
-// warps are added in the CTA, those of CTAs by a second kernel, which finishes the results.
+// warps are added in the CTA, those of CTAs within a cluster, or by a second kernel. In a grouped product
+// each token has CTAs of its own, which read the weight of its group: L2 holds what several of them read.
 // outputs: a CTA has up to 32 features of a block row, and lists those that are on. A warp has four of them
 // and a quarter of k, in steps of 256.
 //
 // All sums are added in a fixed order. The CUDA cores multiply: by their peak, 8 tokens of 16 bits take an
 // H100 a third of the time of reading the weight.
 #include "elementwise/skip.h"
+
+#include <cooperative_groups.h>
 
 #include <algorithm>
 #include <cfloat>
@@ -26,8 +29,10 @@ namespace ts::skip {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kUnit = 64;   // k that a warp lists at a time
-constexpr int kVector = 8;  // weights that a lane loads at a time
+constexpr int kUnit = 64;   // neighbouring k of a warp
+constexpr int kUnits = 2;   // that it lists at a time
+constexpr int kUnroll = 4;  // lines that a lane loads at a time, while it multiplies as many
+constexpr int kVector = 8;  // weights of a line that a lane loads
 
 struct Arguments {
     const void* x;
@@ -35,8 +40,11 @@ struct Arguments {
     const void* values;
     Adjacency rows;
     float threshold;
-    int tokens;
-    int features;
+    const int32_t* offsets;  // of groups, or null
+    int groups;
+    int tokens;              // of groups 1, whatever there are
+    int features;            // of a group
+    int all_columns;         // of blocks in each row, or 0 if some are not kept
     int row_shift, k_shift;  // log2 of the rows (features) and columns (k) of a block
     int parts;               // of the k of a block row
     float* sums;             // [parts, tokens, features]
@@ -85,8 +93,9 @@ struct Weights {
 __device__ inline bool is_off(float x, float threshold) { return fabsf(x) <= threshold; }
 
 template <class Element>
-__device__ inline float finished(const Arguments& arguments, float sum, int token, int feature) {
-    if (arguments.bias != nullptr) sum += to_float(static_cast<const Element*>(arguments.bias)[feature]);
+__device__ inline float finished(const Arguments& arguments, float sum, int token, int group, int feature) {
+    if (arguments.bias != nullptr)
+        sum += to_float(static_cast<const Element*>(arguments.bias)[group * arguments.features + feature]);
     const bool adds = arguments.other != nullptr && !arguments.gated;
     if (!arguments.gated) sum = activate<Element>(sum, arguments.activation);
     if (arguments.other == nullptr) return sum;
@@ -95,82 +104,121 @@ __device__ inline float finished(const Arguments& arguments, float sum, int toke
     return adds ? sum + other : sum * rounded_to<Element>(activate<Element>(other, arguments.activation));
 }
 
+template <class Element>
+__device__ inline void write(const Arguments& arguments, float sum, int token, int group, int feature) {
+    static_cast<Element*>(arguments.y)[token * arguments.y_ld + feature] =
+        from_float<Element>(finished<Element>(arguments, sum, token, group, feature));
+}
+
 // ---- inputs ----
 
-// `kLanes`: of a warp, that read a line together.
-template <class Element, int kLanes, int kTokens>
+// The group that has a row of x, by all lanes of a warp: the number of those after the first that begin at it
+// or before. All offsets are on their way at once.
+__device__ inline int group_of(const int32_t* offsets, int groups, int row) {
+    const int lane = threadIdx.x % 32;
+    int group = 0;
+#pragma unroll 4
+    for (int first = 1; first < groups; first += 32) {
+        const int next = first + lane;
+        group += __popc(__ballot_sync(~0u, next < groups && __ldg(offsets + next) <= row));
+    }
+    return group;
+}
+
+// `kLanes`: of a warp, that read a line together. `kCluster`: the parts of a tile are a cluster of CTAs.
+template <class Element, int kLanes, int kTokens, bool kCluster>
 __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ Arguments arguments) {
     using W = Weights<Element>;
-    constexpr int kFeatures = kVector * kLanes, kLines = 32 / kLanes, kUnroll = kLanes;
+    constexpr int kFeatures = kVector * kLanes, kLines = 32 / kLanes, kBatch = kLines * kUnroll;
+    constexpr int kRounds = kUnits * kUnit / 32;
     struct Lists {
-        int rows[kWarps][kUnit];  // of k in the values
-        float x[kWarps][kTokens][kUnit];
+        int rows[kWarps][kUnits * kUnit];  // of k in the values
+        float x[kWarps][kTokens][kUnits * kUnit];
     };
     __shared__ union {
         Lists lists;
         float sums[kWarps][kTokens][kFeatures];
     } shared;
+    __shared__ float part_sums[kCluster ? kTokens * kFeatures : 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tile = static_cast<int>(blockIdx.x) / arguments.parts;
+    int tile = static_cast<int>(blockIdx.x) / arguments.parts;
     const int part = static_cast<int>(blockIdx.x) - tile * arguments.parts;
+    int token = 0, group = 0;  // of groups: each token has CTAs of its own
+    if (arguments.offsets != nullptr) {
+        const int tiles = arguments.features / kFeatures;
+        token = tile / tiles;
+        tile -= token * tiles;
+        group = group_of(arguments.offsets, arguments.groups, token);
+    }
     const int feature = tile * kFeatures, row_shift = arguments.row_shift, k_shift = arguments.k_shift;
-    const int first = __ldg(arguments.rows.ptr + (feature >> row_shift));
-    const int entries = __ldg(arguments.rows.ptr + (feature >> row_shift) + 1) - first;
-    // Scales are those of one block.
-    constexpr int unit_shift = 6;
-    const int all = entries << k_shift, units = (all + (1 << unit_shift) - 1) >> unit_shift;
+    const int block_row = (group * arguments.features + feature) >> row_shift;
+    // Where all blocks are kept nothing waits for the arrays but for slots.
+    const int columns = arguments.all_columns;
+    const int first = columns > 0 ? block_row * columns : __ldg(arguments.rows.ptr + block_row);
+    const int entries = columns > 0 ? columns : __ldg(arguments.rows.ptr + block_row + 1) - first;
+    const int all = entries << k_shift, step = arguments.parts * kWarps;
+    const int units = (all + kUnit - 1) / kUnit;
     const int in_block = feature & ((1 << row_shift) - 1);
+    const auto* const own_x = static_cast<const Element*>(arguments.x) + token * arguments.x_ld;
     const char* const values =
         static_cast<const char*>(arguments.values) + W::bytes(in_block + lane % kLanes * kVector);
     const int64_t line_bytes = W::bytes(int64_t{1} << row_shift);
     auto& rows = shared.lists.rows[warp];
     auto& listed = shared.lists.x[warp];
     float sums[kTokens][kVector] = {};
-    for (int unit = part * kWarps + warp; unit < units; unit += arguments.parts * kWarps) {
+    for (int unit = part * kWarps + warp; unit < units; unit += step * kUnits) {
+        float x[kRounds][kTokens] = {};
+        int row[kRounds];
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+            const int k = (unit + 32 * i / kUnit * step) * kUnit + 32 * i % kUnit + lane;
+            row[i] = -1;
+            if (k >= all) continue;
+            const int entry = first + (k >> k_shift), within = k & ((1 << k_shift) - 1);
+            const int column = columns > 0 ? entry - first : __ldg(arguments.rows.idx + entry);
+            const auto* const from = own_x + (int64_t{column} << k_shift) + within;
+            row[i] = (__ldg(arguments.rows.slot + entry) << k_shift) + within;
+#pragma unroll
+            for (int t = 0; t < kTokens; ++t)
+                if (t < arguments.tokens) x[i][t] = to_float(from[t * arguments.x_ld]);
+        }
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < kUnit / 32; ++i) {
-            const int in_unit = 32 * i + lane, k = (unit << unit_shift) + in_unit;
-            const bool exists = in_unit >> unit_shift == 0 && k < all;
+        for (int i = 0; i < kRounds; ++i) {
             bool is_on = false;
-            float x[kTokens] = {};
-            int row = 0;
-            if (exists) {
-                const int entry = first + (k >> k_shift), within = k & ((1 << k_shift) - 1);
-                const auto* const from = static_cast<const Element*>(arguments.x) +
-                                         (int64_t{__ldg(arguments.rows.idx + entry)} << k_shift) + within;
-                row = (__ldg(arguments.rows.slot + entry) << k_shift) + within;
 #pragma unroll
-                for (int t = 0; t < kTokens; ++t) {
-                    if (t < arguments.tokens) x[t] = to_float(from[t * arguments.x_ld]);
-                    if (is_off(x[t], arguments.threshold))
-                        x[t] = 0.0f;
-                    else
-                        is_on = true;
-                }
+            for (int t = 0; t < kTokens; ++t) {
+                if (is_off(x[i][t], arguments.threshold))
+                    x[i][t] = 0.0f;
+                else
+                    is_on = true;
             }
             const uint32_t mask = __ballot_sync(~0u, is_on);
             if (is_on) {
                 const int place = count + __popc(mask & ((1u << lane) - 1));
-                rows[place] = row;
+                rows[place] = row[i];
 #pragma unroll
-                for (int t = 0; t < kTokens; ++t) listed[t][place] = x[t];
+                for (int t = 0; t < kTokens; ++t) listed[t][place] = x[i][t];
             }
             count += __popc(mask);
         }
         __syncwarp();
-        for (int i = 0; i < count; i += kLines * kUnroll) {
-            typename W::Raw raw[kUnroll];
+        typename W::Raw raw[kUnroll], next[kUnroll];
+        const auto fetch = [&](typename W::Raw(&to)[kUnroll], int i) {
 #pragma unroll
             for (int j = 0; j < kUnroll; ++j) {
                 const int line = i + j * kLines + lane / kLanes;
-                raw[j] = {};
-                if (line < count) read_once(values + rows[line] * line_bytes, raw[j]);
+                to[j] = {};
+                if (line < count) read_once(values + rows[line] * line_bytes, to[j]);
             }
+        };
+        fetch(raw, 0);
+#pragma unroll 2
+        for (int i = 0; i < count; i += kBatch) {
+            fetch(next, i + kBatch);
 #pragma unroll
             for (int j = 0; j < kUnroll; ++j) {
                 const int line = i + j * kLines + lane / kLanes;
-                if (i + j * kLines >= count) break;
                 float weights[kVector];
                 W::decode(raw[j], weights);
 #pragma unroll
@@ -179,6 +227,7 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
 #pragma unroll
                     for (int f = 0; f < kVector; ++f) sums[t][f] = fmaf(x, weights[f], sums[t][f]);
                 }
+                raw[j] = next[j];
             }
         }
         __syncwarp();
@@ -198,13 +247,35 @@ __global__ void __launch_bounds__(kThreads) skip_inputs(const __grid_constant__ 
             for (int f = 0; f < kVector; ++f) shared.sums[warp][t][lane * kVector + f] = sums[t][f];
     __syncthreads();
     for (int i = threadIdx.x; i < kTokens * kFeatures; i += kThreads) {
-        const int token = i / kFeatures, own = i % kFeatures;
-        if (token >= arguments.tokens) break;
+        const int own_token = token + i / kFeatures, own = i % kFeatures;
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][token][own];
-        arguments.sums[(int64_t{part} * arguments.tokens + token) * arguments.features + feature + own] = sum;
+        for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][i / kFeatures][own];
+        if constexpr (kCluster) {
+            part_sums[i] = sum;
+        } else if (i / kFeatures < arguments.tokens) {
+            if (arguments.parts == 1)
+                write<Element>(arguments, sum, own_token, group, feature + own);
+            else
+                arguments.sums[(int64_t{part} * arguments.tokens + own_token) * arguments.features + feature +
+                               own] = sum;
+        }
     }
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+        const auto cluster = cooperative_groups::this_cluster();
+        cluster.sync();
+        const int share = (kTokens * kFeatures + arguments.parts - 1) / arguments.parts;
+        const int end = min((part + 1) * share, kTokens * kFeatures);
+        for (int i = part * share + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+            if (i / kFeatures >= arguments.tokens) break;
+            float sum = 0.0f;
+            for (int p = 0; p < arguments.parts; ++p) sum += *cluster.map_shared_rank(part_sums + i, p);
+            write<Element>(arguments, sum, i / kFeatures, 0, feature + i % kFeatures);
+        }
+        cluster.sync();  // before the sums that others read are gone
+    }
+#endif
 }
 
 template <class Element>
@@ -215,8 +286,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(const __grid_constant__ Ar
     float sum = 0.0f;
     for (int part = 0; part < arguments.parts; ++part) sum += arguments.sums[int64_t{part} * count + i];
     const int token = i / arguments.features, feature = i - token * arguments.features;
-    static_cast<Element*>(arguments.y)[token * arguments.y_ld + feature] =
-        from_float<Element>(finished<Element>(arguments, sum, token, feature));
+    write<Element>(arguments, sum, token, 0, feature);
 }
 
 // ---- outputs ----
@@ -318,15 +388,27 @@ int features_of(const Problem& problem) {
     return std::min<int>(problem.pattern.block_rows, most);
 }
 
+constexpr int kMostCluster = 8;
+constexpr int kMostAtOnce = 2;  // tokens
+
 // Enough CTAs for each multiprocessor to have several, each with something to do for all of its warps.
+// Experts have as many as there are tokens and tiles: parts of them were slower from 2 tokens of 8 experts
+// on.
 int parts_of(const Problem& problem, const Device& device) {
-    constexpr int kCtas = 4;  // of a multiprocessor, a guess: no other number was timed
+    if (problem.grouped()) return 1;
+    constexpr int kCtas = 4;  // of a multiprocessor; 2 and 8 are slower
     const Pattern& pattern = problem.pattern;
     const int64_t tiles = pattern.out_features / features_of(problem);
     const int64_t units =
         pattern.nnz * pattern.block_cols / (pattern.out_features / pattern.block_rows) / kUnit;
     const int64_t most = std::max<int64_t>(1, units / kWarps);
     return static_cast<int>(std::clamp<int64_t>(kCtas * device.multiprocessors / tiles, 1, most));
+}
+
+// True if the parts of a tile are a cluster, which adds their sums; otherwise a second kernel does.
+bool is_cluster(const Device& device, int parts) {
+    return device.compute_capability >= 90 && parts > 1 && parts <= kMostCluster &&
+           (device.max_cluster == 0 || parts <= device.max_cluster);
 }
 
 Arguments arguments_of(const Problem& problem, const Device& device, void* workspace) {
@@ -338,8 +420,12 @@ Arguments arguments_of(const Problem& problem, const Device& device, void* works
     arguments.values = values.data;
     arguments.rows = pattern.rows;
     arguments.threshold = std::min(problem.threshold, FLT_MAX);
-    arguments.tokens = static_cast<int>(problem.tokens);
-    arguments.features = static_cast<int>(pattern.out_features);
+    arguments.offsets = problem.offsets;
+    arguments.groups = pattern.groups;
+    arguments.tokens = problem.grouped() ? 1 : static_cast<int>(problem.tokens);
+    arguments.features = static_cast<int>(problem.features());
+    const int64_t grid = pattern.row_count() * pattern.col_count();
+    arguments.all_columns = pattern.nnz == grid ? static_cast<int>(pattern.col_count()) : 0;
     arguments.row_shift = log2_of_block(pattern.block_rows);
     arguments.k_shift = log2_of_block(pattern.block_cols);
     arguments.parts = parts_of(problem, device);
@@ -364,39 +450,78 @@ int32_t with_choice(int value, Run run) {
     return result;
 }
 
-template <class Element>
-int32_t launch_as(const Problem& problem, const Arguments& arguments, void* stream) {
-    return with_choice<1, 2, 8>(arguments.tokens, [&](auto tokens) -> int32_t {
-        constexpr int kTokens = decltype(tokens)::value;
-        if (problem.skip == Skip::outputs)
-            return launch_kernel(&skip_outputs<Element, kTokens>,
-                                 arguments.features / std::min(kMostFeatures, 1 << arguments.row_shift),
-                                 kThreads, stream, arguments);
-        const int features = features_of(problem);
-        const int64_t ctas = int64_t{arguments.features / features} * arguments.parts;
-        const auto run = [&](auto lanes) -> int32_t {
-            constexpr int kLanes = decltype(lanes)::value;
-            return launch_kernel(&skip_inputs<Element, kLanes, kTokens>, ctas, kThreads, stream, arguments);
-        };
-        const int32_t error = with_choice<2, 4, 8>(features / kVector, run);
-        if (error != cudaSuccess) return error;
+template <class... Parameters>
+int32_t launch_cluster(void (*kernel)(Parameters...), int64_t blocks, int cluster, void* stream,
+                       typename Same<Parameters>::Type... arguments) {
+    if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(kThreads);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <class Element, int kTokens>
+int32_t launch_tokens(const Problem& problem, const Device& device, const Arguments& arguments,
+                      void* stream) {
+    if (problem.skip == Skip::outputs)
+        return launch_kernel(&skip_outputs<Element, kTokens>,
+                             arguments.features / std::min(kMostFeatures, 1 << arguments.row_shift), kThreads,
+                             stream, arguments);
+    const int features = features_of(problem), parts = arguments.parts;
+    const int64_t ctas = (problem.grouped() ? problem.tokens : 1) * (arguments.features / features) * parts;
+    return with_choice<2, 4, 8>(features / kVector, [&](auto lanes) -> int32_t {
+        constexpr int kLanes = decltype(lanes)::value;
+        if (is_cluster(device, parts))
+            return launch_cluster(&skip_inputs<Element, kLanes, kTokens, true>, ctas, parts, stream,
+                                  arguments);
+        const int32_t error =
+            launch_kernel(&skip_inputs<Element, kLanes, kTokens, false>, ctas, kThreads, stream, arguments);
+        if (error != cudaSuccess || parts == 1) return error;
         const int64_t results = int64_t{arguments.tokens} * arguments.features;
         return launch_kernel(&add_parts<Element>, (results + kThreads - 1) / kThreads, kThreads, stream,
                              arguments);
     });
 }
 
+// Two tokens at a time: more of them gain nothing by skipping.
+template <class Element>
+int32_t launch_as(const Problem& problem, const Device& device, Arguments arguments, void* stream) {
+    const auto moved = [](const void* data, int64_t elements) -> const void* {
+        return data == nullptr ? nullptr : static_cast<const Element*>(data) + elements;
+    };
+    const int all = arguments.tokens;
+    int32_t error = cudaSuccess;
+    for (int token = 0; token < all && error == cudaSuccess; token += kMostAtOnce) {
+        arguments.tokens = std::min(kMostAtOnce, all - token);
+        error = arguments.tokens == 1 ? launch_tokens<Element, 1>(problem, device, arguments, stream)
+                                      : launch_tokens<Element, 2>(problem, device, arguments, stream);
+        arguments.x = moved(arguments.x, kMostAtOnce * arguments.x_ld);
+        arguments.y = const_cast<void*>(moved(arguments.y, kMostAtOnce * arguments.y_ld));
+        arguments.other = moved(arguments.other, kMostAtOnce * arguments.other_ld);
+    }
+    return error;
+}
+
 }  // namespace
 
 size_t workspace_size(const Problem& problem, const Device& device) {
-    if (problem.skip == Skip::outputs) return 0;
-    return sizeof(float) * parts_of(problem, device) * problem.tokens * problem.pattern.out_features;
+    const int parts = problem.skip == Skip::outputs ? 1 : parts_of(problem, device);
+    if (parts == 1 || is_cluster(device, parts)) return 0;
+    return sizeof(float) * parts * std::min<int64_t>(kMostAtOnce, problem.tokens) *
+           problem.pattern.out_features;
 }
 
 int32_t launch(const Problem& problem, const Device& device, void* workspace, void* stream) {
     const Arguments arguments = arguments_of(problem, device, workspace);
-    return problem.input_dtype == DType::bfloat16 ? launch_as<__nv_bfloat16>(problem, arguments, stream)
-                                                  : launch_as<__half>(problem, arguments, stream);
+    return problem.input_dtype == DType::bfloat16
+               ? launch_as<__nv_bfloat16>(problem, device, arguments, stream)
+               : launch_as<__half>(problem, device, arguments, stream);
 }
 
 }  // namespace ts::skip

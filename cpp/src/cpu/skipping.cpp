@@ -218,14 +218,47 @@ class SkippingProduct {
     std::byte* gate_ = nullptr;  // [tokens, features]
 };
 
+// The product of some tokens of a group, as one of a single weight.
+Problem of_group(const Problem& problem, int64_t group, int64_t token, int64_t tokens) {
+    Problem own = problem;
+    Pattern& pattern = own.pattern;
+    const int64_t features = pattern.group_out_features(), size = element_size(problem.input_dtype);
+    own.offsets = nullptr;
+    own.tokens = tokens;
+    pattern.cols.ptr += group * pattern.col_count();
+    pattern.groups = 1;
+    pattern.out_features = features;
+    pattern.nnz = pattern.cols.ptr[pattern.col_count()] - pattern.cols.ptr[0];
+    for (Matrix* matrix : {&own.x, &own.y, &own.residual})
+        if (matrix->data != nullptr) matrix->data = offset(matrix->data, token * matrix->ld * size);
+    if (own.bias != nullptr) own.bias = offset(own.bias, group * features * size);
+    return own;
+}
+
 }  // namespace
 
 size_t skip_workspace_size(const Problem& problem) {
-    return SkippingProduct(problem, nullptr).workspace_size();
+    if (!problem.grouped()) return SkippingProduct(problem, nullptr).workspace_size();
+    // As for a group that has all blocks, since the host may not know the arrays yet.
+    Problem own = problem;
+    own.pattern.groups = 1;
+    own.pattern.out_features = problem.pattern.group_out_features();
+    const int64_t blocks = own.pattern.row_count() * own.pattern.col_count();
+    own.pattern.nnz = is_quantized(own.values.dtype) ? blocks : blocks - 1;  // all of them need less
+    own.tokens = std::min<int64_t>(problem.tokens, kMostSkipTokens);
+    return SkippingProduct(own, nullptr).workspace_size();
 }
 
 void skip(const Problem& problem, const Device& device, void* workspace) {
-    SkippingProduct(problem, workspace).run(device);
+    if (!problem.grouped()) return SkippingProduct(problem, workspace).run(device);
+    for (int64_t group = 0; group < problem.pattern.groups; ++group) {
+        const int64_t end = problem.offsets[group + 1];
+        for (int64_t token = problem.offsets[group]; token < end; token += kMostSkipTokens) {
+            const int64_t tokens = std::min<int64_t>(kMostSkipTokens, end - token);
+            const Problem own = of_group(problem, group, token, tokens);
+            SkippingProduct(own, workspace).run(device);
+        }
+    }
 }
 
 }  // namespace ts::cpu

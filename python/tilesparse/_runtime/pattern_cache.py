@@ -66,7 +66,9 @@ class Turned:
             return kept
         of = values.data_ptr(), values._version
         with torch.inference_mode(False):
-            made = values.detach().transpose(1, 2).contiguous() if values.is_cuda else _lines(values, *columns)
+            made = (
+                values.detach().transpose(1, 2).contiguous() if values.is_cuda else _lines(values, *columns)
+            )
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             return made  # which belongs to the graph
         before = self._made
@@ -79,10 +81,10 @@ class Turned:
 
 
 @torch.no_grad()
-def _lines(values: Tensor, col_ptr: Tensor, _: Tensor, col_slot: Tensor) -> Tensor:
+def _lines(values: Tensor, col_ptr: Tensor, row_idx: Tensor, col_slot: Tensor) -> Tensor:
     """Return values of the shape [nnz, bk, bn], in which each column of blocks is [bk, blocks, bn]."""
     made = values.new_empty(values.mT.shape)
-    _, rows, columns = values.shape
+    rows, columns = values.shape[1:]
     for start, end in pairwise(col_ptr.tolist()):
         blocks = values[col_slot[start:end].long()].permute(2, 0, 1)
         made[start:end].view(columns, end - start, rows).copy_(blocks)
