@@ -153,10 +153,10 @@ enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
  * results are 0, and rows of the weight whose gate is zero for all tokens are not read.
  *
  * x and y are TS_ROW_MAJOR, of one dtype: TS_FLOAT16, TS_BFLOAT16, on TS_CPU also TS_FLOAT32. Values are
- * dense blocks of that dtype or, on TS_CPU, TS_INT8, which needs blocks of 32 or more. Weights are not
- * rounded to the dtype of x. With TS_SKIP_OUTPUTS group_offsets is null. kernel is 0; plan, policy and prefer
- * do not count. A result does not depend on the order of tokens, nor on which others there are but for
- * rounding. */
+ * dense blocks of that dtype or TS_INT8: on TS_CPU in blocks of 32 or more, on TS_CUDA with TS_SKIP_INPUTS in
+ * blocks of 128 rows and 64 or more columns. Weights are not rounded to the dtype of x. With TS_SKIP_OUTPUTS
+ * group_offsets is null. kernel is 0; plan, policy and prefer do not count. A result does not depend on the
+ * order of tokens, nor on which others there are but for rounding. */
 enum { TS_SKIP_NOTHING = 0, TS_SKIP_INPUTS = 1, TS_SKIP_OUTPUTS = 2 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */

@@ -460,7 +460,7 @@ def skipped_tokens() -> int:
     """Return how many tokens skipping pays for, of at most 8 that kernels take.
 
     On an H200 with half of 14336 inputs off, weights in 16 bits are even with masked x at 2 tokens, and 1.5
-    times as slow at 4. Those of 8 and 4 bits gain nothing on GPUs. Experts read theirs for each of their
+    times as slow at 4; int8 pays for half as many, int4 for none. Experts read theirs for each of their
     tokens, of which there may be as many as experts.
     """
     return 2
@@ -470,16 +470,23 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
     """Return True if a kernel skips the weights of neurons that are off; see ``ts_matmul_desc.skip``."""
     if x.shape[-1] == 0 or operands.fast is not None:
         return False
+    in_int8 = operands.scales is not None
+    most = skipped_tokens() // (2 if in_int8 and x.is_cuda else 1)
     experts = 0 if operands.offsets is None else operands.offsets.shape[0] - 1
-    if x.numel() // x.shape[-1] > max(skipped_tokens(), experts):
+    if x.numel() // x.shape[-1] > max(most, experts):
         return False
     if x.dtype not in (torch.float16, torch.bfloat16) and (x.dtype != torch.float32 or x.is_cuda):
         return False
-    if any(tensor is not None for tensor in (operands.metadata, operands.compressed)):
+    if operands.metadata is not None or operands.compressed is not None:
         return False
-    if operands.scales is None:
+    if not in_int8:
         return values.dtype == x.dtype
-    return min(block_shape) >= 32 and values.dtype == torch.int8 and not x.is_cuda
+    if values.dtype != torch.int8:
+        return False
+    if x.is_cuda:  # smaller blocks gain nothing
+        of_inputs = operands.gate_threshold is None and experts == 0
+        return of_inputs and block_shape[0] == 128 and block_shape[1] >= 64
+    return min(block_shape) >= 32
 
 
 def thresholded(x: Tensor, threshold: float) -> Tensor:
