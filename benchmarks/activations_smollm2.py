@@ -5,9 +5,10 @@
 
 The model and its text, Python's reference, are those of subjects.py. The time is that of all MLPs for one
 token of the held-out text, one layer after another, on the CPU: of PyTorch's dense layers, and of
-block-sparse ones that keep every block, without thresholds ("all") and with those of a fraction. All take
-turns. `cpu_us` is the time of the processor, all threads together, which counts where other programs run;
-`wall_us` the least of the wall clock.
+block-sparse ones that keep every block, without thresholds ("all") and with those of a fraction: for what
+down_proj multiplies, the only layer that is not dense then; or "of all inputs", for what gate_proj and
+up_proj multiply as well, as TEAL does. All take turns. `cpu_us` is the time of the processor, all threads
+together, which counts where other programs run; `wall_us` the least of the wall clock.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = result_parser(__doc__, "activations_smollm2.json")
     parser.add_argument("--model", default=None, help="its folder (default: of the package)")
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.4, 0.5, 0.6])
+    parser.add_argument("--inputs", type=float, nargs="+", default=[0.25, 0.4, 0.5], help="of all inputs")
     parser.add_argument("--calibration", type=int, default=2048, help="tokens (%(default)s)")
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens (%(default)s)")
     parser.add_argument("--length", type=int, default=512, help="of a chunk, in tokens (%(default)s)")
@@ -45,9 +47,11 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     subject = SmolLM2(arguments.model, *tokens, length=arguments.length)
     model, inputs = subject.model, inputs_of_mlps(subject.model, subject.held_out("reference")[0])
     models = {"dense": model}
-    for fraction in (None, *arguments.fractions):
+    ways = [(fraction, False) for fraction in arguments.fractions] + [(one, True) for one in arguments.inputs]
+    for fraction, of_all in ((None, False), *ways):
         if fraction is not None:
-            models[f"{fraction:g} off"] = sparsified(model, subject.calibration, fraction)
+            name = f"{fraction:g} of all inputs" if of_all else f"{fraction:g} off"
+            models[name] = sparsified(model, subject.calibration, fraction, of_all)
         name, one = list(models.items())[-1]
         perplexity = round(subject.measured(one, "reference"), 3)
         case: dict[str, Any] = {"contender": name, "perplexity": perplexity}
@@ -55,10 +59,13 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         document["cases"].append({**case, "off": round(sum(off) / len(off), 4), "results": []})
         print(document["cases"][-1], flush=True)
         write_json(arguments.output, document)
-    models["all"] = copy.deepcopy(one)
-    for layer in layers_of(models["all"]):
-        layer.threshold = None
-    document["cases"].append({**document["cases"][0], "contender": "all", "results": []})
+    for name, one in list(models.items()):
+        without = " ".join(["all", *name.split()[1:]]).removesuffix(" off")
+        if name != "dense" and without not in models:
+            models[without] = copy.deepcopy(one)
+            for layer in layers_of(models[without]):
+                layer.threshold = None
+            document["cases"].append({**document["cases"][0], "contender": without, "results": []})
     for dtype in DTYPES:
         for number, times in enumerate(times_of(list(models.values()), inputs, dtype, arguments.turns)):
             document["cases"][number]["results"].append(
@@ -68,10 +75,16 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         write_json(arguments.output, document)
 
 
-def sparsified(model: nn.Module, calibration: list[Tensor], fraction: float) -> nn.Module:
-    """Return a copy with thresholds."""
+def sparsified(model: nn.Module, calibration: list[Tensor], fraction: float, of_all: bool) -> nn.Module:
+    """Return a copy with thresholds of down_proj, or of all three layers."""
     result = copy.deepcopy(model)
     print(ts.sparsify_activations_(result, calibration, fraction).notes, flush=True)
+    if of_all:
+        inputs = inputs_of_mlps(result, calibration[0])
+        ts.sparsify_(result, {r".*\.(gate|up)_proj": ts.BlockSparseConfig(1.0, 64, policy="auto")})
+        for mlp, x in zip(mlps_of(result), inputs, strict=True):
+            layer: Any = mlp
+            layer.gate_proj.threshold = layer.up_proj.threshold = float(x.abs().quantile(fraction))
     return result
 
 

@@ -7,6 +7,15 @@ Contenders: "dense", PyTorch's product of dense weights; "all", the block-sparse
 computes no other features and down_proj reads no others; "inputs", with one on x of all three layers.
 Thresholds are quantiles of what is there, so that the fraction is exact. Medians, with a cold L2 cache,
 contenders in turn.
+
+Then the experts of a layer of Qwen3-30B-A3B: both projections and what is between them, of rows that are
+sorted by expert. "grouped" is PyTorch's grouped product of dense weights, "all" is without thresholds, "down"
+has 80 % off of what down multiplies, and "inputs" half of what gate and up multiply as well.
+
+At last down of an MLP with ReLU² in training, 97 % of whose h is zero: "dense", and block-sparse products
+with h [tokens, neurons] in the place of a weight, of which a fraction of the blocks, chosen at random, is not
+all zero, without what it takes to find them; or h in 2:4. "down" is forward, "gradients" those of W and h
+together.
 """
 
 from __future__ import annotations
@@ -14,29 +23,54 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
-from harness import parsed, recording, result_parser, run_benchmark, warm_up
+from harness import add_names, parsed, recording, result_parser, run_benchmark, warm_up
 from torch import Tensor
 
-from tilesparse import BlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseLinear, functional
+from tilesparse.nn.experts import ExpertsLinear, routing_of
+from tilesparse.storage import compress
 from tilesparse.tuning.timing import milliseconds
 
 SHAPES = {"Llama 3 8B": (4096, 14336)}
 FORMS = ((128, 1.0), (64, 0.5), (64, 0.25))
 STORAGES = ("plain", "int8", "int4")
 HALF = 0.5
+EXPERTS, CHOICES, EXPERT_SHAPE, OFF = 128, 8, (2048, 768), 0.8
+EXPERT_FORMS = ((128, 1.0), (64, 0.5))
+TOKENS, ZERO = 8192, 0.97
+H_DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = result_parser(__doc__, "activations.json", 60)
     parser.add_argument("--repetitions", type=int, default=30, help="(%(default)s)")
+    add_names(parser, "--sections", ("mlp", "experts", "training"))
     return run_benchmark(parsed(parser, argv), run)
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     warm_up()
+    if "mlp" in arguments.sections:
+        run_mlps(arguments, document)
+    if "training" in arguments.sections:
+        run_training(arguments, document)
+    if "experts" not in arguments.sections:
+        return
+    for block, density in EXPERT_FORMS:
+        experts = Experts(block, density)
+        for tokens in (1, 2, 4, 8, 16, 32, 64):
+            own: dict[str, Any] = {"model": "Qwen3-30B-A3B", "block": block, "density": density}
+            case = {**own, "storage": "plain", "tokens": tokens, "off": OFF, "results": []}
+            document["cases"].append(case)
+            with recording(case, str({**case, "results": None})), torch.no_grad():
+                case["results"] += experts.measured(tokens, arguments.repetitions)
+
+
+def run_mlps(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     for name, (hidden, inner) in SHAPES.items():
         for block, density in FORMS:
             for storage in STORAGES:
@@ -58,6 +92,47 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                     document["cases"].append(case)
                     with recording(case, str({**case, "results": None})), torch.no_grad():
                         case["results"] += mlp.measured(tokens, off, arguments.repetitions)
+
+
+def run_training(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    hidden, inner = SHAPES["Llama 3 8B"]
+    w, dy = (
+        torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in ((hidden, inner), (TOKENS, hidden))
+    )
+    h = torch.randn(TOKENS, inner, device="cuda").relu().square().bfloat16()
+    h[torch.rand(h.shape, device="cuda") < ZERO] = 0
+    own: dict[str, Any] = {"model": "ReLU² MLP", "tokens": TOKENS, "off": ZERO}
+
+    def record(case: dict[str, Any], calls: dict[str, Callable[[], object]]) -> None:
+        times = milliseconds([*calls.values()], w.device, max(5, arguments.repetitions // 3))
+        results = [
+            {"contender": name, "us": round(1e3 * time, 1)} for name, time in zip(calls, times, strict=True)
+        ]
+        document["cases"].append({**own, **case, "results": results})
+        print(document["cases"][-1], flush=True)
+
+    record({"way": "dense"}, {"down": lambda: h @ w.T, "gradients": lambda: (dy.T @ h, dy @ w)})
+    for block, density in product((128, 64, 32, 16), H_DENSITIES):
+        pattern = BlockPattern.random((TOKENS, inner), block_shape=block, density=density).to("cuda")
+        values = torch.randn(pattern.nnz, block, block, device="cuda").bfloat16().requires_grad_()
+        weight = w.clone().requires_grad_()  # it takes the place of x
+        y = functional.linear(weight, values, pattern)
+
+        def forward(values: Tensor = values, pattern: BlockPattern = pattern) -> Tensor:
+            return functional.linear(w, values.detach(), pattern)
+
+        def gradients(wanted: Any = (weight, values), y: Tensor = y) -> object:
+            return torch.autograd.grad(y, wanted, dy.T, retain_graph=True)
+
+        record(
+            {"way": "blocks", "block": block, "density": density}, {"down": forward, "gradients": gradients}
+        )
+    whole = BlockPattern.random((TOKENS, inner), block_shape=128, density=1.0).to("cuda")
+    blocks = torch.randn(whole.nnz, 128, 128, device="cuda").bfloat16()
+    half = torch.arange(128, device="cuda").remainder(4).lt(2).expand(blocks.shape).contiguous()
+    compressed, metadata = compress(blocks, half)
+    calls = {"down": lambda: functional.linear(w, compressed, whole, metadata=metadata)}
+    record({"way": "2:4"}, calls | {"compress": lambda: compress(blocks, half)})
 
 
 class MLP:
@@ -100,15 +175,62 @@ class MLP:
         graphs["gate"] = captured(ours(limits["gate"]))
         self._set(limits["h"], limits["x"])
         graphs["inputs"] = captured(ours())
-        times = milliseconds([graph.replay for graph in graphs.values()], x.device, repetitions)
-        for name, time in zip(graphs, times, strict=True):
-            print(f"  {name:8}{1e3 * time:8.2f} us")
-        return [
-            {"contender": name, "us": round(1e3 * time, 2)} for name, time in zip(graphs, times, strict=True)
-        ]
+        return timed(graphs, repetitions)
 
     def _set(self, down: float | None = None, others: float | None = None) -> None:
         self.down.threshold, self.gate.threshold, self.up.threshold = down, others, others
+
+
+class Experts:
+    """Both projections of the experts of a layer, of random weights."""
+
+    def __init__(self, block: int, density: float) -> None:
+        hidden, inner = EXPERT_SHAPE
+        own: Any = {"density": density, "block_shape": block, "bias": False, "device": "cuda"}
+        own |= {"experts": EXPERTS, "dtype": torch.bfloat16, "generator": torch.Generator().manual_seed(0)}
+        self.up = ExpertsLinear(hidden, EXPERTS * 2 * inner, **own)
+        self.down = ExpertsLinear(inner, EXPERTS * hidden, **own)
+        shapes = (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
+        self.dense = [torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in shapes]
+
+    def measured(self, tokens: int, repetitions: int) -> list[dict[str, Any]]:
+        torch.manual_seed(tokens)
+        chosen = torch.stack([torch.randperm(EXPERTS)[:CHOICES] for _ in range(tokens)])
+        offsets = routing_of(chosen.cuda(), EXPERTS)[0]
+        x = torch.randn(tokens * CHOICES, EXPERT_SHAPE[0], device="cuda", dtype=torch.bfloat16)
+
+        def between(both: Tensor) -> Tensor:
+            gate, up = both.chunk(2, dim=-1)
+            y: Tensor = torch.nn.functional.silu(gate) * up
+            return y
+
+        def grouped() -> Tensor:
+            up, down = self.dense
+            h = between(torch._grouped_mm(x, up.mT, offs=offsets[1:]))
+            y: Tensor = torch._grouped_mm(h, down.mT, offs=offsets[1:])
+            return y
+
+        def ours() -> Tensor:
+            y: Tensor = self.down(between(self.up(x, offsets)), offsets)
+            return y
+
+        self.up.threshold = self.down.threshold = None
+        h = between(self.up(x, offsets))
+        graphs = {"grouped": captured(grouped), "all": captured(ours)}
+        self.down.threshold = limit(h, OFF)
+        graphs["down"] = captured(ours)
+        self.up.threshold = limit(x, HALF)
+        self.down.threshold = limit(between(self.up(x, offsets)), OFF)
+        graphs["inputs"] = captured(ours)
+        return timed(graphs, repetitions)
+
+
+def timed(graphs: dict[str, torch.cuda.CUDAGraph], repetitions: int) -> list[dict[str, Any]]:
+    """Return the time of each contender."""
+    times = milliseconds([graph.replay for graph in graphs.values()], torch.device("cuda"), repetitions)
+    for name, time in zip(graphs, times, strict=True):
+        print(f"  {name:8}{1e3 * time:8.2f} us")
+    return [{"contender": name, "us": round(1e3 * time, 2)} for name, time in zip(graphs, times, strict=True)]
 
 
 def limit(numbers: Tensor, off: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
-from table_parts import cases, runs, short, table
+from table_parts import RESULTS, cases, document, runs, short, stored, table
 
 LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
 
@@ -21,8 +23,8 @@ def kinds() -> str:
     unseen = [kind for kind in of_dense if not kind.startswith("of ")]
     lines = [["dense, perplexity", "", f"{statistics.geometric_mean(of_dense[k] for k in seen):.1f}"]]
     lines[0] += [f"{of_dense[kind]:.1f}" for kind in unseen]
-    for document in documents:
-        (case,) = document["cases"]
+    for run in documents:
+        (case,) = run["cases"]
         for result in case["results"][1:]:
             ratios = {kind: result["perplexity"][kind] / of_dense[kind] for kind in (*seen, *unseen)}
             name = f"{LAYERS[case['layers']]}, {result['stage']} at {short(result['density'])}"
@@ -37,41 +39,109 @@ def kinds() -> str:
 def activations() -> str:
     """Perplexity by the fraction of neurons that is off, and the time of the MLPs over that without."""
     found = {case["contender"]: case for case in cases("cpu_activations.json")}
-    without = {one["dtype"]: one["cpu_us"] for one in found["all"]["results"]}
     base, lines = found["dense"]["perplexity"], []
     for name, case in sorted(found.items(), key=lambda pair: pair[1]["off"]):
         if not case["off"]:
             continue
-        times = {one["dtype"]: one["cpu_us"] for one in case["results"]}
-        speedups = [f"{without[dtype] / times[dtype]:.2f}×" for dtype in without]
+        without = found["all of all inputs" if name.endswith("inputs") else "all"]["results"]
+        pairs = zip(without, case["results"], strict=True)
+        speedups = [f"{one['cpu_us'] / other['cpu_us']:.2f}×" for one, other in pairs]
         line = [name.removesuffix(" off"), f"{case['off']:.0%}", f"{case['perplexity'] / base - 1:+.1%}"]
         lines.append([*line, *speedups])
-    return table(["fraction", "off", "perplexity", *(f"MLPs, {dtype}" for dtype in without)], lines)
+    dtypes = [one["dtype"] for one in found["all"]["results"]]
+    return table(["fraction", "off", "perplexity", *(f"MLPs, {dtype}" for dtype in dtypes)], lines)
 
 
 STORED = {"plain": "bf16", "int8": "int8", "int4": "int4"}
 
 
+def _activation_cases(run: str) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Return cases of a run with the microseconds of each contender."""
+    found = cases(f"h200_activations.json#{run}")
+    return [(case, {one["contender"]: one["us"] for one in case["results"]}) for case in found]
+
+
 def activations_gpu() -> str:
     """Speedups of a Llama 3 8B MLP over the same without thresholds, in the last column over dense bf16."""
     lines = []
-    for case in cases("h200_activations.json"):
-        us = {one["contender"]: one["us"] for one in case["results"]}
+    for case, us in _activation_cases("mlp"):
         if case["off"] not in (0.5, 0.9):
             continue
         density = "dense" if case["density"] == 1 else f"{case['block']} at {short(case['density'])}"
         line = [f"{STORED[case['storage']]}, {density}", str(case["tokens"]), short(case["off"])]
-        line += [
-            f"{us['all']:.0f} us",
-            *(f"{us['all'] / us[name]:.2f}×" for name in ("down", "gate", "inputs")),
-        ]
-        lines.append([*line, f"{us['dense'] / us['gate']:.2f}×"])
-    header = ["weights", "tokens", "off", "without", "`down`", "gate", "all inputs", "gate over dense bf16"]
+        ratios = [f"{us['all'] / us[name]:.2f}×" for name in ("down", "gate", "inputs")]
+        lines.append([*line, f"{us['all']:.0f} us", *ratios, f"{us['dense'] / us['inputs']:.2f}×"])
+    header = [
+        "weights",
+        "tokens",
+        "off",
+        "without",
+        "`down`",
+        "gate",
+        "all inputs",
+        "all inputs over dense bf16",
+    ]
     return table(header, lines)
 
 
+def activations_training() -> str:
+    """Speedups of products with h in blocks over dense ones."""
+    found = _activation_cases("training")
+    (dense,) = (us for case, us in found if case["way"] == "dense")
+    by_block = {(case["block"], case["density"]): us for case, us in found if case["way"] == "blocks"}
+    blocks, densities = dict.fromkeys(key[0] for key in by_block), sorted({key[1] for key in by_block})
+    lines = []
+    for name in ("down", "gradients"):
+        for block in blocks:
+            ratios = [f"{dense[name] / by_block[block, density][name]:.2f}×" for density in densities]
+            lines.append([f"{name}, {dense[name] / 1e3:.2f} ms dense", f"{block} × {block}", *ratios])
+    return table(["", "blocks", *(f"{density:.0%} not zero" for density in densities)], lines)
+
+
+def activations_experts() -> str:
+    """Speedups of experts over PyTorch's grouped products of dense weights."""
+    lines = []
+    for case, us in _activation_cases("experts"):
+        density = "dense" if case["density"] == 1 else f"{case['block']} at {short(case['density'])}"
+        ratios = [f"{us['grouped'] / us[name]:.2f}×" for name in ("all", "down", "inputs")]
+        lines.append([density, str(case["tokens"]), f"{us['grouped']:.0f} us", *ratios])
+    return table(["weights", "tokens", "grouped", "without", "`down`", "all inputs"], lines)
+
+
+def activations_lm() -> str:
+    """Perplexity and time of models trained with ReLU² and with experts, by the fraction that is off."""
+    lines: list[list[str]] = []
+    for name, run in stored.documents(RESULTS / "h200_activations_lm.json").items():
+        found = {case["contender"]: case for case in run["cases"]}
+        base = found.pop("all")
+        for contender, case in found.items():
+            if lines and lines[-1][0] == name and case["loss"] == base["loss"]:
+                continue  # no more are off than for the fraction before
+            change = math.exp(case["loss"] - base["loss"]) - 1
+            time = f"{base['mlps_us'] / case['mlps_us']:.2f}×"
+            line = [name, contender, f"{case['off']:.0%}", f"{max(case['errors']):.3f}"]
+            lines.append([*line, f"{change:+.1%}", time])
+    return table(["model", "fraction", "off", "largest error", "perplexity", "MLPs, bf16"], lines)
+
+
+def activation_blocks() -> str:
+    """Blocks of (tokens × neurons) with a number other than zero, of each layer of the ReLU² model."""
+    lines = []
+    for layer in document("h200_activations_lm.json#relu2")["structure"]:
+        orders = [layer[order] for order in ("text", "neurons", "clusters")]
+        kinds = [f"{order[block]:.0%}" for order in orders for block in BLOCKS]
+        lines.append([str(layer["layer"]), f"{layer['zero']:.1%}", f"{layer['never_on']:.0%}", *kinds])
+    heads = [f"{order} {block}" for order in ("text", "neurons", "both") for block in BLOCKS]
+    return table(["layer", "zero", "never on", *heads], lines)
+
+
+BLOCKS = "16x16", "64x64"
 LANGUAGE_TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "activations": activations,
     "activations_gpu": activations_gpu,
+    "activations_experts": activations_experts,
+    "activations_training": activations_training,
+    "activations_lm": activations_lm,
+    "activation_blocks": activation_blocks,
 }

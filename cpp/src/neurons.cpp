@@ -1,5 +1,7 @@
 #include "neurons.h"
 
+#include <algorithm>
+
 #include "cpu/skipping.h"
 #include "descriptors.h"
 #include "device.h"
@@ -32,10 +34,10 @@ void check_skip(const ts_matmul_desc& desc, Problem& problem) {
     problem.threshold = desc.threshold;
     const auto refuse = [](bool given, const auto&... words) { require(!given, words..., " with skip"); };
     refuse(!problem.forward(), "op must be dds_nt");
-    refuse(problem.grouped(), "group_offsets must be null");
+    refuse(problem.grouped() && problem.skip == Skip::outputs, "group_offsets must be null for outputs");
     refuse(problem.x.layout != Layout::row_major, "x.layout must be ", TS_ROW_MAJOR);
     refuse(problem.y.layout != Layout::row_major, "y.layout must be ", TS_ROW_MAJOR);
-    refuse(problem.tokens > kMostTokens, "tokens must be at most ", kMostTokens);
+    refuse(problem.tokens > kMostTokens && !problem.grouped(), "tokens must be at most ", kMostTokens);
     refuse(desc.kernel != 0, "kernel must be 0");
     const bool is_cpu = problem.device == DeviceType::cpu;
     refuse(!is_multiplied(problem.input_dtype, problem.device), "x.dtype must be ",
@@ -43,15 +45,23 @@ void check_skip(const ts_matmul_desc& desc, Problem& problem) {
     refuse(problem.result_dtype != problem.input_dtype, "y.dtype must be that of x");
     const Values& values = problem.values;
     refuse(values.is_compressed(), "values.storage must be ", TS_STORAGE_DENSE);
-    refuse(is_quantized(values.dtype) && !(is_cpu && values.dtype == DType::int8),
-           "values.dtype must be that of x", is_cpu ? " or int8" : "");
-    refuse(is_quantized(values.dtype) && (problem.pattern.block_rows < 32 || problem.pattern.block_cols < 32),
+    const bool is_int8 = values.dtype == DType::int8, inputs = problem.skip == Skip::inputs;
+    const int32_t rows = problem.pattern.block_rows, columns = problem.pattern.block_cols;
+    refuse(is_quantized(values.dtype) && !(is_int8 && (is_cpu || inputs)), "values.dtype must be that of x",
+           is_cpu || inputs ? " or int8" : "");
+    refuse(is_int8 && is_cpu && std::min(rows, columns) < 32,
            "blocks of int8 must have 32 rows and columns or more");
+    refuse(is_int8 && !is_cpu && (rows != 128 || columns < 64),
+           "blocks of int8 must have 128 rows and 64 columns or more");
     refuse(problem.pattern.nnz > kMostRows / problem.pattern.block_cols,
            "pattern.nnz must be less than 2^31 columns of blocks");
     if (problem.skip == Skip::inputs) return;
     refuse(!problem.gated, "gate.data must not be null for outputs");
     refuse(problem.gate_activation != Activation::none, "activation must be 0 for outputs");
+}
+
+bool reads_by_column(const Problem& problem) {
+    return problem.device == DeviceType::cpu && problem.skip == Skip::inputs;
 }
 
 size_t skip_workspace_size(const Problem& problem, const Device& device) {

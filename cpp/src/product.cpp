@@ -19,20 +19,21 @@ namespace ts {
 namespace {
 
 // Kernels without a plan find blocks by the pattern's arrays.
-void check_pattern_arrays(const Problem& problem, DeviceType device, const std::string& reader) {
-    const std::array<Operand, 3> arrays = arrays_of(problem.pattern, problem.op);
-    for (int i = 0; i < (problem.pattern.nnz > 0 ? 3 : 1); ++i) {
+void check_pattern_arrays(const Pattern& pattern, Op op, DeviceType device, const std::string& reader) {
+    const std::array<Operand, 3> arrays = arrays_of(pattern, op);
+    for (int i = 0; i < (pattern.nnz > 0 ? 3 : 1); ++i) {
         const auto& [name, span] = arrays[i];
         require(span.begin != 0, name, " must not be null: ", reader, " reads it");
         check_aligned(reinterpret_cast<const void*>(span.begin), sizeof(int32_t), name);
     }
-    if (device == DeviceType::cpu) check_bounds(problem.pattern, problem.op == Op::dds_nn);
+    if (device == DeviceType::cpu) check_bounds(pattern, op == Op::dds_nn);
 }
 
 // The plan, or what a kernel without one reads in its place.
 void check_plan(const ts_matmul_desc& desc, const Problem& problem, const Kernel& kernel) {
     if (kernel.plan.tile == 0)
-        return check_pattern_arrays(problem, kernel.device, std::string("kernel ") + kernel.name);
+        return check_pattern_arrays(problem.pattern, problem.op, kernel.device,
+                                    std::string("kernel ") + kernel.name);
     require(desc.plan.data != nullptr, "plan.data must not be null: kernel ", kernel.name,
             " needs one from ts_plan_build or ts_plan_device_build");
     if (desc.plan.bytes < sizeof(PlanHeader))
@@ -153,10 +154,11 @@ void matmul(const ts_matmul_desc& desc, void* workspace, size_t bytes, void* str
     if (problem.device == DeviceType::cuda) check_plans();
     if (problem.skip != Skip::nothing) {
         const size_t needed = skip_workspace_size(problem, device.properties);
-        check_pattern_arrays(problem, problem.device, "a product with skip");
+        const Op order = reads_by_column(problem) ? Op::dds_nn : Op::dds_nt;
+        check_pattern_arrays(problem.pattern, order, problem.device, "a product with skip");
         check_workspace(workspace, bytes, needed, problem.device, "a product with skip");
         operands.add_workspace(workspace, needed);
-        for (const Operand& array : arrays_of(problem.pattern, problem.op)) operands.check_read(array);
+        for (const Operand& array : arrays_of(problem.pattern, order)) operands.check_read(array);
         return multiply_skipping(problem, device.properties, workspace, stream);
     }
     const Choice choice = choose(problem, device, wish_of(desc));

@@ -187,8 +187,6 @@ class LayerSpec:
         if self.experts is not None:
             check_experts(self.experts, shape[0], block_shape[0])
             check_of_experts(self.policy, self.activations, self.granularity)
-            if self.threshold is not None:
-                raise InvalidArgumentError(f"threshold must be None with experts, got {self.threshold}")
         threshold = checked_threshold("threshold", self.threshold)
         own = {"shape": shape, "block_shape": block_shape, "nnz": nnz, "nm": as_nm(self.nm)}
         vars(self).update(own, threshold=threshold)

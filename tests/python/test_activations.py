@@ -16,7 +16,7 @@ import tilesparse as ts
 from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._runtime import launch
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.nn import BlockSparseMLP
+from tilesparse.nn import BlockSparseExperts, BlockSparseMLP, ExpertsLinear
 from tilesparse.nn.reference import ReferenceBlockSparseLinear
 from tilesparse.storage import dequantize, quantize_int4, quantize_weights
 
@@ -170,6 +170,22 @@ def test_repeats_and_orders_have_equal_bits(device: str, dtype: torch.dtype) -> 
         assert torch.equal(first[order], functional.linear(x[order], values, pattern, **moved))
 
 
+@pytest.mark.parametrize("storage", ["plain", "int8", "int8 of blocks"])
+@pytest.mark.parametrize("density", [0.03, 0.3, 1.0])
+def test_threads_have_equal_bits(storage: str, density: float) -> None:
+    """Columns of blocks are summed in parts, whatever their number, some of them empty."""
+    pattern, values, scales, weight = weight_of("cpu", torch.float32, (32, 32), storage, density)
+    x, threads, results = randn(3, IN, dtype=torch.float32, seed=1), torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(functional.linear(x, values, pattern, scales=scales, threshold=0.5))
+    finally:
+        torch.set_num_threads(threads)
+    assert_close(results[0], masked(x, 0.5) @ weight.t(), torch.float32)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_threshold_nothing_changes(device: str) -> None:
     layer = BlockSparseLinear(IN, OUT, density=0.5, device=device)
@@ -302,6 +318,133 @@ def test_fused_mlps_keep_thresholds() -> None:
     assert layer.name == "down" and down.threshold == layer.threshold > 0
 
 
+EXPERTS = 4
+ROUTINGS = [(3, 0, 5, 1), (0, 0, 0, 2), (9, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (17, 12, 0, 40)]
+
+
+def experts_on(device: str, dtype: torch.dtype, density: float, storage: str = "plain") -> ExpertsLinear:
+    layer = ExpertsLinear(
+        IN, EXPERTS * OUT, experts=EXPERTS, density=density, block_shape=(64, 32), generator=seeded(1)
+    )
+    assert layer.bias is not None
+    nn.init.normal_(layer.bias)
+    return layer.to(device, dtype).requires_grad_(False).to_storage(storage)
+
+
+def of_experts(x: Any, layer: Any, counts: tuple[int, ...]) -> Tensor:
+    """The product in float64."""
+    stored = copy.deepcopy(layer).to_storage("plain")
+    dense = ts.BlockSparseMatrix(stored.weight, stored.pattern).to_dense().double().view(EXPERTS, OUT, IN)
+    bias = layer.bias.double().view(EXPERTS, OUT)
+    parts = zip(x.split(counts), dense, bias, strict=True)
+    return torch.cat([rows.double() @ w.T + b for rows, w, b in parts])
+
+
+def offsets_of(counts: tuple[int, ...], device: str) -> Tensor:
+    return torch.tensor((0, *counts)).cumsum(0).int().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", ROUTINGS, ids=str)
+@pytest.mark.parametrize("density", [0.1, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.float32, "plain"), (torch.bfloat16, "plain"), (torch.bfloat16, "int8")],
+    ids=str,
+)
+def test_experts(
+    device: str,
+    counts: tuple[int, ...],
+    density: float,
+    dtype: torch.dtype,
+    storage: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "skipped_tokens", lambda *_: 99)
+    layer, offsets = experts_on(device, dtype, density, storage), offsets_of(counts, device)
+    x, gate = (randn(sum(counts), size, dtype=dtype, device=device, seed=3) for size in (IN, OUT))
+    layer.threshold = 0.7
+    product = of_experts(masked(x, 0.7), layer, counts)
+    assert_close(layer(x, offsets), product, dtype)
+    assert_close(layer(x, offsets, residual=gate, activation="relu"), product.relu() + gate.double(), dtype)
+    assert_close(layer(x, offsets, gate=gate), product * gate.double(), dtype)
+    assert torch.equal(layer(x, offsets), layer(x, offsets))
+    layer.threshold = 0.0
+    x[x.abs() < 0.5] = 0.0
+    assert_close(layer(x, offsets), of_experts(x, layer, counts), dtype)
+    layer.threshold = INF
+    assert_close(layer(x, offsets), of_experts(torch.zeros_like(x), layer, counts), dtype)
+    if len(x) and density == 1:
+        x[0, 0] = NAN
+        assert layer(x, offsets)[0].isnan().any() and layer(x, offsets)[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_read_nothing_else(device: str) -> None:
+    """Weights that are NaN: of other experts, and of neurons that are off for all tokens of the expert."""
+    dtype, counts = torch.bfloat16, (2, 0, 1, 0)
+    layer, offsets = experts_on(device, dtype, 1.0), offsets_of(counts, device)
+    layer.threshold = 1.0
+    on = torch.zeros(3, IN, dtype=torch.bool, device=device)
+    on[0, 5] = on[1, 5] = on[2, IN - 1] = True
+    x = randn(3, IN, dtype=dtype, device=device, seed=1)
+    x = torch.where(on, x.abs() + 1.5, x.clamp(-1, 1))
+    before = layer(x, offsets)
+    dense = ts.BlockSparseMatrix(layer.weight, layer.pattern).to_dense().view(EXPERTS, OUT, IN)
+    kept = torch.zeros_like(dense, dtype=torch.bool)
+    kept[0, :, 5] = kept[2, :, IN - 1] = True
+    poisoned = torch.where(kept, dense, NAN).flatten(0, 1)
+    layer.weight.copy_(ts.BlockSparseMatrix.from_dense(poisoned, layer.pattern).values)
+    assert torch.equal(layer(x, offsets), before)
+
+
+def mixture() -> BlockSparseExperts:
+    torch.manual_seed(0)
+    up, down = (
+        ExpertsLinear(i, EXPERTS * o, density=1.0, experts=EXPERTS, block_shape=32)
+        for i, o in ((64, 256), (128, 64))
+    )
+    return BlockSparseExperts(up, down)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = mixture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        chosen = (rows[:, :2].abs() * 100).long() % EXPERTS
+        weights = torch.full(chosen.shape, 0.5, dtype=x.dtype, device=x.device)
+        y: Tensor = self.experts(rows, chosen, weights)
+        return y.view(x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sparsify_experts(device: str, tmp_path: Path) -> None:
+    model, x = Routed().to(device), torch.randn(1, 3, 64, generator=seeded(9)).to(device)
+    data = [batch.to(device) for batch in batches()]
+    with torch.no_grad():
+        dense = model(x)
+        report = ts.sparsify_activations_(model, data, 0.5)
+        (layer,) = report.layers
+        assert not report.skipped and layer.name == "experts.down"
+        assert 0.45 < layer.off < 0.56 and 0 < layer.error < 0.5
+        assert model.experts.down.threshold == layer.threshold > 0
+        y = model(x)
+        assert 0 < (y - dense).norm() < 0.5 * dense.norm()
+        ts.save(model, tmp_path)
+        loaded = Routed().to(device)
+        ts.load(loaded, tmp_path)
+        assert loaded.experts.down.threshold == layer.threshold
+        assert torch.allclose(loaded(x), y, atol=1e-6)
+        assert torch.allclose(torch.compile(model, fullgraph=True)(x), y, atol=1e-5)
+        for storage in ("int8", "plain"):
+            model.experts.down.to_storage(storage)
+            assert model.experts.down.threshold == layer.threshold
+            assert (model(x) - y).norm() < 0.05 * y.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["inputs", "outputs"])
 def test_graphs_follow_masks(kind: str) -> None:
@@ -343,6 +486,7 @@ def test_graphs_follow_masks(kind: str) -> None:
         ({"skip": 1, "x_layout": 1}, "x.layout must be 0 with skip"),
         ({"skip": 1, "kernel": 1}, "kernel must be 0 with skip"),
         ({"skip": 2}, "gate.data must not be null for outputs with skip"),
+        ({"skip": 2, "grouped": True}, "group_offsets must be null for outputs with skip"),
         (
             {"skip": 1, "values_dtype": 7, "granularity": 2},
             "values.dtype must be that of x or int8 with skip",

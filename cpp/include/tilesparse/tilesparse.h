@@ -141,19 +141,22 @@ enum { TS_POLICY_SPARSE = 0, TS_POLICY_AUTO = 1, TS_POLICY_DENSE = 2 };
  * writes W dense and runs the product in a dense library, which ts_matmul does not do. */
 enum { TS_KERNEL_DEFAULT = 0, TS_RUN_DENSE = -1 };
 
-/* Neurons that are off, in TS_DDS_NT of at most 8 tokens. Numbers whose magnitude is at most the threshold
- * count as zeros; NaN and infinities never do.
+/* Neurons that are off, in TS_DDS_NT of at most 8 tokens, or of any number in a grouped product. Numbers
+ * whose magnitude is at most the threshold count as zeros; NaN and infinities never do.
  *
  * With TS_SKIP_INPUTS these are numbers of x. Columns of the weight that meet zeros of all tokens are not
- * read. `values` has each block transposed, [nnz, bk, bn], and its scales as they are otherwise.
+ * read. On TS_CUDA `values` has each block transposed, [nnz, bk, bn]. On TS_CPU it has the weights of a
+ * neuron together: for each column of blocks, in the order of col_slot, [bk, blocks of the column, bn]; the
+ * arrays of the pattern by column are read. Scales are as they are otherwise.
  *
  * With TS_SKIP_OUTPUTS these are numbers of the gate, which must be there and has no activation. Their
  * results are 0, and rows of the weight whose gate is zero for all tokens are not read.
  *
  * x and y are TS_ROW_MAJOR, of one dtype: TS_FLOAT16, TS_BFLOAT16, on TS_CPU also TS_FLOAT32. Values are
- * dense blocks of that dtype or, on TS_CPU, TS_INT8, which needs blocks of 32 or more; weights
- * are not rounded to the dtype of x. group_offsets is null and kernel 0; plan, policy and prefer do not
- * count. A result does not depend on the order of tokens, nor on which others there are but for rounding. */
+ * dense blocks of that dtype or TS_INT8: on TS_CPU in blocks of 32 or more, on TS_CUDA with TS_SKIP_INPUTS in
+ * blocks of 128 rows and 64 or more columns. Weights are not rounded to the dtype of x. With TS_SKIP_OUTPUTS
+ * group_offsets is null. kernel is 0; plan, policy and prefer do not count. A result does not depend on the
+ * order of tokens, nor on which others there are but for rounding. */
 enum { TS_SKIP_NOTHING = 0, TS_SKIP_INPUTS = 1, TS_SKIP_OUTPUTS = 2 };
 
 /* A stream as cudaStream_t; NULL is the default stream. Ignored on the CPU. */

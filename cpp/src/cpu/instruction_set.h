@@ -117,7 +117,7 @@ constexpr InstructionSet set_of(bool (*available)(), const char* missing, const 
             K::run(a);                                                                \
         }                                                                             \
         template <class C>                                                            \
-        TARGET static void skip_inputs_with(const SkipTile& s) {                      \
+        TARGET static void skip_inputs_with(const SkipLines& s) {                     \
             skip_inputs<C>(s);                                                        \
         }                                                                             \
         template <class C>                                                            \

@@ -1,4 +1,5 @@
-// The multiplication of a small batch that skips weights, for vectors of any length. See SkipTile.
+// The multiplication of a small batch that skips weights, for vectors of any length. See SkipLines
+// and SkipTile.
 #pragma once
 
 #include <algorithm>
@@ -19,82 +20,59 @@ struct Codec<DType::int8, Bytes> {
     }
 };
 
-constexpr int64_t kSkipAhead = 8;  // lines between those that are multiplied and those that are fetched
+constexpr int kSkipRows = 4;  // multiplied together
 
-// Features of Count vectors from `first` on, and the tokens from `token` on.
-template <class Codec, int Tokens, int Count>
-TS_INLINE void skip_inputs(const SkipTile& s, int64_t token, int64_t first) {
+// The tokens from `token` on, of Lines lines from the i-th that is on.
+template <class Codec, int Tokens, int Lines>
+TS_INLINE void skip_inputs(const SkipLines& s, int64_t token, int64_t i) {
     using V = typename Codec::V;
     using Stored = typename Codec::Stored;
     constexpr int lanes = lanes_of<V>;
-    V sums[Tokens][Count] = {};
-    for (int64_t e = 0; e < s.entries; ++e) {
-        const int64_t k = s.idx[e] * s.columns;
-        const auto* const block =
-            static_cast<const Stored*>(s.values) + s.slot[e] * s.rows * s.columns + first;
-        const float* x = s.x + k * s.tokens + token;
-        const uint8_t* const on = s.on + k;
-        const int64_t count = s.counts[k / kMinRows];
-        V own[Tokens][Count] = {};
-        for (int64_t i = 0; i < count; ++i, x += s.tokens) {
-            const Stored* const line = block + on[i] * s.rows;
-            if (i + kSkipAhead < count) {
-                const auto* const later = reinterpret_cast<const char*>(block + on[i + kSkipAhead] * s.rows);
-                TS_UNROLL
-                for (int byte = 0; byte < Count * lanes * static_cast<int>(sizeof(Stored)); byte += 64)
-                    __builtin_prefetch(later + byte);
-            }
-            TS_UNROLL
-            for (int j = 0; j < Count; ++j) {
-                const V weights = Codec::decode(load<typename Codec::S>(line + j * lanes));
-                TS_UNROLL
-                for (int t = 0; t < Tokens; ++t) own[t][j] += weights * x[t];
-            }
-        }
-        TS_UNROLL
-        for (int j = 0; j < Count; ++j) {
-            V scale = V{} + 1.0f;
-            if (s.scales != nullptr) {
-                const float* const scales = s.scales + s.slot[e] * s.scale_step;
-                scale = s.row_scales ? load<V>(scales + first + j * lanes) : V{} + *scales;
-            }
-            TS_UNROLL
-            for (int t = 0; t < Tokens; ++t) sums[t][j] += own[t][j] * scale;
-        }
-    }
+    const Stored* line[Lines];
+    float x[Lines][Tokens];
     TS_UNROLL
-    for (int t = 0; t < Tokens; ++t) {
+    for (int l = 0; l < Lines; ++l) {
+        line[l] = static_cast<const Stored*>(s.values) + s.on[i + l] * s.length;
         TS_UNROLL
-        for (int j = 0; j < Count; ++j)
-            store(s.sums + (token + t) * kTaskFeatures + first + j * lanes, sums[t][j]);
+        for (int t = 0; t < Tokens; ++t) x[l][t] = s.x[(i + l) * s.tokens + token + t];
+    }
+    float* const to = s.sums + token * s.sums_ld;
+    for (int64_t f = 0; f < s.length; f += lanes) {
+        V sums[Tokens];
+        TS_UNROLL
+        for (int t = 0; t < Tokens; ++t) sums[t] = load<V>(to + t * s.sums_ld + f);
+        TS_UNROLL
+        for (int l = 0; l < Lines; ++l) {
+            const V weights = Codec::decode(load<typename Codec::S>(line[l] + f));
+            TS_UNROLL
+            for (int t = 0; t < Tokens; ++t) sums[t] += weights * x[l][t];
+        }
+        TS_UNROLL
+        for (int t = 0; t < Tokens; ++t) store(to + t * s.sums_ld + f, sums[t]);
     }
 }
 
-template <class Codec, int Count>
-TS_INLINE void skip_inputs_of(const SkipTile& s, int64_t first) {
+template <class Codec, int Lines>
+TS_INLINE void skip_inputs_of(const SkipLines& s, int64_t i) {
     int64_t token = 0;
-    for (; token + 4 <= s.tokens; token += 4) skip_inputs<Codec, 4, Count>(s, token, first);
-    if (token + 2 <= s.tokens) skip_inputs<Codec, 2, Count>(s, token, first), token += 2;
-    if (token < s.tokens) skip_inputs<Codec, 1, Count>(s, token, first);
+    for (; token + 4 <= s.tokens; token += 4) skip_inputs<Codec, 4, Lines>(s, token, i);
+    if (token + 2 <= s.tokens) skip_inputs<Codec, 2, Lines>(s, token, i), token += 2;
+    if (token < s.tokens) skip_inputs<Codec, 1, Lines>(s, token, i);
 }
 
 template <class Codec>
-TS_INLINE void skip_inputs(const SkipTile& s) {
-    constexpr int lanes = lanes_of<typename Codec::V>;
-    int64_t first = 0;
-    for (; first + 4 * lanes <= s.width; first += 4 * lanes) skip_inputs_of<Codec, 4>(s, first);
-    for (; first + 2 * lanes <= s.width; first += 2 * lanes) skip_inputs_of<Codec, 2>(s, first);
-    for (; first < s.width; first += lanes) skip_inputs_of<Codec, 1>(s, first);
+TS_INLINE void skip_inputs(const SkipLines& s) {
+    int64_t i = 0;
+    for (; i + kSkipRows <= s.count; i += kSkipRows) skip_inputs_of<Codec, kSkipRows>(s, i);
+    for (; i < s.count; ++i) skip_inputs_of<Codec, 1>(s, i);
 }
-
-constexpr int kSkipRows = 4;  // multiplied together
 
 template <class Codec, int Tokens>
 TS_INLINE void skip_outputs(const SkipTile& s, int64_t token, int64_t group) {
     using V = typename Codec::V;
     using Stored = typename Codec::Stored;
     constexpr int lanes = lanes_of<V>;
-    const int64_t count = s.counts[0];
+    const int64_t count = s.count;
     int64_t row[kSkipRows];
     TS_UNROLL
     for (int r = 0; r < kSkipRows; ++r) row[r] = s.on[std::min(group + r, count - 1)];
@@ -133,7 +111,7 @@ TS_INLINE void skip_outputs(const SkipTile& s, int64_t token, int64_t group) {
 
 template <class Codec>
 TS_INLINE void skip_outputs(const SkipTile& s) {
-    for (int64_t group = 0; group < s.counts[0]; group += kSkipRows) {
+    for (int64_t group = 0; group < s.count; group += kSkipRows) {
         int64_t token = 0;
         for (; token + 4 <= s.tokens; token += 4) skip_outputs<Codec, 4>(s, token, group);
         if (token + 2 <= s.tokens) skip_outputs<Codec, 2>(s, token, group), token += 2;

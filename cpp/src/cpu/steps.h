@@ -97,11 +97,21 @@ struct DecodeTile {
     int64_t scale_entry = 0, scale_row = 0;
 };
 
-// Features of a block row for a small batch. What is off is not read: for skip_inputs, whose blocks are
-// transposed,
-//   sums[t][f] = sum over entries e and the first counts[k / kMinRows] numbers i, k being idx[e] * columns,
-//   of x[k * tokens + i * tokens + t] * values[slot[e] * rows * columns + on[k + i] * rows + f];
-// for skip_outputs, of the features f that are the first counts[0] numbers `on`,
+// Lines of weights for a small batch, those of neurons that are on: for the first `count` numbers i,
+//   sums[t * sums_ld + f] += x[i * tokens + t] * values[on[i] * length + f].
+struct SkipLines {
+    const void* values;
+    int64_t length;  // weights of a line, a multiple of 16
+    const uint8_t* on;
+    int64_t count;
+    const float* x;
+    int64_t tokens;  // at most kMostSkipTokens
+    float* sums;
+    int64_t sums_ld;
+};
+
+// Features of a block row for a small batch, of which those that are off are not read: of the features f that
+// are the first `count` numbers `on`,
 //   sums[t][f] = sum over entries e and d below columns of
 //   x[t * x_ld + idx[e] * columns + d] * values[slot[e] * rows * columns + f * columns + d].
 // Values of 8 bits are multiplied by scales[slot[e] * scale_step], with row_scales by the f-th from there on.
@@ -113,9 +123,9 @@ struct SkipTile {
     const float* x;
     int64_t x_ld;
     const uint8_t* on;
-    const int32_t* counts;
-    int64_t width, tokens;  // width: features, at most kTaskFeatures; at most kMostSkipTokens
-    const float* scales;    // null for values of the dtype of x
+    int64_t count;
+    int64_t tokens;       // at most kMostSkipTokens
+    const float* scales;  // null for values of the dtype of x
     int64_t scale_step;
     bool row_scales;
     float* sums;  // [tokens, kTaskFeatures]
@@ -201,7 +211,7 @@ struct Steps {
     const BlockSteps* blocks = nullptr;                     // of float64 and float32
     void (*decode_values)(const DecodedValues&) = nullptr;  // of 16 bits
     // For values of the dtype; not of float64 and float8.
-    void (*skip_inputs)(const SkipTile&) = nullptr;
+    void (*skip_inputs)(const SkipLines&) = nullptr;
     void (*skip_outputs)(const SkipTile&) = nullptr;
 };
 

@@ -119,7 +119,7 @@ def _with_thresholds(
     if gate is None:
         gate_threshold = None
     # On a CPU products in 8 bits are faster than half of them in float32.
-    stored = operands._replace(fast=None) if x.is_cuda else operands
+    stored = operands._replace(gate_threshold=gate_threshold, fast=None if x.is_cuda else operands.fast)
     may_skip = may_skip and skips(x, values, index.block_shape, stored)
     if gate is not None and gate_threshold is not None:
         gate, activation = activated(gate, activation), "none"

@@ -408,13 +408,15 @@ def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, 
     """
     bias, residual, activation, column_major, gate = epilogue
     threshold, gate_threshold, scales = operands.threshold, operands.gate_threshold, operands.scales
+    offsets = operands.offsets
     of_inputs, gated = threshold is not None, gate is not None
-    weight = kept_turned(pattern, values) if of_inputs else values
+    entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
+    weight = kept_turned(entry, values) if of_inputs else values
     limit: Any = limit_of(threshold if of_inputs else gate_threshold, x.dtype)
     added = bias, gate if gated else residual, activation, column_major
     beside = None, scales, asked_kernel, gated
     how = _SKIP_INPUTS if of_inputs else _SKIP_OUTPUTS, limit
-    if weight is not None:
+    if weight is not None and offsets is None:
         result: Tensor | None = pattern.kept.run(DDS_NT, x, weight, *added, *beside, *how)
         if result is not None:
             return result
@@ -429,23 +431,28 @@ def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, 
     other = added[1]
     with pattern.launching():
         (rows, ld), (others, ldr) = row_major(x), (None, 0) if other is None else row_major(other)
-        weight = turned(pattern, values) if of_inputs else aligned(values)
+        weight = turned(entry, values) if of_inputs else aligned(values)
         context = context_of(x)
-        options = storage_of(values, plain) | {"skip": how[0], "threshold": limit, "gated": gated}
-        options |= {"activation": activation, "ldr": ldr, "residual": other is not None}
-        product = _C.Product(
-            *(pattern.descriptor, DDS_NT, DTYPES[x.dtype], int(x.is_cuda), x.numel() // pattern.shape[1]),
-            **{"ldx": ld, "ldy": pattern.shape[0], **options},
-        )
-        form = result_form(x, pattern.shape[0], False)
-        call = pattern.call(None, product, DDS_NT, x.itemsize, form, skips=True)
-        if rows is x and others is other:
-            pattern.kept.keep(DDS_NT, x, weight, *added, *beside, product, *allocations(call), *how)
+        features = pattern.shape[0] if offsets is None else pattern.shape[0] // (offsets.shape[0] - 1)
+        form = result_form(x, features, False)
+        forms = [None if one is None else form_of(one) for one in (x, values, scales, bias, other)]
+        key: Hashable = "skip", *forms, gated, activation, context, *how
+        call = entry.find(key)
+        if call is None:
+            options = storage_of(values, plain) | {"skip": how[0], "threshold": limit, "gated": gated}
+            options |= {"activation": activation, "ldr": ldr, "residual": other is not None}
+            product = _C.Product(
+                *(entry.descriptor, DDS_NT, DTYPES[x.dtype], int(x.is_cuda), x.numel() // pattern.shape[1]),
+                **{"ldx": ld, "ldy": features, "grouped": offsets is not None, **options},
+            )
+            call = entry.call(key, product, DDS_NT, x.itemsize, form, skips=True)
+            if rows is x and others is other and offsets is None:
+                pattern.kept.keep(DDS_NT, x, weight, *added, *beside, product, *allocations(call), *how)
         result = empty(x, call.form)
         workspace = x.new_empty(call.workspace) if call.workspace else None
         bias = None if bias is None else bias.contiguous()
         first = map(_address, (rows, result, weight, bias, others, workspace))
-        call.run(*first, context[1], 0, _address(scales))
+        call.run(*first, context[1], 0, *map(_address, (scales, None, offsets)))
     return result
 
 
@@ -453,7 +460,8 @@ def skipped_tokens() -> int:
     """Return how many tokens skipping pays for, of at most 8 that kernels take.
 
     On an H200 with half of 14336 inputs off, weights in 16 bits are even with masked x at 2 tokens, and 1.5
-    times as slow at 4. Those of 8 and 4 bits gain nothing on GPUs.
+    times as slow at 4; int8 pays for half as many, int4 for none. Experts read theirs for each of their
+    tokens, of which there may be as many as experts.
     """
     return 2
 
@@ -462,15 +470,23 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
     """Return True if a kernel skips the weights of neurons that are off; see ``ts_matmul_desc.skip``."""
     if x.shape[-1] == 0 or operands.fast is not None:
         return False
-    if x.numel() // x.shape[-1] > skipped_tokens():
+    in_int8 = operands.scales is not None
+    most = skipped_tokens() // (2 if in_int8 and x.is_cuda else 1)
+    experts = 0 if operands.offsets is None else operands.offsets.shape[0] - 1
+    if x.numel() // x.shape[-1] > max(most, experts):
         return False
     if x.dtype not in (torch.float16, torch.bfloat16) and (x.dtype != torch.float32 or x.is_cuda):
         return False
-    if any(tensor is not None for tensor in (operands.metadata, operands.offsets, operands.compressed)):
+    if operands.metadata is not None or operands.compressed is not None:
         return False
-    if operands.scales is None:
+    if not in_int8:
         return values.dtype == x.dtype
-    return min(block_shape) >= 32 and values.dtype == torch.int8 and not x.is_cuda
+    if values.dtype != torch.int8:
+        return False
+    if x.is_cuda:  # smaller blocks gain nothing
+        of_inputs = operands.gate_threshold is None and experts == 0
+        return of_inputs and block_shape[0] == 128 and block_shape[1] >= 64
+    return min(block_shape) >= 32
 
 
 def thresholded(x: Tensor, threshold: float) -> Tensor:

@@ -6,10 +6,10 @@ import ctypes
 import math
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -43,7 +43,10 @@ class Prepacked:
 
 
 class Turned:
-    """Values with each block transposed; written again in the same memory, which graphs read, on a change."""
+    """Values as products read them that skip neurons, see ``TS_SKIP_INPUTS``: those of a neuron together.
+
+    They are written again in the same memory, which graphs read, on a change.
+    """
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
@@ -56,14 +59,16 @@ class Turned:
             return self._made
         return None
 
-    def follow(self, values: Tensor, streams: Streams) -> Tensor:
-        """Return those of values whose changes PyTorch counts."""
+    def follow(self, values: Tensor, columns: Sequence[Tensor], streams: Streams) -> Tensor:
+        """Return those of values whose changes PyTorch counts, of blocks by ``columns``."""
         kept = self.get(values)
         if kept is not None:
             return kept
         of = values.data_ptr(), values._version
         with torch.inference_mode(False):
-            made = values.detach().transpose(1, 2).contiguous()
+            made = (
+                values.detach().transpose(1, 2).contiguous() if values.is_cuda else _lines(values, *columns)
+            )
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             return made  # which belongs to the graph
         before = self._made
@@ -73,6 +78,17 @@ class Turned:
         streams.record()
         self._made, self._of, self._values = made, of, weakref.ref(values)
         return made
+
+
+@torch.no_grad()
+def _lines(values: Tensor, col_ptr: Tensor, row_idx: Tensor, col_slot: Tensor) -> Tensor:
+    """Return values of the shape [nnz, bk, bn], in which each column of blocks is [bk, blocks, bn]."""
+    made = values.new_empty(values.mT.shape)
+    rows, columns = values.shape[1:]
+    for start, end in pairwise(col_ptr.tolist()):
+        blocks = values[col_slot[start:end].long()].permute(2, 0, 1)
+        made[start:end].view(columns, end - start, rows).copy_(blocks)
+    return made
 
 
 class Derived:
@@ -735,14 +751,14 @@ class Prepared:
 
 
 def kept_turned(pattern: Prepared, values: Tensor) -> Tensor | None:
-    """Return the values with each block transposed, if they are kept and have not changed."""
+    """Return what `turned` does, if it is kept and values have not changed."""
     return pattern._turned.get(values)
 
 
 def turned(pattern: Prepared, values: Tensor) -> Tensor:
-    """Return the values with each block transposed, kept until they change."""
+    """Return the values with those of a neuron together, kept until they change."""
     with exclusive():
-        made = pattern._turned.follow(values, pattern._streams)
+        made = pattern._turned.follow(values, pattern.columns(), pattern._streams)
         pattern._streams.read(iter((made,)))
         return made
 

@@ -24,7 +24,7 @@ from ..calibrate.stream import first_of, mask_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.dense import dense_weight, is_conv1d
-from ..nn.experts import ExpertsLinear, projections_of
+from ..nn.experts import BlockSparseExperts, ExpertsLinear, projections_of
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.mlp import BlockSparseMLP, down_of
 from .modules import is_linear, names_of_modules
@@ -81,7 +81,7 @@ def sparsify_activations_(
 
     Args:
         model: changed in place. MLPs are modules with two or three linear layers, of which the last one reads
-            what the others write, and an activation; and each `BlockSparseMLP`.
+            what the others write, and an activation; and each `BlockSparseMLP` and `BlockSparseExperts`.
         batches: what the model is called with, as for `prune_`; hundreds of tokens suffice.
         fraction: of the neurons that are off, in the mean over layers, by their weights' sizes.
         dry_run: only report; thresholds stay as they are.
@@ -123,14 +123,16 @@ def _layers_of_mlps(model: nn.Module) -> tuple[list[_Layer], list[SkippedLayer]]
     skipped = []
     for module, (name, *_) in names.items():
         kind = type(module).__name__
-        if projections_of(module) is not None or isinstance(module, ExpertsLinear):
-            if not isinstance(module, ExpertsLinear):
-                skipped.append(SkippedLayer(name, kind, "experts have no threshold"))
+        if projections_of(module) is not None and not isinstance(module, BlockSparseExperts):
+            reason = "its experts are dense; make them block-sparse first, if need be of density 1"
+            skipped.append(SkippedLayer(name, kind, reason))
             continue
         down = _down_of(module)
         if down is None:
             if re.search("mlp|feedforward", kind, re.IGNORECASE) and any(map(_is_layer, module.children())):
                 skipped.append(SkippedLayer(name, kind, "its layers are not those of an MLP"))
+        elif isinstance(module, BlockSparseExperts) and not isinstance(down, ExpertsLinear):
+            skipped.append(SkippedLayer(name, kind, "down has an adapter"))
         elif getattr(down, "_shard", None) is not None:
             skipped.append(SkippedLayer(name, kind, "its weight is sharded"))
         else:
@@ -142,6 +144,8 @@ def _down_of(module: nn.Module) -> nn.Module | None:
     """Return the layer of an MLP that multiplies its neurons, or None."""
     if isinstance(module, BlockSparseMLP):
         return down_of(module)  # type: ignore[no-any-return]
+    if isinstance(module, BlockSparseExperts):
+        return module._modules["down"]
     children = dict(module.named_children())
     layers = [child for child in children.values() if _is_layer(child)]
     others = [child for child in children.values() if not _is_layer(child)]
@@ -181,13 +185,24 @@ class _Level(NamedTuple):
     error: float
 
 
+class Rows(NamedTuple):
+    """Tokens that enter a layer, and the number of the expert of each where there are experts."""
+
+    x: Tensor
+    expert: Tensor | None = None
+
+    def thresholded(self, threshold: float) -> Rows:
+        """Return them with zeros in the place of numbers up to a magnitude."""
+        return self._replace(x=thresholded(self.x, threshold))
+
+
 class _Layer:
     """The last layer of an MLP, and what thresholds do to it."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
         self.size = math.prod(_shape(module))
-        self.rows: list[Tensor] = []  # a sample of what enters
+        self.rows: list[Rows] = []  # a sample
         self.levels: list[_Level] = []  # by rising fractions that are off
         self.place = 0  # of the level that is chosen
         self.effect = 1.0  # squared relative error of the model's results, over that of this layer
@@ -203,40 +218,50 @@ class _Layer:
         """Fraction of the numbers that `measure` has met."""
         return self.zeros / max(1, self.numbers)
 
-    def sample(self, x: Tensor) -> None:
-        room = _TOKENS - sum(map(len, self.rows))
+    def sample(self, rows: Rows) -> None:
+        room = _TOKENS - sum(len(one.x) for one in self.rows)
         if room > 0:
-            step = max(1, len(x) // room)
-            self.rows.append(x[::step][:room].clone())
+            step = max(1, len(rows.x) // room)
+            self.rows.append(
+                Rows(*(None if one is None else one[::step][:room].clone() for one in rows))  # type: ignore[arg-type]
+            )
 
     def rank(self) -> None:
         """Measure what thresholds cost on the sample."""
-        x = torch.cat(self.rows)
-        magnitudes, y = x.abs().flatten().float(), self._product(x)
+        xs, experts = zip(*self.rows, strict=True)
+        rows = Rows(torch.cat(xs), None if experts[0] is None else torch.cat(experts))
+        magnitudes, y = rows.x.abs().flatten().float(), self._product(rows)
         ordered = magnitudes[magnitudes.isfinite()].sort().values
         for level in range(round(_MOST / _STEP) + 1):
             place = int(level * _STEP * len(ordered))
             threshold = 0.0 if place == 0 else float(ordered[place - 1])
             off = float((magnitudes <= threshold).float().mean())
             if not self.levels or off > self.levels[-1].off:
-                errors = _errors(y, self._product(thresholded(x, threshold)))
+                errors = _errors(y, self._product(rows.thresholded(threshold)))
                 self.levels.append(_Level(threshold, off, float(errors.mean())))
 
-    def measure(self, x: Tensor) -> None:
+    def measure(self, rows: Rows) -> None:
         """Count what the threshold of the chosen level does to these inputs."""
-        zeroed = thresholded(x, self.threshold)
-        self.zeros += int((zeroed == 0).sum())
-        self.numbers += x.numel()
-        self.errors += float(_errors(self._product(x), self._product(zeroed)).sum())
-        self.tokens += len(x)
+        zeroed = rows.thresholded(self.threshold)
+        self.zeros += int((zeroed.x == 0).sum())
+        self.numbers += rows.x.numel()
+        self.errors += float(_errors(self._product(rows), self._product(zeroed)).sum())
+        self.tokens += len(rows.x)
 
     def record(self) -> ThresholdedLayer:
         error = (self.errors / max(1, self.tokens)) ** 0.5
         return ThresholdedLayer(self.name, self.threshold, self.off, error)
 
     @torch.no_grad()
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, rows: Rows) -> Tensor:
         """Return x Wᵀ in float32."""
+        x, expert = rows
+        if expert is not None:
+            expert, order = expert.sort(stable=True)
+            numbers = torch.arange(self.module.experts + 1, device=x.device)
+            offsets = torch.searchsorted(expert, numbers, out_int32=True)
+            y, bias = (self.module.forward(one, offsets) for one in (x[order], torch.zeros_like(x)))
+            return torch.empty_like(y, dtype=torch.float32).index_copy_(0, order, (y - bias).float())
         if isinstance(self.module, BlockSparseLinear):
             y = self.module.forward(x) - self.module.forward(torch.zeros_like(x[:1]))  # without hooks
             return y.float()
@@ -257,7 +282,7 @@ def _run(
     model: nn.Module,
     data: list[Any],
     layers: Iterable[_Layer],
-    tell: Callable[[_Layer, Tensor], None] | None,
+    tell: Callable[[_Layer, Rows], None] | None,
     limits: Mapping[_Layer, float] = MappingProxyType({}),
 ) -> None:
     """Call the model with each batch, with these thresholds; tell what enters layers, but for padding."""
@@ -268,7 +293,7 @@ def _run(
         keep = mask if mask is not None and mask.shape == x.shape[:-1] else None
         rows = x.reshape(-1, x.shape[-1]) if keep is None else x[keep.to(x.device)]
         if tell is not None and len(rows):
-            tell(layer, rows)
+            tell(layer, Rows(rows, _experts_of(*args[1:])))
         limit = limits.get(layer)
         return None if limit is None else (thresholded(args[0], limit), *args[1:])
 
@@ -279,6 +304,13 @@ def _run(
             given = mask_of(batch)
             mask = None if given is None else given != 0
             call_model(model, batch)
+
+
+def _experts_of(offsets: Tensor | None = None) -> Tensor | None:
+    """Return the expert of each row, where ``offsets`` say where those of each begin."""
+    if offsets is None:
+        return None
+    return torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
 
 
 def _weigh(model: nn.Module, batch: Any, layers: Iterable[_Layer], fraction: float) -> None:

@@ -191,7 +191,7 @@ class BlockSparseExperts(nn.Module):
     ) -> Tensor:
         """Return what ``up`` gives [rows, features]; tokens are quantized before there are more rows."""
         up: Any = self._modules[self.up_name]
-        if isinstance(up, ExpertsLinear) and up.activations is not None:
+        if isinstance(up, ExpertsLinear) and up.activations is not None and up.threshold is None:
             watched = up._forward_pre_hooks or up._forward_hooks or is_any_autocast_enabled()
             like = x.new_empty(1, x.shape[1]).expand(rows.numel(), -1)  # what nothing reads
             if not (watched or records_gradient((x, up.bias)) or multiplies_as_decode(like, layer_index(up))):
@@ -401,6 +401,7 @@ class ExpertsLinear(BlockSparseLinear):
             weight = straight_through(weight, tensors["mask"])
         fast = None if self.activations is None else False
         own: dict[str, Any] = {"offsets": offsets, "x_values": of_x[0], "x_scales": of_x[1], "fast": fast}
+        own["threshold"] = self._threshold
         operands = Operands(tensors["metadata"], tensors["scales"], **own)
         added = tensors["bias"], activation, residual
         return linear_on(x, weight, index, *added, operands=operands, gate=gate)
