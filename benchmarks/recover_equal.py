@@ -41,11 +41,10 @@ from tilesparse.tuning.product import default_device
 from tilesparse.tuning.timing import milliseconds
 
 NARROW = "narrowed"
-FORMS = {
+FORMS: dict[str, BlockSparseConfig] = {
     "2:4": BlockSparseConfig(1.0, 64, nm=(2, 4)),
     "blocks .5": BlockSparseConfig(0.5, 64),
     "2:4 in blocks .75": BlockSparseConfig(0.75, 64, nm=(2, 4)),
-    NARROW: None,
 }
 LAYERS = r"model\.layers\."
 FIRST = 5  # steps that are not timed
@@ -70,7 +69,7 @@ class Late(Course):
 
     def begin(self) -> None:
         """Begin to count."""
-        self.leave_out(self.seconds())
+        self._start += self.seconds()
         self._has_begun = True
 
     def progress(self) -> float:
@@ -143,7 +142,7 @@ def trained(model: Any, texts: Texts, arguments: argparse.Namespace) -> int:
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=on_gpu):
                 logits = model(tokens).logits[:, :-1]
             loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -230,7 +229,7 @@ def narrowed(model: Any, dense: float, wanted: float, texts: Texts, arguments: a
         mlp.down_proj.weight = nn.Parameter(down[:, kept].clone())
         for part in (mlp.gate_proj, mlp.up_proj):
             part.weight = nn.Parameter(part.weight[kept].clone())
-    return left
+    return int(left)
 
 
 def parsed() -> argparse.Namespace:
@@ -239,7 +238,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--texts", type=Path, required=True, help="a folder that texts.py has written")
     parser.add_argument("--output", type=Path, required=True, help="as JSON")
-    add_names(parser, "--forms", FORMS)
+    add_names(parser, "--forms", [*FORMS, NARROW])
     parser.add_argument("--width", type=positive, default=2048, help="a quarter of the MLPs' (%(default)s)")
     parser.add_argument("--layers", type=positive, default=3, help="(%(default)s)")
     parser.add_argument("--taught", type=float, default=600.0, help="seconds of training (%(default)s)")

@@ -400,6 +400,7 @@ struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>> {
     static constexpr Kernel row(const char* name) {
         Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>>::row(name);
         row.variant = "_own";  // short, as estimates have it
+        if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
         return row;
     }
 };

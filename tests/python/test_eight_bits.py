@@ -426,8 +426,12 @@ def test_layers_add_products_as_they_are_told(device: str, name: str) -> None:
     x = randn(256, 512, dtype=torch.float32, device=device).abs()
     for fast in (False, True):
         layer.use_fast_accum = fast
-        own = layer.weight, layer.pattern, layer.scales, layer.bias
-        assert torch.equal(layer(x), functional.quantized_linear(x, *own, use_fast_accum=fast))
+        scales = layer.scales
+        assert scales is not None
+        own = functional.quantized_linear(
+            x, layer.weight, layer.pattern, scales, layer.bias, use_fast_accum=fast
+        )
+        assert torch.equal(layer(x), own)
 
 
 def test_metadata_is_checked() -> None:
