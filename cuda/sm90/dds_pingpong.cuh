@@ -67,6 +67,10 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>
 template <class Math>
 using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>;
 
+// Activations in 8 bits have no second parts.
+template <class Traits, int kThreads>
+__device__ void split_input(typename Traits::Shared&, const typename Traits::NoRing&, int) {}
+
 // Of an epilogue that gets sums that are scaled.
 template <class Traits>
 struct ScaledTraits : Traits {
