@@ -166,7 +166,8 @@ std::string dequantize_family(const Problem& problem) {
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
     const std::string family = family_of(kernel, problem);
     double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
-    if (kernel.accumulation == Accumulation::carried && problem.precision == Precision::fast) time *= kNotCarried;
+    if (kernel.accumulation == Accumulation::carried && problem.precision == Precision::fast)
+        time *= kNotCarried;
     const Machine machine = machine_of(device);
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);

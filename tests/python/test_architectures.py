@@ -68,7 +68,7 @@ struct Stub {
 };
 }  // namespace ts::sm86
 
-#define TS_INSTANCE(name, kernel, tile_tokens)                          \\
+#define TS_ROW_stub(name, tile_tokens)                                  \\
     namespace ts::sm86 {                                                \\
     const Kernel& name() {                                              \\
         static constexpr Kernel kRow = Stub<tile_tokens>::row(#name);   \\

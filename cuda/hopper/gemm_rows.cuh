@@ -1,0 +1,306 @@
+// The host side of gemm.cuh, and its rows by format of the weight.
+#pragma once
+
+#include <algorithm>
+
+#include "common/token_groups.h"
+#include "hopper/gemm.cuh"
+#include "hopper/launch.cuh"
+#include "hopper/select.h"
+#include "hopper/weights.cuh"
+#include "tma/chunks.cuh"
+#include "tma/launch.cuh"
+#include "tma/tensor_map.h"
+
+namespace ts::sm90 {
+
+// The host side of dds kernels.
+
+// One row of the registry.
+template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
+          class Weight = DenseWeight<kOp, Math>, bool kGrouped = false>
+struct Dds {
+    using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens, kGrouped>;
+    static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
+    static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
+    static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
+
+    static const char* refuses(const Problem& problem, const Device& device) {
+        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, Traits::kRanks)) return reason;
+        if (const char* reason = Weight::refuses(problem)) return reason;
+        if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
+            return "values of 2^31 rows or more are out of its reach";
+        if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
+        if (kGrouped) return refuses_groups(problem, device);
+        return refuses_results(problem.output(), problem.tokens);
+    }
+
+    // The partial sums, or what tells of groups.
+    static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
+        if (kGrouped) return groups::bytes_of(problem.pattern.groups, most_group_spans(problem));
+        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
+    }
+
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
+                          void* workspace, void* stream) {
+        if constexpr (kGrouped) return launch_groups(problem, device, workspace, stream);
+        return in_chunks(problem, kSpanTokens, most_spans(problem, device), [&](const Problem& chunk) {
+            return launch_chunk(chunk, device, decision.parts, workspace, stream);
+        });
+    }
+
+    static constexpr Kernel row(const char* name) {
+        constexpr bool kIsDense = Weight::kStorages == bits_of(Storage::dense);
+        Kernel row = make_row<Dds>(name, kGrouped   ? "sm90_grouped_dds"
+                                         : kIsDense ? "sm90_dds"
+                                                    : "sm90_dds_2_4");
+        row.ops = bits_of(kOp);
+        row.input_dtypes = bits_of(Math::kInput);
+        if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
+        if (Traits::kScaled) row.scales_inside = bits_of(1);
+        row.precision = Math::kPrecision;
+        row.tile_tokens = kSpanTokens;
+        row.tile_features = kClusterFeatures;
+        row.splits = Traits::kSplits;
+        row.storages = Weight::kStorages;
+        row.values_dtypes = Weight::kDTypes;
+        row.accumulation = Math::kAccumulation;
+        row.cluster = kTokenRanks * kRowRanks;
+        row.united_features = Traits::kTileFeatures;
+        if (kGrouped) {
+            row.grouped = bits_of(1);
+            row.splits = false;
+            return row;
+        }
+        row.decide = decide_dds;
+        row.clusters = count_clusters<dds_kernel<Traits, true>, DdsArguments, Traits>;
+        return row;
+    }
+
+  private:
+    static const char* refuses_groups(const Problem& problem, const Device& device) {
+        if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
+        if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
+            return "it reads and writes row-major activations of groups only";
+        // Spans of all groups, whatever their offsets are.
+        const int64_t spans = problem.pattern.groups * (span_count(problem) + 1);
+        return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
+    }
+
+    static int32_t launch_groups(const Problem& problem, const Device& device, void* workspace,
+                                 void* stream) {
+        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, 1)) return error;
+        GroupArguments& groups = arguments.groups;
+        groups.by_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
+        groups.span_shift = static_cast<int>(cutlass::find_log2(kSpanTokens));
+        // At least so many that all clusters have work in one, and no more than there are.
+        const int least = (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1;
+        groups.band_spans =
+            static_cast<int>(std::min<int64_t>(std::max(band_spans(arguments.k_size, device), least), spans));
+        groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
+        if (const int32_t error =
+                groups::list(groups.groups, problem, kSpanTokens, {}, spans, workspace, stream))
+            return error;
+        return multiply(arguments, problem, device, tiles * spans, stream);
+    }
+
+    static cudaError_t launch_chunk(const Problem& problem, const Device& device, int64_t parts,
+                                    void* workspace, void* stream) {
+        const int64_t tiles = tile_count(problem), spans = span_count(problem);
+        if (tiles * spans == 0) return cudaSuccess;
+        DdsArguments arguments{};
+        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, parts)) return error;
+        if constexpr (Traits::kSplits)
+            if (parts > 1) {
+                arguments.partial = static_cast<float4*>(workspace);
+                return multiply_parts(arguments, problem, device, tiles * spans, stream);
+            }
+        return multiply(arguments, problem, device, tiles * spans, stream);
+    }
+
+    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, const Device& device,
+                                int64_t items, void* stream) {
+        auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
+        if constexpr (!Weight::kAlongK && !kGrouped)
+            if (problem.input().layout != Layout::row_major)
+                start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
+        return start(arguments, device, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes,
+                     stream, false);
+    }
+
+    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, const Device& device,
+                                      int64_t items, void* stream) {
+        const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
+        if (const cudaError_t error =
+                multiply(without_epilogue(arguments), problem, device, all_parts, stream))
+            return error;
+        return reduce_parts<Traits>(arguments, items, stream);
+    }
+
+    static int64_t tile_count(const Problem& problem) {
+        const int64_t tile_rows = kClusterFeatures / problem.row_block();
+        return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
+    }
+    static int64_t most_group_spans(const Problem& problem) {
+        return most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
+    }
+    static int64_t span_count(const Problem& problem) {
+        return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
+    }
+
+    static int64_t most_spans(const Problem& problem, const Device& device) {
+        return Traits::Schedule::most_spans(tile_count(problem), problem.k_size() / Traits::kStep + 1,
+                                            device.multiprocessors);
+    }
+
+    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, const Device& device,
+                                int64_t tiles, int64_t spans, int64_t parts) {
+        const Pattern& pattern = problem.pattern;
+        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
+        arguments.plan_report = problem.plan_report;
+        arguments.tokens = static_cast<int>(problem.tokens);
+        arguments.k_size = static_cast<int>(problem.k_size());
+        arguments.k_block = problem.k_block();
+        arguments.value_rows = Weight::value_rows(pattern);
+        arguments.carried_products = carried_products(problem);
+        arguments.x_scales = problem.x_scales;
+        arguments.scales = problem.values.scales;
+        arguments.spans = static_cast<int>(spans);
+        arguments.schedule =
+            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
+                               band_spans(arguments.k_size, device));
+        if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
+        if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
+        if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
+        arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
+        if constexpr (Traits::kScaled)
+            if (const cudaError_t error = map_scales(arguments, problem)) return error;
+        if (const cudaError_t error = map_input(arguments, problem)) return error;
+        return Weight::map(arguments, problem);
+    }
+
+    // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
+    // are in order, and the longer the order the better they are balanced.
+    static int band_spans(int k_size, const Device& device) {
+        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kInputElementBytes;
+        return static_cast<int>(std::max<int64_t>(2, share_of_l2(device, 16 << 20) / bytes));
+    }
+
+    static cudaError_t map_scales(DdsArguments& arguments, const Problem& problem) {
+        return encode(arguments.scales_map, DType::float32, problem.x_scales,
+                      {{problem.tokens, 1, Traits::kTileTokens},
+                       {problem.k_size() / kScaleGroup, problem.x_scales_ld, 1}});
+    }
+
+    static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
+        const Matrix& matrix = problem.input();
+        const int width = k_width<Traits>(arguments);
+        const int64_t k_size = arguments.k_size, tokens = problem.tokens;
+        if (matrix.layout == Layout::row_major)
+            return encode(arguments.input, Math::kMapType, matrix.data,
+                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kBoxTokens}});
+        constexpr int kAtom = 64;
+        const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
+        if (const cudaError_t error = encode(
+                arguments.input, problem.input_dtype, matrix.data,
+                {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, Traits::kTileTokens / kAtom}}))
+            return error;
+        return encode(arguments.input_tail, problem.input_dtype, matrix.data,
+                      {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
+    }
+};
+
+template <Op kOp, class Math>
+using GroupedWeight =
+    std::conditional_t<is_quantized(Math::kInput), ByteWeight<Math>, DenseWeight<kOp, Math>>;
+
+}  // namespace ts::sm90
+
+// Forward and dgrad of 16-bit types (sm_90, wgmma SS).
+//   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
+// The result's columns are "features" here and what is summed over is "k", in either direction.
+// Operands: activations row- or column-major, results too, bf16 or fp16; W as stored, [nnz * bn, bk].
+//   input   [pieces][tokens][k of a piece], column-major [pieces][tokens / 64][k of a piece][64]
+//   weight  [2 warpgroups][pieces][64][k of a piece], of NN [2][block rows][64][features of a block]
+//   All go to shared memory through TMA, swizzled over the width of their rows (32 to 128 bytes).
+// CTA: 128 features x 256, 128 or 64 tokens. Features are the rows of wgmma, 64 in each of two
+// warpgroups, so that a warpgroup skips the steps in which its features have no block.
+// Cluster of 2: different tokens, which share the weight by multicast (tiles of 512 or 256 x 128), or
+// different block rows, which share the activations of the columns that both walk (256, 128 or 64 x 256).
+// Warps: 1 loads activations, 2 load the weight, 1 schedules, 8 multiply and store. CTAs are persistent.
+// K loop: the plan's steps of 64 k in which one of the tile's block rows has a block (common/plan.h).
+// Activations have one ring of stages and the weight of each warpgroup another, so that neither waits
+// for steps that only the other needs.
+// Split-K: where tiles are few, those of 128 or 64 tokens are cut along k; a second kernel adds the sums
+// in a fixed order (dds_reduce).
+// Chosen where its estimate is least: blocks of 64 and 128, blocks with more features
+// than k, which dds_narrow does not take, and batches that are too large for decode.
+#define TS_ROW_dds(name, op, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::op, math, token_ranks, row_ranks, tile_tokens>)
+
+// Forward and dgrad of values that are 2:4 inside their blocks: dds with wgmma for sparse operands.
+//   Y[M,N] = X[M,K] * W[N,K]^T
+// dgrad is the same product of the transposed pattern with values compressed along their columns.
+// Operands: as in dds, but values [nnz * bn, bk / 2] and metadata, both in a stage of the weight
+// (weights.cuh). CTA, cluster, warps and K loop: as in dds. The two warps that load the
+// weight copy the metadata of each box as well, in bulk.
+// Chosen where its estimate is least, for compressed values.
+#define TS_ROW_dds_2_4(name, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::dds_nt, math, token_ranks, row_ranks, tile_tokens, CompressedWeight<math>>)
+
+// Forward of activations and values in 8 bits, the values 2:4 inside their blocks: dds_8bit with wgmma
+// for sparse operands.
+//   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]
+// Operands: X and Y as in dds_8bit, values [nnz * bn, bk / 2] and metadata, both in a stage of the weight
+// (weights.cuh); blocks of 64 columns and more. CTA, cluster, warps, steps and sums: as in
+// dds_8bit. The two warps that load the weight copy the metadata of each box as well, in bulk.
+// Chosen where its estimate is least, for compressed values.
+#define TS_ROW_dds_2_4_8bit(name, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::dds_nt, math, token_ranks, row_ranks, tile_tokens, CompressedByteWeight<math>>)
+
+// Forward of activations and values in 8 bits, int8 or float8_e4m3fn: dds with wgmma for these types.
+//   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]
+// Operands: as in dds, but X row-major alone: wgmma reads 8 bits along k only, as both lie. The scales
+// stay outside of the sums, in the epilogue. Y in bf16, fp16 or fp32.
+// CTA, cluster, warps: as in dds. K loop: steps of 128 k, which have the bytes of 64 k of 16 bits.
+// Sums: int32, exact, of int8. Those of float8 are carried over now and then (CarriedSums), which the
+// warpgroups do at different steps: meanwhile the other one multiplies.
+// Chosen where its estimate is least.
+#define TS_ROW_dds_8bit(name, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::dds_nt, math, token_ranks, row_ranks, tile_tokens, ByteWeight<math>>)
+
+// Forward of float8_e4m3fn with scales inside of the sums: dds_8bit for blocks of 128 x 128.
+//   Y[M,N] = sum over b of scale[M,b] * scale of block (N,b) * (X[M,b] * W[N,b]^T), b: 128 of K
+// Operands: as in dds_8bit, and the scales of X [K / 128][M], those of W [nnz]. TMA brings those of a
+// step's tokens into the stage of the activations; the warp that loads blocks reads theirs with the plan, 32
+// at a time, and writes them beside the stages of the weight.
+// Sums: those of a step, of tensor cores, are multiplied by both scales as they are added to others in
+// float32. The warpgroups take turns: while one of them scales and adds, the other one multiplies.
+// Chosen where its estimate is least.
+#define TS_ROW_dds_8bit_scaled(name, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::dds_nt, math, token_ranks, row_ranks, tile_tokens, ScaledByteWeight<math>>)
+
+// Forward and dgrad of float32: dds with the weight in registers (wgmma RS).
+//   NT: Y[M,N] = X[M,K] * W[N,K]^T      NN: X[M,K] = Y[M,N] * W[N,K]
+// Operands: row-major float32 activations, blocks of 32 rows and columns at least. tf32 rounds both;
+// tf32x3 takes two parts of each and leaves out the product of the second ones (gemm.cuh).
+// CTA: 128 features x 256 or 128 tokens; clusters of 2 share the weight. Steps of 32 k.
+// Warps: as in dds; tf32x3 has 4 more, which write the second parts of activations beside the first.
+// Chosen where its estimate is least.
+#define TS_ROW_dds_float(name, op, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name, Dds<Op::op, math, token_ranks, row_ranks, tile_tokens, FloatWeight<Op::op, math>>)
+
+// Grouped forward and dgrad of 16-bit types, and forward of 8 bits (sm_90): dds and dds_8bit for
+// groups of tokens, each of which meets a weight of its own. A tile has tokens of one group and block rows of
+// its weight; scales of features are numbered over all weights, as biases are. Where groups begin is known on
+// the GPU alone: a kernel before this one counts spans of tokens (tma/groups.cuh), from which the schedule
+// finds its work. The last tile of a group loads tokens of the next, which meet the wrong weight, and does
+// not store them (encode_ranges). Chosen where its estimate is least.
+#define TS_ROW_dds_grouped(name, op, math, token_ranks, row_ranks, tile_tokens) \
+    TS_SM90_ROW(name,                                                           \
+                Dds<Op::op, math, token_ranks, row_ranks, tile_tokens, GroupedWeight<Op::op, math>, true>)

@@ -1,0 +1,414 @@
+// Forward of 8 bits in blocks of 128: dds_8bit with whole tiles for each warpgroup.
+// Operands: as in dds_8bit.
+// CTA: tiles of 128 tokens x 128 features, which go to the two warpgroups in turn: while one scales, rounds
+// and stores its results, the other one multiplies. A warpgroup multiplies 64 of the features at a time.
+// Cluster of 2: different tokens, which share the weight by multicast.
+// Warps: 2 load, 1 schedules, 8 multiply and store; 1 reads ahead what the end of a tile needs. CTAs are
+// persistent.
+// Sums: int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one ring of stages
+// for both. Those of float8 are of 128 k, times the scales inside of the sums if there are any, and added to
+// float32 registers, for which those of 64 features leave room. Meanwhile the other warpgroup multiplies,
+// from a ring of its own. Chosen where its estimate is least.
+#pragma once
+
+#include "hopper/gemm_rows.cuh"
+#include "hopper/weights.cuh"
+#include "tma/turns.cuh"
+
+namespace ts::sm90 {
+
+template <class Math>
+struct HalvedWeight : ByteWeight<Math> {
+    static const char* refuses(const Problem& problem) {
+        return problem.row_block() != 128 || problem.k_block() < 128
+                   ? "its blocks have 128 rows and 128 columns at least"
+                   : nullptr;
+    }
+    // The distance of groups of scales takes the place of the rows of groups, which there are none of.
+    static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
+        arguments.group_rows = static_cast<int>(problem.x_scales_ld);
+        return ByteWeight<Math>::map(arguments, problem);
+    }
+};
+
+template <class Math>
+struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>
+    : DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false> {
+    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false>;
+    using Weight = HalvedWeight<Math>;
+    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
+    static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
+    static constexpr int kStages = 6 / kRings;
+    static constexpr int kFeatureHalves = 2;
+    static constexpr bool kSplits = false;
+    using Schedule = tma::Turns<Bands<false>, StepCosts>;
+    using Work = typename Schedule::Work;
+
+    struct NoRing {
+        __device__ void init(int) {}
+    };
+    // The scales of a warpgroup's tokens times that of the block, of a step and the next one.
+    struct Factors {
+        float of[Base::kWarpgroups][2][Base::kTileTokens];
+    };
+    struct Shared {
+        alignas(1024) char input[kRings][kStages][Base::kInputBytes];
+        alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
+        alignas(1024) char output[Base::kWarpgroups][Base::kChunks][Base::kChunkBytes];
+        [[no_unique_address]] NoRing input_ring;
+        Ring<kStages> weight_ring[kRings];  // of both operands
+        Barrier residual[Base::kWarpgroups * kFeatureHalves][Base::kChunks];
+        Schedule schedule;
+        [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoScales> factors;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static_assert(kSharedBytes <= kSharedCapacity);
+};
+template <class Math>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>;
+
+// Activations in 8 bits have no second parts.
+template <class Traits, int kThreads>
+__device__ void split_input(typename Traits::Shared&, const typename Traits::NoRing&, int) {}
+
+// Of an epilogue that gets sums that are scaled.
+template <class Traits>
+struct ScaledTraits : Traits {
+    static constexpr bool kScaled = true;
+};
+
+template <class Math>
+struct DdsProducer<PingPongTraits<Math>> {
+    using Traits = PingPongTraits<Math>;
+    using Weight = typename Traits::Weight;
+
+    const DdsArguments& arguments;
+    typename Traits::Shared& shared;
+    const DdsPlan& plan;
+    int rank;
+    int lane;
+    bool elected;
+
+    // One warp: reads what the end of a tile needs, which then is in L1.
+    template <bool>
+    __device__ void load_input() const {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        while (true) {
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            if (work.tile < 0) return;
+            const int feature = (__ldg(plan.rows + work.tile) * kBlock) + kBlock / kWarpSize * lane;
+            const int token = Traits::first_token(work, rank) + Traits::kTileTokens / kWarpSize * lane;
+            if constexpr (!Traits::kScaled) {
+                asm volatile("" ::"f"(arguments.scales[feature]));
+                asm volatile("" ::"f"(__ldg(arguments.x_scales + min(token, arguments.tokens - 1))));
+            }
+            using Bits = std::conditional_t<sizeof(typename Traits::Result) == 2, uint16_t, uint32_t>;
+            if (arguments.bias != nullptr)
+                asm volatile("" ::"r"(uint32_t{static_cast<const Bits*>(arguments.bias)[feature]}));
+        }
+    }
+
+    // One warp for each ring: both operands. Of the weight each CTA loads half of the features for both.
+    __device__ void load_weight(int ring) const {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        typename Ring<Traits::kStages>::Position position;
+        for (int turn = 0;; turn ^= 1) {
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            if (work.tile < 0) return;
+            if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
+            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const auto read = [&](int first) -> int2 {
+                const int step = first + lane;
+                return step < end ? int2{__ldg(plan.k + step), __ldg(plan.slots + step)} : int2{};
+            };
+            int2 next_steps = read(work.step);
+            for (int first = work.step; first < end; first += kWarpSize) {
+                const auto [k, slot] = next_steps;
+                next_steps = read(first + kWarpSize);
+                const auto [x, y] =
+                    Weight::corner(arguments, slot, rank * Weight::kFeatures, k & arguments.k_block - 1);
+                for (int i = 0; i < min(kWarpSize, end - first); ++i) {
+                    shared.weight_ring[ring].wait_empty(position);
+                    const Barrier& full = shared.weight_ring[ring].full[position.stage];
+                    const int from = __shfl_sync(~0u, k, i);
+                    const int2 corner{__shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i)};
+                    if (elected) {
+                        full.arrive_and_expect_tx(Traits::kInputBytes +
+                                                  Traits::kFeatureHalves * Weight::kStageBytes);
+                        load_box(&arguments.input, full, Multicast{1}, shared.input[ring][position.stage],
+                                 from, token);
+                        Weight::load(arguments, full, Multicast{Traits::kAllRanks},
+                                     shared.weight[ring][position.stage][rank], 0, corner);
+                    }
+                    __syncwarp();
+                    position.advance();
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr int kWarpSize = 32, kBlock = 128;
+};
+
+template <class Math, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math>;
+    using Work = typename Traits::Work;
+    using Half = typename Traits::Accumulator[Traits::kSums];
+    using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
+    using Position = typename Ring<Traits::kStages>::Position;
+    static constexpr bool kPromotes = Traits::kPromotes;
+
+  public:
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int warpgroup)
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          warpgroup_(warpgroup),
+          ring_(Traits::kRings == 2 ? warpgroup : 0),
+          lane_(threadIdx.x % kWarpSize) {}
+
+    __device__ void run() {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        Half sums[Traits::kFeatureHalves];
+        if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
+        for (int turn = 0;; turn ^= 1) {
+            const Work work = shared_.schedule.pop(next, lane_);
+            if (work.tile < 0) break;
+            if (turn != warpgroup_) {
+                if constexpr (!kPromotes) skip(work.steps);
+                continue;
+            }
+            [[maybe_unused]] EndScales scales;
+            if constexpr (!Traits::kScaled) scales = read_end_scales(work);
+            if constexpr (kPromotes)
+                clear(sums);
+            else
+                cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+            for (int first = 0; first < work.steps; first += kWarpSize)
+                multiply(sums, work, first, min(kWarpSize, work.steps - first));
+            if constexpr (!kPromotes) {
+                cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+                cute::warpgroup_wait<0>();
+                release_multiplied();
+                if (work.steps == 0) clear(sums);
+            }
+            if constexpr (!Traits::kScaled) scale(sums, scales);
+            store(sums[0], 0, work);
+            store(sums[1], 1, work);
+        }
+        cute::tma_store_wait<0>();
+    }
+
+  private:
+    static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
+
+    // Steps of the other warpgroup.
+    __device__ void skip(int steps) {
+        const int stage = position_.stage + steps;
+        position_.stage = stage % Traits::kStages;
+        position_.parity ^= stage / Traits::kStages & 1;
+    }
+
+    __device__ static void clear(Half (&sums)[Traits::kFeatureHalves]) {
+        asm volatile("");  // see DdsConsumer
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; ++i) sums[0][i] = sums[1][i] = 0;
+    }
+
+    // Some steps of a tile, as many as there are lanes or less.
+    __device__ void multiply(Half (&sums)[Traits::kFeatureHalves], const Work& work, int first, int count) {
+        [[maybe_unused]] StepScales scales;
+        if constexpr (Traits::kScaled) scales = read_scales(work, first);
+        for (int step = 0; step < count; ++step) {
+            if constexpr (Traits::kScaled) put_factors(scales, step, count);
+            shared_.weight_ring[ring_].wait_full(position_);
+            if constexpr (kPromotes)
+                promote(sums, step);
+            else
+                keep(sums, first + step > 0);
+            position_.advance();
+        }
+    }
+
+    // Starts the products of half of the features in a step.
+    __device__ void start(Half& sums, int half, bool add) const {
+        const uint32_t tokens = operand_address(shared_.input[ring_][position_.stage]);
+        const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][half]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma<Atom>(sums, arguments_.weight.at(weight, i), arguments_.tokens_by_k.at(tokens, i),
+                        add || i > 0);
+    }
+
+    __device__ void keep(Half (&sums)[Traits::kFeatureHalves], bool add) {
+        cute::warpgroup_arrive();
+        start(sums[0], 0, add);
+        start(sums[1], 1, add);
+        cute::warpgroup_commit_batch();
+        if (multiplied_ >= 0) {
+            cute::warpgroup_wait<1>();
+            release(multiplied_);
+        }
+        multiplied_ = position_.stage;
+    }
+    __device__ void release_multiplied() {
+        if (multiplied_ >= 0) release(multiplied_);
+        multiplied_ = -1;
+    }
+
+    // One half after the other, in the same registers.
+    __device__ void promote(Half (&sums)[Traits::kFeatureHalves], int step) {
+        Half products;
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+            cute::warpgroup_arrive();
+            start(products, half, false);
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<0>();
+            if (half == Traits::kFeatureHalves - 1) release(position_.stage);
+            add(sums[half], products, step);
+        }
+    }
+    __device__ void add(Half& sums, const Half& products, int step) const {
+        if constexpr (Traits::kScaled) {
+            const auto* const pairs =
+                reinterpret_cast<const float2*>(shared_.factors.of[warpgroup_][step % 2]) + threadIdx.x % 4;
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; i += 4) {
+                const float2 pair = pairs[i];
+                sums[i] = fmaf(products[i], pair.x, sums[i]);
+                sums[i + 1] = fmaf(products[i + 1], pair.y, sums[i + 1]);
+                sums[i + 2] = fmaf(products[i + 2], pair.x, sums[i + 2]);
+                sums[i + 3] = fmaf(products[i + 3], pair.y, sums[i + 3]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[i] += products[i];
+        }
+    }
+
+    // Scales of the lane's step, and of the thread's token in the next step.
+    struct StepScales {
+        int group;
+        float block;
+        float token;
+    };
+    __device__ StepScales read_scales(const Work& work, int first) const {
+        StepScales scales{};
+        const int step = first + lane_;
+        if (step < work.steps) {
+            scales.group = __ldg(plan_.k + work.step + step) / kScaleGroup;
+            scales.block = __ldg(arguments_.scales + __ldg(plan_.slots + work.step + step));
+        }
+        token_ = Traits::first_token(work, rank_) + threadIdx.x % Traits::kTileTokens;
+        scales.token = token_scale(__shfl_sync(~0u, scales.group, 0));
+        return scales;
+    }
+    __device__ float token_scale(int group) const {
+        return token_ < arguments_.tokens
+                   ? __ldg(arguments_.x_scales + int64_t{group} * arguments_.group_rows + token_)
+                   : 0.0f;
+    }
+    // Those of a step, for all threads of the warpgroup; the next one's are asked for.
+    __device__ void put_factors(StepScales& scales, int step, int count) {
+        shared_.factors.of[warpgroup_][step % 2][threadIdx.x % Traits::kTileTokens] =
+            scales.token * __shfl_sync(~0u, scales.block, step);
+        cutlass::arch::NamedBarrier::sync(Traits::kTileTokens, 1 + Traits::kFeatureHalves * warpgroup_);
+        scales.token = token_scale(__shfl_sync(~0u, scales.group, min(step + 1, count - 1)));
+    }
+
+    __device__ void release(int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
+    }
+
+    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
+    // thread's features in each half.
+    struct EndScales {
+        float tokens[Traits::kTileTokens / kWarpSize];
+        float2 features[Traits::kFeatureHalves];
+    };
+    __device__ EndScales read_end_scales(const Work& work) const {
+        EndScales scales;
+#pragma unroll
+        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
+            const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
+            scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        }
+        const int row = __ldg(Traits::rows_of(plan_, work.tile, rank_));
+        const float* const first =
+            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+            const float* const of = first + half * Traits::kWarpgroupFeatures;
+            scales.features[half] = {__ldg(of), __ldg(of + 8)};
+        }
+        return scales;
+    }
+    // See DdsEpilogue for where the sums of a thread are.
+    __device__ void scale(Half (&sums)[Traits::kFeatureHalves], const EndScales& scales) const {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; i += 4) {
+            const int token = 2 * i, lane = token % kWarpSize + lane_ % 4 * 2;
+            const float of_first = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane);
+            const float of_second = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane + 1);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float of_token = j % 2 == 0 ? of_first : of_second;
+#pragma unroll
+                for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+                    auto& scaled = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
+                    const float2 features = scales.features[half];
+                    const float of_feature = j / 2 == 0 ? features.x : features.y;
+                    scaled[i + j] =
+                        __fmul_rn(__fmul_rn(static_cast<float>(sums[half][i + j]), of_token), of_feature);
+                }
+            }
+        }
+    }
+
+    // Results of half of the features. To the epilogue each half is a warpgroup, and all of them lie in one
+    // tile.
+    __device__ void store(Half& sums, int half, const Work& work) {
+        const int place = Traits::kFeatureHalves * warpgroup_ + half;
+        DdsEpilogue<ScaledTraits<Traits>> epilogue(arguments_, shared_.output[warpgroup_],
+                                                   shared_.residual[place], place);
+        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_) - warpgroup_);
+        epilogue.read_bias();
+        epilogue.begin(Traits::first_token(work, rank_));
+        epilogue.store(sums);
+        // Ends a phase, as the epilogue of each tile begins with the same one.
+        if (arguments_.has_residual && threadIdx.x % 128 == 0)
+            for (const Barrier& arrived : shared_.residual[place]) arrived.arrive();
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int warpgroup_;
+    int ring_;
+    int lane_;
+    Position position_;
+    int multiplied_ = -1;  // stage of the products under way
+    mutable int token_ = 0;
+};
+
+template <class Math>
+struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>> {
+    static constexpr Kernel row(const char* name) {
+        Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>>::row(name);
+        row.variant = "_own";  // short, as estimates have it
+        if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
+        return row;
+    }
+};
+
+}  // namespace ts::sm90
+
+#define TS_ROW_dds_pingpong(name, math) TS_SM90_ROW(name, PingPong<math>)
