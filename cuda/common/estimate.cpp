@@ -12,7 +12,7 @@ using Factors = std::array<float, kFeatureCount>;
 
 // Names stand in place, so that the table has no addresses that loading the library would have to fill in.
 struct Coefficients {
-    char gpu[5], family[35];
+    char gpu[5], family[40];
     uint8_t rows, columns;  // of a block, along features and k; 0 for all
     Factors of;
 };
