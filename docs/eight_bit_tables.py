@@ -11,7 +11,7 @@ from table_parts import cases, short, table, times
 
 DTYPES = ("int8", "float8")
 PRODUCTS = {
-    "H200": {"int8": "h200_eight_bits.json#products", "float8": "h200_eight_bits.json#float8"},
+    "H200": dict.fromkeys(DTYPES, "h200_eight_bits.json#products"),
     "H100": dict.fromkeys(DTYPES, "h100_eight_bits.json#products"),
 }
 SCALED = "h200_eight_bits.json#scaled"
