@@ -109,25 +109,23 @@ def activations_experts() -> str:
 
 
 def activations_lm() -> str:
-    """Perplexity and time of models trained with ReLU² and with experts, by the fraction that is off."""
+    """Perplexity and time of a model trained with ReLU², by the fraction that is off."""
     lines: list[list[str]] = []
-    for name, run in stored.documents(RESULTS / "h200_activations_lm.json").items():
-        found = {case["contender"]: case for case in run["cases"]}
-        base = found.pop("all")
-        for contender, case in found.items():
-            if lines and lines[-1][0] == name and case["loss"] == base["loss"]:
-                continue  # no more are off than for the fraction before
-            change = math.exp(case["loss"] - base["loss"]) - 1
-            time = f"{base['mlps_us'] / case['mlps_us']:.2f}×"
-            line = [name, contender, f"{case['off']:.0%}", f"{max(case['errors']):.3f}"]
-            lines.append([*line, f"{change:+.1%}", time])
-    return table(["model", "fraction", "off", "largest error", "perplexity", "MLPs, bf16"], lines)
+    found = {case["contender"]: case for case in document("h200_activations.json#relu2")["cases"]}
+    base = found.pop("all")
+    for contender, case in found.items():
+        if lines and case["loss"] == base["loss"]:
+            continue  # no more are off than for the fraction before
+        change = math.exp(case["loss"] - base["loss"]) - 1
+        time = f"{base['mlps_us'] / case['mlps_us']:.2f}×"
+        lines.append([contender, f"{case['off']:.0%}", f"{max(case['errors']):.3f}", f"{change:+.1%}", time])
+    return table(["fraction", "off", "largest error", "perplexity", "MLPs, bf16"], lines)
 
 
 def activation_blocks() -> str:
     """Blocks of (tokens × neurons) with a number other than zero, of each layer of the ReLU² model."""
     lines = []
-    for layer in document("h200_activations_lm.json#relu2")["structure"]:
+    for layer in document("h200_activations.json#relu2")["structure"]:
         orders = [layer[order] for order in ("text", "neurons", "clusters")]
         kinds = [f"{order[block]:.0%}" for order in orders for block in BLOCKS]
         lines.append([str(layer["layer"]), f"{layer['zero']:.1%}", f"{layer['never_on']:.0%}", *kinds])
