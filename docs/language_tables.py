@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from table_parts import RESULTS, cases, document, runs, short, stored, table
+from table_parts import cases, document, runs, short, table
 
 LAYERS = {"all": "all layers", "mlp": "MLPs alone"}
 
