@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from harness import parsed, positive, result_parser, run_benchmark, write_json
+from harness import CapturedCall, parsed, positive, result_parser, run_benchmark, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_lm import HEAD, Text, cosine
@@ -180,20 +180,8 @@ def times_of(models: list[Any], arguments: argparse.Namespace) -> list[float]:
 
     calls = [call(stack) for stack in stacks]
     if device.type == "cuda":
-        calls = [captured(one) for one in calls]
+        calls = [CapturedCall(one) for one in calls]
     return [round(1e3 * time, 2) for time in milliseconds(calls, device, arguments.repetitions)]
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 @torch.no_grad()

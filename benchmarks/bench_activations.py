@@ -27,7 +27,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from harness import add_names, parsed, recording, result_parser, run_benchmark, warm_up
+from harness import CapturedCall, add_names, parsed, recording, result_parser, run_benchmark, warm_up
 from torch import Tensor
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
@@ -168,13 +168,13 @@ class MLP:
                 self.up(x, gate=self.gate(x), activation="silu", gate_threshold=limit_of_gate)
             )
 
-        graphs = {"dense": captured(dense), "all": captured(ours())}
+        graphs = {"dense": CapturedCall(dense), "all": CapturedCall(ours())}
         self._set(down=limits["h"])
-        graphs["down"] = captured(ours())
+        graphs["down"] = CapturedCall(ours())
         self._set(down=0.0)
-        graphs["gate"] = captured(ours(limits["gate"]))
+        graphs["gate"] = CapturedCall(ours(limits["gate"]))
         self._set(limits["h"], limits["x"])
-        graphs["inputs"] = captured(ours())
+        graphs["inputs"] = CapturedCall(ours())
         return timed(graphs, repetitions)
 
     def _set(self, down: float | None = None, others: float | None = None) -> None:
@@ -216,18 +216,18 @@ class Experts:
 
         self.up.threshold = self.down.threshold = None
         h = between(self.up(x, offsets))
-        graphs = {"grouped": captured(grouped), "all": captured(ours)}
+        graphs = {"grouped": CapturedCall(grouped), "all": CapturedCall(ours)}
         self.down.threshold = limit(h, OFF)
-        graphs["down"] = captured(ours)
+        graphs["down"] = CapturedCall(ours)
         self.up.threshold = limit(x, HALF)
         self.down.threshold = limit(between(self.up(x, offsets)), OFF)
-        graphs["inputs"] = captured(ours)
+        graphs["inputs"] = CapturedCall(ours)
         return timed(graphs, repetitions)
 
 
-def timed(graphs: dict[str, torch.cuda.CUDAGraph], repetitions: int) -> list[dict[str, Any]]:
+def timed(graphs: dict[str, CapturedCall], repetitions: int) -> list[dict[str, Any]]:
     """Return the time of each contender."""
-    times = milliseconds([graph.replay for graph in graphs.values()], torch.device("cuda"), repetitions)
+    times = milliseconds([*graphs.values()], torch.device("cuda"), repetitions)
     for name, time in zip(graphs, times, strict=True):
         print(f"  {name:8}{1e3 * time:8.2f} us")
     return [{"contender": name, "us": round(1e3 * time, 2)} for name, time in zip(graphs, times, strict=True)]
@@ -237,18 +237,6 @@ def limit(numbers: Tensor, off: float) -> float:
     """Return the threshold up to which a fraction of them is off."""
     ordered = numbers.abs().float().flatten().sort().values
     return float(ordered[round(off * len(ordered)) - 1])
-
-
-def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import (
+    WARM_UP_CALLS,
+    CapturedCall,
     Timer,
     Unavailable,
     add_names,
@@ -44,7 +46,6 @@ CAPTURED = ("graph", "compile-graph")
 DTYPE = torch.bfloat16
 TOLERANCE = 5e-2  # relative, Frobenius norm; every layer rounds to bfloat16
 LEARNING_RATE = 1e-5  # the targets are noise
-WARM_UP_CALLS = 3
 COMPILED_MODELS = 256  # in one process; PyTorch stops at 8 of the same code
 
 
@@ -124,26 +125,6 @@ class Bench:
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-
-
-class CapturedCall:
-    """A call in a CUDA graph; it is kept because it holds the memory that the graph uses."""
-
-    def __init__(self, call: Callable[[], Tensor]) -> None:
-        self._call = call
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_CALLS):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._result = call()
-
-    def __call__(self) -> Tensor:
-        self._graph.replay()
-        return self._result
 
 
 def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], Tensor]:

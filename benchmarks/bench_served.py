@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bench_models import CapturedCall
 from harness import (
+    CapturedCall,
     add_names,
     measuring,
     parsed,

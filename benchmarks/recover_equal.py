@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from common import Course, rate_of
 from harness import add_names, described, positive, write_json
-from recover_kinds import COMPILED, WARM_UP, CompiledLoss, Texts, compiled, perplexities
+from recover_kinds import COMPILED, WARM_UP, Texts, compiled, distil, perplexities
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,12 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tilesparse import (
     BlockSparseConfig,
     BlockSparseLinear,
-    distill_,
     prepare_for_inference_,
     prune_,
     sparsify_,
 )
-from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 from tilesparse.tuning.timing import milliseconds
 
@@ -159,10 +157,6 @@ def trained(model: Any, texts: Texts, arguments: argparse.Namespace) -> int:
 def distilled(model: Any, teacher: Any, texts: Texts, arguments: argparse.Namespace) -> int:
     """Distil a model from its teacher, and return the number of steps."""
     on_gpu, course = arguments.device != "cpu", Late(arguments.seconds)
-    rate = torch.tensor(arguments.rate / 2, device=arguments.device)  # which a graph reads in every step
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
-    )
 
     def report(step: int, terms: Any) -> None:
         if step == FIRST or step % 10 == 0:
@@ -173,22 +167,8 @@ def distilled(model: Any, teacher: Any, texts: Texts, arguments: argparse.Namesp
                 print(step, round(course.seconds(), 1), round(last, 4), flush=True)
 
     teacher = copy.deepcopy(teacher).to(torch.bfloat16 if on_gpu else torch.float32)
-    weights = {"logits": 1.0, "hidden_states": 1.0}
-    with compiled(model, on_gpu), compiled(teacher, on_gpu):
-        history = distill_(
-            model,
-            teacher,
-            texts.batches(course),
-            optimizer,
-            loss=CompiledLoss(**weights) if on_gpu else DistillationLoss(**weights),
-            scheduler=torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
-            ),
-            clip=1.0,
-            autocast=torch.bfloat16 if on_gpu else None,
-            graph=on_gpu,
-            callback=report,
-        )
+    with compiled(teacher, on_gpu):
+        history = distil(model, teacher, texts.batches(course), course, arguments.rate / 2, 1.0, report)
     return len(history.loss)
 
 

@@ -154,14 +154,46 @@ def causal(
 AttentionInterface.register("causal", causal)
 
 
+def distil(
+    model: Any,
+    teacher: Any,
+    batches: Any,
+    course: Course,
+    rate: float,
+    hidden_states: float,
+    callback: Callable[[int, Any], None],
+) -> Any:
+    """Distil a model, compiled and in CUDA graphs on a GPU, at a rate by the course; return the history."""
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=torch.tensor(rate, device=device),  # which a graph reads in every step
+        betas=(0.9, 0.95),
+        fused=on_gpu,
+        capturable=on_gpu,
+    )
+    weights = {"logits": 1.0, "hidden_states": hidden_states}
+    with compiled(model, on_gpu):
+        return distill_(
+            model,
+            teacher,
+            batches,
+            optimizer,
+            loss=CompiledLoss(**weights) if on_gpu else DistillationLoss(**weights),
+            scheduler=torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
+            ),
+            clip=1.0,
+            autocast=torch.bfloat16 if on_gpu else None,
+            graph=on_gpu,
+            callback=callback,
+        )
+
+
 def distilled(
     model: Any, teacher: Any, texts: Texts, minutes: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    on_gpu = arguments.device != "cpu"
-    rate = torch.tensor(arguments.rate, device=arguments.device)  # which a graph reads in every step
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
-    )
     course = Course(60 * minutes)
     curve: list[tuple[int, float, float]] = []  # step, seconds, loss
 
@@ -172,22 +204,8 @@ def distilled(
                 curve.append((step, round(course.seconds(), 1), round(last, 4)))
                 print(curve[-1], flush=True)
 
-    weights = {"logits": 1.0, "hidden_states": arguments.hidden_states}
-    with compiled(model, on_gpu):
-        history = distill_(
-            model,
-            teacher,
-            texts.batches(course),
-            optimizer,
-            loss=CompiledLoss(**weights) if on_gpu else DistillationLoss(**weights),
-            scheduler=torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
-            ),
-            clip=1.0,
-            autocast=torch.bfloat16 if on_gpu else None,
-            graph=on_gpu,
-            callback=report,
-        )
+    hidden_states = arguments.hidden_states
+    history = distil(model, teacher, texts.batches(course), course, arguments.rate, hidden_states, report)
     steps = len(history.loss)
     tokens = steps * arguments.batch * arguments.context
     return {"steps": steps, "replayed": history.replayed, "tokens": tokens, "curve": curve}
