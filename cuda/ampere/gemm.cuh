@@ -483,40 +483,15 @@ struct Dds {
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision&, void*,
                           void* stream) {
-        const Matrix &input = problem.input(), &output = problem.output();
+        const Matrix& input = problem.input();
         const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;
         const Occupancy fit = occupancy(device, number_bytes(problem));
-        DdsArguments arguments{};
+        DdsArguments arguments = arguments_of(problem, kPlan, row_tiles(problem), token_tiles(problem));
         arguments.input = input.data;
         arguments.input_ld = static_cast<uint32_t>(input.ld / Traits::kChunk);
-        arguments.output = output.data;
-        arguments.output_ld = output.ld;
-        arguments.values = problem.values.data;
-        arguments.bias = problem.bias;
-        arguments.residual = problem.residual.data;
-        arguments.residual_ld = problem.residual.ld;
-        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.output_layout = output.layout;
-        arguments.activation = problem.activation;
-        arguments.gate_activation = problem.gate_activation;
-        arguments.gated = problem.gated;
-        arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.row_tiles = static_cast<int>(row_tiles(problem));
-        arguments.row_shift = log2_of_block(problem.row_block());
-        arguments.k_shift = log2_of_block(problem.k_block());
         arguments.stages = fit.stages;
         arguments.lookahead = std::min(lookahead(fit.stages), kMostAhead<typename Traits::Input>);
-        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
-        arguments.metadata = problem.values.metadata;
-        arguments.scales = problem.values.scales;
-        arguments.x_scales = problem.x_scales;
-        arguments.x_scales_ld = problem.x_scales_ld;
-        arguments.offsets = problem.offsets;
-        arguments.groups = problem.pattern.groups;
-        arguments.group_features = static_cast<int>(problem.features());
-        arguments.most_token_tiles = static_cast<int>(token_tiles(problem));
-        arguments.plan_report = problem.plan_report;
         const int most = fit.resident * device.multiprocessors;
         const int bytes = Traits::shared_bytes(fit.stages) + number_bytes(problem);
         return start_of(problem)(arguments, static_cast<int>(tiles < most ? tiles : most), Traits::kThreads,

@@ -3,6 +3,7 @@
 
 #include "ampere/math.cuh"
 #include "ampere/tile.cuh"
+#include "common/launch.cuh"
 #include "common/plan.h"
 #include "common/plan_view.cuh"
 #include "common/problem.h"
@@ -44,6 +45,39 @@ struct DdsArguments {
     int most_token_tiles;  // see most_token_tiles()
     PlanReport plan_report;
 };
+
+// The arguments that a problem gives. How x is read, and stages, are up to the launch.
+inline DdsArguments arguments_of(const Problem& problem, const PlanShape& plan, int64_t row_tiles,
+                                 int64_t token_tiles) {
+    const Matrix& output = problem.output();
+    DdsArguments arguments{};
+    arguments.output = output.data;
+    arguments.output_ld = output.ld;
+    arguments.values = problem.values.data;
+    arguments.bias = problem.bias;
+    arguments.residual = problem.residual.data;
+    arguments.residual_ld = problem.residual.ld;
+    arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+    arguments.output_layout = output.layout;
+    arguments.activation = problem.activation;
+    arguments.gate_activation = problem.gate_activation;
+    arguments.gated = problem.gated;
+    arguments.tokens = static_cast<int>(problem.tokens);
+    arguments.row_tiles = static_cast<int>(row_tiles);
+    arguments.row_shift = log2_of_block(problem.row_block());
+    arguments.k_shift = log2_of_block(problem.k_block());
+    arguments.plan_key = plan_key(problem.pattern, problem.op, plan);
+    arguments.metadata = problem.values.metadata;
+    arguments.scales = problem.values.scales;
+    arguments.x_scales = problem.x_scales;
+    arguments.x_scales_ld = problem.x_scales_ld;
+    arguments.offsets = problem.offsets;
+    arguments.groups = problem.pattern.groups;
+    arguments.group_features = static_cast<int>(problem.features());
+    arguments.most_token_tiles = static_cast<int>(token_tiles);
+    arguments.plan_report = problem.plan_report;
+    return arguments;
+}
 
 // The weight formats of dds kernels (see common/weight.h). A stage has the weight of a tile's features in a
 // step of k.

@@ -131,7 +131,7 @@ __device__ inline int group_of(const int32_t* offsets, int groups, int row) {
     return group;
 }
 
-// What a CTA has of `inputs`: features of a token or of all of them, and a part of their k.
+// A CTA's part of `inputs`: features of a token or of all of them, and a part of their k.
 struct Place {
     int part, token, group, feature, first, all, in_block;
 };
@@ -150,7 +150,7 @@ __device__ inline Place place_of(const Arguments& arguments) {
     place.feature = tile * kFeatures;
     place.in_block = place.feature & ((1 << arguments.row_shift) - 1);
     const int block_row = (place.group * arguments.features + place.feature) >> arguments.row_shift;
-    // Where all blocks are kept nothing waits for the arrays but for slots.
+    // If all blocks are kept, nothing waits for the arrays but for slots.
     const int columns = arguments.all_columns;
     place.first = columns > 0 ? block_row * columns : __ldg(arguments.rows.ptr + block_row);
     const int entries = columns > 0 ? columns : __ldg(arguments.rows.ptr + block_row + 1) - place.first;

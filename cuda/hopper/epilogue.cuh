@@ -591,7 +591,7 @@ class DdsEpilogue {
         cute::tma_store_arrive();
     }
 
-    // Of row-major float32.
+    // The part of a row-major float32 line that a feature lies in.
     __device__ int column_of(int feature) const { return feature / float_width(arguments_.row_width); }
 
     __device__ void load_chunk(int chunk, int buffer) const {

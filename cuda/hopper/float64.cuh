@@ -77,11 +77,11 @@ struct Float64Tile {
     static constexpr int kMaxStages = 31;  // less than weights
 };
 
-// Where the weight of a warp's features in a step lies, in pairs of values, or:
+// Places of the weight of a warp's features in a step, in pairs of values, but for two:
 constexpr uint32_t kNoWeight = ~0u;
 constexpr uint32_t kEndOfSteps = kNoWeight - 1;
 
-// What a CTA's warps know of each other, behind the stages. Steps are numbered over all tiles of the CTA.
+// A CTA's warps tell each other, behind the stages. Steps are numbered over all tiles of the CTA.
 struct Float64Progress {
     tma::Barrier full[Float64Tile::kMaxStages + 1];
     uint32_t weights[Float64Tile::kWarps][32];     // of each warp in a step, by its number modulo 32
@@ -354,7 +354,7 @@ class Float64Weight {
         asm volatile("" : "+l"(first_), "+r"(line_));
     }
 
-    // Of half of the step, if there is a block.
+    // Loads half of a step, if there is a block.
     __device__ void load(double2 (&to)[2][2], uint32_t at, int half) const {
         if (at >= kEndOfSteps) return;
         const char* const from = first_ + uint64_t{at} * 16 + half * 8 * (kTransposed ? line_ : 8);
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(Float64Tile::kThreads, 1)
     Float64Operands operands;
     int end = 0, stage = 0, round_start = 0;
     uint32_t parity = 0, from = 0;
-    // Where the activations of the next step will be; false behind the last step.
+    // Finds the stage of the next step's activations; false behind the last step.
     const auto place_next = [&] {
         for (; next.ring - round_start >= own.stages; parity ^= 1) round_start += own.stages;
         stage = next.ring - round_start;
@@ -564,33 +564,13 @@ struct DdsFloat64 {
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision&, void*,
                           void* stream) {
-        const Matrix &input = problem.input(), &output = problem.output();
+        const Matrix& input = problem.input();
         const int64_t tiles = row_tiles(problem) * token_tiles(problem);
         if (tiles == 0) return cudaSuccess;
         Float64Arguments arguments{};
         sm80::DdsArguments& own = arguments.dds;
-        own.output = output.data;
-        own.output_ld = output.ld;
-        own.values = problem.values.data;
-        own.bias = problem.bias;
-        own.residual = problem.residual.data;
-        own.residual_ld = problem.residual.ld;
-        own.plan = static_cast<const PlanHeader*>(problem.plan);
-        own.output_layout = output.layout;
-        own.activation = problem.activation;
-        own.gate_activation = problem.gate_activation;
-        own.gated = problem.gated;
-        own.tokens = static_cast<int>(problem.tokens);
-        own.row_tiles = static_cast<int>(row_tiles(problem));
-        own.row_shift = log2_of_block(problem.row_block());
-        own.k_shift = log2_of_block(problem.k_block());
+        own = sm80::arguments_of(problem, kPlan, row_tiles(problem), token_tiles(problem));
         own.stages = stages(problem, device);
-        own.plan_key = plan_key(problem.pattern, problem.op, kPlan);
-        own.offsets = problem.offsets;
-        own.groups = problem.pattern.groups;
-        own.group_features = static_cast<int>(problem.features());
-        own.most_token_tiles = static_cast<int>(token_tiles(problem));
-        own.plan_report = problem.plan_report;
         if (const cudaError_t error = map(arguments.input, input, problem.tokens, problem.k_size()))
             return error;
         const auto start = problem.grouped()                   ? start_for<true, Grouped>

@@ -125,7 +125,7 @@ struct Float64ListUnits {
     }
     __device__ int all() const { return of_y + of_x; }
     __device__ int places() const { return all() > Float64ListTile::kPlaceUnits ? 2 : 1; }
-    // Where 16 features of the tile's units lie in a step.
+    // The place of 16 features of the tile's units in a step.
     __device__ uint32_t offset_y(int strip) const {
         return (strip - 4 * first_y) * Float64ListTile::kStripBytes;
     }
@@ -184,8 +184,8 @@ __device__ inline void load_lists(const Float64ListArguments& arguments, const P
     }
 }
 
-// Where a lane's part of a block lies: of 2 lines, 4 neighbours each. Which features a lane has follows from
-// how operands are read.
+// The place of a lane's part of a block: of 2 lines, 4 neighbours each. Which features a lane has follows
+// from how operands are read.
 class Float64ListBlock {
   public:
     __device__ Float64ListBlock(double* values, int slot, int lane)
@@ -288,7 +288,7 @@ class Float64ListConsumer {
                 Of16x8x8::fma(first, y, {from[0], from[2]});
                 Of16x8x8::fma(second, y, {from[1], from[3]});
             }
-            // What is written depends on the last of what was read, which could be overtaken: no bit of
+            // The value written depends on the last of what was read, which could be overtaken: no bit of
             // `warp_` above the fifth is set, which the compiler does not know.
             const int last = __double2loint(x[(kCount - 1) % (kAhead + 1)][3]) ^ __double2loint(y[3]);
             __syncwarp();

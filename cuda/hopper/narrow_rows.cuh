@@ -142,7 +142,7 @@ struct DdsNarrow {
         }
         return cudaSuccess;
     }
-    // Of a square, of which blocks are made.
+    // The side of the squares that blocks consist of.
     static int side_of(const Problem& problem) { return std::min(problem.row_block(), problem.k_block()); }
     static int64_t square_count(const Problem& problem) {
         return problem.pattern.value_count() / (side_of(problem) * side_of(problem));

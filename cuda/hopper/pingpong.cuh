@@ -71,7 +71,7 @@ using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>;
 template <class Traits, int kThreads>
 __device__ void split_input(typename Traits::Shared&, const typename Traits::NoRing&, int) {}
 
-// Of an epilogue that gets sums that are scaled.
+// Traits for an epilogue whose sums are scaled already.
 template <class Traits>
 struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
@@ -314,7 +314,7 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
                    ? __ldg(arguments_.x_scales + int64_t{group} * arguments_.group_rows + token_)
                    : 0.0f;
     }
-    // Those of a step, for all threads of the warpgroup; the next one's are asked for.
+    // Writes those of a step, for all threads of the warpgroup; the next one's are asked for.
     __device__ void put_factors(StepScales& scales, int step, int count) {
         shared_.factors.of[warpgroup_][step % 2][threadIdx.x % Traits::kTileTokens] =
             scales.token * __shfl_sync(~0u, scales.block, step);

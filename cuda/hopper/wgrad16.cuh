@@ -262,7 +262,7 @@ struct ListOperand<Math, kRowMajor, 2> {
         return strip / 4 * 4096 | (kRowMajor ? strip % 4 * 32 : strip % 4 * 1024);
     }
 
-    // Of the `k`-th tokens of a stage.
+    // The address of the `k`-th tokens of a stage.
     __device__ static uint32_t address(uint32_t base, uint32_t at, int k) {
         return kRowMajor ? base + at + 2048 * k : base + (at ^ 32 * k);
     }
