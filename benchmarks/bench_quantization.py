@@ -15,7 +15,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens of each text (%(default)s)")
     parser.add_argument("--sentences", type=int, default=512, help="to calibrate MiniLM (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where models run (%(default)s)")
-    parser.add_argument("--resume", type=Path, help="a folder that keeps the progress of pruning")
     return run_benchmark(parser.parse_args(argv), run)
 
 
@@ -153,13 +151,11 @@ def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace)
         config = ts.BlockSparseConfig(density=1.0, block_shape=arguments.block)
         ts.sparsify_(model, {subject.layers or ".*": config})
         return model
-    folder = None if arguments.resume is None else arguments.resume / f"{subject.name}-{density}"
     prune_(
         model,
         ts.BlockSparseConfig(density, arguments.block),
         subject.calibration,
         layers=subject.layers,
-        folder=folder,
     )
     return model
 

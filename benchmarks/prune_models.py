@@ -16,7 +16,6 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from harness import result_parser, run_benchmark, write_json
@@ -37,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluation", type=int, default=2048, help="likewise (%(default)s)")
     parser.add_argument("--length", type=int, default=512, help="of a chunk of these (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the choice of texts")
-    parser.add_argument("--resume", type=Path, help="a folder that keeps progress")
     return run_benchmark(parser.parse_args(argv), run)
 
 
@@ -70,7 +68,6 @@ def measured(subject: Subject, method: str, density: float, arguments: argparse.
         method=method,
         refit=method != "magnitude",
         layers=subject.layers,
-        folder=arguments.resume,
     )
     seconds, text = time.perf_counter() - start, subject.texts[0]
     return {

@@ -40,7 +40,6 @@ METHODS: dict[str, Any] = {
     "static": None,
     "set": {"grow": "random"},
     "rigl": {"grow": "gradient"},
-    "snfs": {"grow": "momentum", "sample_every": 10},
     "movement": {"grow": "gradient", "drop": "movement"},
     "gradual": None,
 }
@@ -169,7 +168,7 @@ class Contender:
         """Compile the step that takes norms of dense gradients."""
         method = METHODS.get(self.method)
         if method is not None:
-            schedule = PatternSchedule(self.model, self.optimizer, every=1, **(method | {"sample_every": 1}))
+            schedule = PatternSchedule(self.model, self.optimizer, every=1, **method)
             self.backward(batch)
             schedule.remove()
             self.optimizer.zero_grad()

@@ -103,17 +103,8 @@ class Progress:
     def __init__(self, total: int) -> None:
         on_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(total=total, delay=SECONDS, file=sys.stderr) if on_terminal else None
-        self._total, self._skipped = total, 0
+        self._total = total
         self._said = self._began = time.monotonic()
-
-    def skip(self, done: int) -> None:
-        """Count steps that an earlier run did; they do not tell how long the others take."""
-        self._skipped += done
-        self._began = time.monotonic()
-        if self._bar is not None:
-            self._bar.initial += done
-            self._bar.n += done
-            self._bar.unpause()
 
     def show(self, done: int, text: str) -> None:
         """Show that ``done`` of all steps are done, with ``text`` about them."""
@@ -128,10 +119,9 @@ class Progress:
 
     def _left(self, done: int) -> str:
         """Estimate the time left from the steps of this run; return nothing at the end."""
-        here = done - self._skipped
-        if here < 1 or done >= self._total:
+        if not 0 < done < self._total:
             return ""
-        seconds = (time.monotonic() - self._began) * (self._total - done) / here
+        seconds = (time.monotonic() - self._began) * (self._total - done) / done
         return f", about {duration(seconds)} left"
 
 

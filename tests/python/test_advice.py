@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from torch import nn
 import tilesparse as ts
 from tilesparse import BlockSparseConfig, advise
 from tilesparse.cli import command
-from tilesparse.errors import InvalidArgumentError, InvalidTypeError, TuneFileError
-from tilesparse.tuning import AdviceReport, Device, LatencyTable
+from tilesparse.errors import InvalidArgumentError, InvalidTypeError
+from tilesparse.tuning import AdviceReport, Device
 from tilesparse.tuning import advise as advising
 from tilesparse.tuning.advise import Estimate, call_of, contenders_for, left_out
 from tilesparse.tuning.store import MeasuredLayers
@@ -212,14 +211,13 @@ def test_tables_name_layers_contenders_and_what_is_not_known(known_times: None) 
     assert (Path(__file__).parents[2] / "docs/recovery.md").exists() and "docs/recovery.md" in text
 
 
-def test_encoders_are_measured_as_one_operator(tmp_path: Path) -> None:
+def test_encoders_are_measured_as_one_operator() -> None:
     bert = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=96)).eval()
     found = ts.advise(bert, {"input_ids": torch.randint(96, (2, 8))}, densities=[0.5], layers="encoder")
     (name,) = found.fused
     assert name == "density 0.5, 32x32, int8 W8A8" and f"{name}, the encoder fused" in str(found)
     (total,) = (one.total for one in found.estimates() if one.contender == w8a8(0.5))
-    found.save(tmp_path / "a.json")
-    assert total == found.fused[name] == AdviceReport.load(tmp_path / "a.json").fused[name]
+    assert total == found.fused[name]
     assert type(bert.encoder.layer) is nn.ModuleList
 
 
@@ -238,39 +236,10 @@ def test_encoders_that_are_no_operator_are_named() -> None:
 def test_reports_are_kept_as_json(known_times: None, tmp_path: Path) -> None:
     found = ts.advise(model(), torch.randn(4, 64))
     found.save(tmp_path / "a.json")
-    assert AdviceReport.load(tmp_path / "a.json") == found
-    table = LatencyTable.load(tmp_path / "a.json")  # for budgets
-    assert table.milliseconds((128, 64), sparse(0.5)) == found.layers[0].time(sparse(0.5))
-    with pytest.raises(TuneFileError, match="must be a file that can be read"):
-        AdviceReport.load(tmp_path / "none.json")
-    with pytest.raises(TuneFileError, match="cannot be written"):
-        found.save(tmp_path)
-
-
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda section: section.pop(name)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        without("layers"),
-        without("device"),
-        without("rest"),
-        lambda section: section.update(call=-1),
-        lambda section: section["layers"][0]["milliseconds"].pop(0),  # the dense layer
-        lambda section: section["layers"][0]["milliseconds"][-1].update(ms="fast"),
-        lambda section: section["layers"][0]["milliseconds"][-1]["way"].update(density=2),
-    ],
-)
-def test_damaged_reports_are_refused(damage: Callable[[Any], Any], known_times: None, tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    ts.advise(model(), torch.randn(4, 64)).save(file)
-    document = json.loads(file.read_text())
-    damage(document["sections"][0])
-    file.write_text(json.dumps(document))
-    with pytest.raises(TuneFileError, match="no file of measurements, or damaged"):
-        AdviceReport.load(file)
+    kept = json.loads((tmp_path / "a.json").read_text())
+    assert (kept["call"], kept["rest"], kept["device"]["name"]) == (found.call, found.rest, found.device.name)
+    times = kept["layers"][0]["milliseconds"]
+    assert times["density 0.5, 32x32"] == found.layers[0].time(sparse(0.5))
 
 
 class Idle(nn.Module):
@@ -344,9 +313,9 @@ def test_the_command_takes_a_config_alone_and_writes_what_it_is_told_to(
     assert "model.layers.*.mlp.up_proj (2)" in out and "recommendation" in out
     assert sorted(tmp_path.rglob("*")) == before
     assert command.main([*asked, "--json", "a.json", "--dtype", "float32", "--layers", "mlp"]) == 0
-    found = AdviceReport.load("a.json")
-    assert found.dtype == "float32" and {one.tokens for one in found.layers} == {16}
-    assert all(".mlp." in name for one in found.layers for name in one.names)
+    found = json.loads(Path("a.json").read_text())["layers"]
+    assert {(one["dtype"], one["tokens"]) for one in found} == {("float32", 16)}
+    assert all(".mlp." in name for one in found for name in one["names"])
 
 
 def test_the_command_takes_saved_models_and_images(
@@ -361,7 +330,7 @@ def test_the_command_takes_saved_models_and_images(
         command.main(["advise", folder, "--batch", "3", "--device", "cpu", "--json", str(tmp_path / "a")])
         == 0
     )
-    tokens = {one.tokens for one in AdviceReport.load(tmp_path / "a").layers}
+    tokens = {one["tokens"] for one in json.loads((tmp_path / "a").read_text())["layers"]}
     assert 3 * 5 in tokens  # patches and the class of each image
 
 

@@ -208,11 +208,6 @@ def saved() -> str:
     return "saved"
 
 
-def file_of(report: Any) -> str:
-    report.save("report.json")
-    return "report.json"
-
-
 def table() -> LatencyTable:
     return LatencyTable(CPU, 8, "float32", {}, {(64, 64): {None: 1.0, CONFIG: 0.5}})
 
@@ -388,11 +383,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "model": dense(),
         "parameters": 10**6,
     },
-    "prune.erk": lambda: {"model": dense(), "layers": ["0"], "block_shape": 32},
     "prune.measure_errors": lambda: {"model": dense(), "configs": [CONFIG], "layers": "0"},
     "prune.permute_": lambda: {"model": dense(), "groups": [group()]},
     "prune.PermutationGroup.permute_": lambda: {"self": group(), "model": dense(), "order": torch.arange(64)},
-    "prune.refit": lambda: {"second_moment": torch.eye(64)},
     "prune_": lambda: {"model": dense(), "layers": "0"},
     "distill_": lambda: {"loss": loss(), "steps": 1, "lr": 0.1},
     "reconstruct_": lambda: {"batches": [*batches(), *batches()], "submodules": ["0"], "epochs": 1},
@@ -416,10 +409,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "densities": [0.5],
         "block_shapes": [32],
     },
-    "tuning.AdviceReport.load": lambda: {"path": file_of(advised())},
     "tuning.Device": lambda: {"name": "a", "compute_capability": (9, 0), "multiprocessors": 8},
     "tuning.Device.find": lambda: {"what": "cpu"},
-    "tuning.LatencyTable.load": lambda: {"path": file_of(table())},
     "tuning.LatencyTable.milliseconds": lambda: {"shape": (64, 64)},
     "tuning.LatencyTable.total": lambda: {"model": dense(), "configs": {"0": None}},
     "tuning.Product": lambda: {"out_features": 64},
@@ -427,7 +418,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tuning.measure_latency": lambda: {"model": dense(), "repetitions": 1},
     "tuning.prefer": lambda: {"kernel": "cpu"},
     "tuning.store.MeasuredLayers.time": lambda: {"way": None},
-    "tuning.time_layers": lambda: {"model": dense(), "layers": ["0"], "repetitions": 1},
     "tuning.tune": lambda: {
         "products": [Product(64, 64, 8, block_shape=32)],
         "candidates": 1,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ from torch import nn
 
 from tilesparse import BlockSparseLinear, prune_
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.errors import InvalidArgumentError, TuneFileError
-from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.prune import allocate, erk, measure_errors
+from tilesparse.errors import InvalidArgumentError
+from tilesparse.prune import allocate, measure_errors
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve
-from tilesparse.tuning import Device, LatencyTable, measure_latency, time_layers
+from tilesparse.tuning import Device, LatencyTable, measure_latency
 
 PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
 OTHERS = [Config(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
@@ -166,22 +164,13 @@ def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
     assert all(config is None or config.density < 0.75 for config in plan.values())
 
 
-def test_weights_say_which_layer_matters() -> None:
-    profiles = {name: {Config(0.25, (32, 32)): 0.1} for name in NAMES}
-    budget = (1 + 1 + 4) * 128 * 256 // 4
-    for name in NAMES:
-        plan = allocate(profiles, Layers(), parameters=budget, weights={name: 2.0})
-        assert [layer for layer in plan if plan[layer] is None] == [name]
-    assert allocate(profiles, Layers(), parameters=budget).error == pytest.approx(0.2)
-
-
 def test_the_report_says_what_was_chosen_and_how_well() -> None:
     text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, table=table_of()))
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
     assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
     assert "no config has an error below" in lines[5]
-    assert "measured on A device with 8 tokens in bfloat16, which this machine does not have" in lines[6]
+    assert lines[6] == "measured on A device with 8 tokens in bfloat16"
 
 
 ENOUGH = {"bytes": 500_000}
@@ -193,8 +182,6 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a text": ({"parameters": "1"}, "parameters must"),
     "no table": ({"milliseconds": 5.0}, "table must"),
     "no need of one": ({**ENOUGH, "table": table_of()}, "table must"),
-    "unknown weight": ({**ENOUGH, "weights": {"in": 1.0}}, "weights must .*'in'"),
-    "bad weight": ({**ENOUGH, "weights": {"up": -1.0}}, "weights must .*'up'"),
     "no profiles": ({**ENOUGH, "profiles": {}}, "profiles must have at least one"),
     "no layer": ({**ENOUGH, "profiles": {"in": {}}}, "profiles must .*'in': no layer"),
     "not dense": ({**ENOUGH, "profiles": {"": {}}}, "profiles must .*: Layers"),
@@ -221,54 +208,11 @@ def test_one_layer_under_two_names() -> None:
         allocate({"up": {}, "again": {}}, model, bytes=1 << 20)
 
 
-# Densities by rule
-
-
-def model_of(shapes: list[tuple[int, int]]) -> tuple[nn.Module, list[str]]:
-    model = nn.Sequential(*(nn.Linear(16 * k, 16 * n, device="meta") for n, k in shapes))
-    return model, [str(number) for number in range(len(shapes))]
-
-
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8), st.floats(0, 1))
-@settings(max_examples=100)
-def test_erk_keeps_what_it_is_told_in_proportion(shapes: list[tuple[int, int]], density: float) -> None:
-    model, names = model_of(shapes)
-    total = sum(n * k for n, k in shapes)
-    if round(density * total) < len(shapes):
-        with pytest.raises(InvalidArgumentError, match="density must be at least"):
-            erk(model, names, density, block_shape=16)
-        return
-    configs = erk(model, names, density, block_shape=16)
-    kept = [round(configs[name].density * n * k) for name, (n, k) in zip(names, shapes, strict=True)]
-    assert sum(kept) == round(density * total)
-    free = [
-        blocks / (n + k) for blocks, (n, k) in zip(kept, shapes, strict=True) if 1 < blocks < n * k
-    ]  # not clipped: in proportion, but for the rounding of each to a block
-    for (blocks, (n, k)), share in product(zip(kept, shapes, strict=True), free):
-        rounding = 1 / (n + k) + max(1 / sum(shape) for shape in shapes)
-        assert blocks == n * k or blocks / (n + k) >= share - rounding
-        assert blocks == 1 or blocks / (n + k) <= share + rounding
-
-
-def test_erk_is_the_formula_where_nothing_is_clipped() -> None:
-    model, names = model_of([(64, 64), (128, 32), (64, 128)])
-    configs = erk(model, names, 0.25, block_shape=16)
-    scale = 0.25 * (64 * 64 + 128 * 32 + 64 * 128) / (64 + 64 + 128 + 32 + 64 + 128)
-    for name, (n, k) in zip(names, [(64, 64), (128, 32), (64, 128)], strict=True):
-        assert configs[name].density == pytest.approx(scale * (n + k) / (n * k), abs=1 / (n * k))
-
-
-@pytest.mark.parametrize("density", [-0.1, 1.1, math.nan, "half", True])
-def test_densities_that_erk_refuses(density: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="density must be "):
-        erk(Layers(), NAMES, density)
-
-
 # Tables of times
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_measured_is_what_profiles_have(device: str, tmp_path: Path) -> None:
+def test_what_is_measured_is_what_profiles_have(device: str) -> None:
     wide = Config(1.0, (128, 32))
     profiles = {"up": dict.fromkeys(CONFIGS, 0.1), "other": {wide: 0.1}, "down": {}}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -277,9 +221,7 @@ def test_what_is_measured_is_what_profiles_have(device: str, tmp_path: Path) -> 
     assert set(table.times[256, 128]) == {None, *CONFIGS, wide}
     assert set(table.times[128, 256]) == {None}
     assert all(0 < time < 1e3 for times in table.times.values() for time in times.values())
-    assert "does not have" not in table.where() and "256x128" in str(table)
-    table.save(tmp_path / "table.json")
-    assert LatencyTable.load(tmp_path / "table.json") == table
+    assert "256x128" in str(table) and pickle.loads(pickle.dumps(table)) == table
 
 
 @pytest.mark.parametrize(
@@ -299,7 +241,7 @@ def test_configs_are_refused_where_they_are_made(arguments: Any, text: str) -> N
         Config(*arguments)
 
 
-def test_configs_as_a_program_has_them(tmp_path: Path) -> None:
+def test_configs_as_a_program_has_them() -> None:
     """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
     loose: Any = Config(np.float32(0.5), 32)
     state = torch.get_rng_state()
@@ -307,39 +249,12 @@ def test_configs_as_a_program_has_them(tmp_path: Path) -> None:
     table = measure_latency(Layers(), {"up": (config for config in [loose])}, **options)
     assert torch.equal(torch.get_rng_state(), state)
     assert set(table.times[256, 128]) == {None, Config(0.5, (32, 32))}
-    table.save(tmp_path / "table.json")
-    assert LatencyTable.load(tmp_path / "table.json") == table
     plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
     assert plan == {"up": Config(0.5, (32, 32))}
-    assert erk(Layers(), ["up"], np.float32(0.5), block_shape=np.int64(32)) == plan
     assert table.total(Layers(), {"up": loose}) == table.milliseconds((256, 128), plan["up"])
     for wrong in "half", {"up": "half"}:
         with pytest.raises(InvalidArgumentError, match="config"):
             table.total(Layers(), wrong)  # type: ignore[arg-type]
-
-
-def test_what_differs_from_where_a_table_is_from() -> None:
-    here = measure_latency(Layers(), {"up": []}, tokens=1, device="cpu", repetitions=1)
-    assert here.device.name not in ("CPU", "") and here.where().endswith("in float32")
-    versions = {**here.versions, "threads": "1000"}
-    there = table_of(device=Device("Another CPU", None, 4), versions=versions).where()
-    assert f"which this machine does not have ({here.device.name}" in there
-    assert there.endswith(f"; with threads 1000, where {torch.get_num_threads()} is here")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_layers_are_timed_as_they_are(device: str) -> None:
-    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern("2", {"density": 0.5, "storage": "int8", "block_shape": 32})
-    patcher.patch_model(model)
-    times = time_layers(model, ["0", "2"], tokens=8, repetitions=3)
-    assert list(times) == ["0", "2"] and all(0 < time < 1e3 for time in times.values())
-    for names, text in (["1"], "'1': ReLU"), ([], "at least one"), (["3"], "'3': NoneType"):
-        with pytest.raises(InvalidArgumentError, match=f"layers must .*{text}"):
-            time_layers(model, names, tokens=8)
-    with pytest.raises(InvalidArgumentError, match="device must have memory"):
-        time_layers(nn.Sequential(nn.Linear(16, 16, device="meta")), ["0"], tokens=8)
 
 
 def test_times_between_measured_densities_rise() -> None:
@@ -355,38 +270,6 @@ def test_times_between_measured_densities_rise() -> None:
             table.milliseconds((128, 128), config)
     with pytest.raises(InvalidArgumentError, match=r"64x128.*measured are the shapes 128x128"):
         table.milliseconds((64, 128), None)
-
-
-ENTRY = {"density": 0.5, "block_shape": [32, 32], "nm": None, "storage": "plain"}
-LAYERS = {"shape": [1, 2], "tokens": 8, "dtype": "float32", "names": [], "calls": 1, "milliseconds": []}
-
-
-def layers(way: Any = None, ms: float = 1.0, **change: Any) -> dict[str, Any]:
-    return {"layers": [{**LAYERS, "milliseconds": [{"way": way, "ms": ms}], **change}]}
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"layers": []}, "one number of tokens"),
-        ({"device": {}}, "missing"),
-        (layers(ms=math.nan), "ms must be milliseconds"),
-        (layers(shape=[1]), "shape"),
-        (layers({"density": 1}), "block_shape"),
-        (layers(tokens=None), "integer"),
-        (layers({**ENTRY, "nm": []}), "IndexError"),
-        (layers({**ENTRY, "density": 0}), "density"),
-        (layers({**ENTRY, "storage": "x"}), "storage"),
-    ],
-)
-def test_files_that_are_no_tables(tmp_path: Path, change: dict[str, Any], text: str) -> None:
-    path = tmp_path / "table.json"
-    table_of().save(path)
-    document = json.loads(path.read_text())
-    document["sections"][0] |= change
-    path.write_text(json.dumps(document))
-    with pytest.raises(TuneFileError, match=rf"table\.json is no file of measurements.*{text}"):
-        LatencyTable.load(path)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICES, randn, seeded
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilesparse import _C, BlockPattern, BlockSparseLinear
+from tilesparse._files import read_json, replacing, write_json
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import TENSORS, exclusive
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
-from tilesparse.prune.driver import SavedSolutions
-from tilesparse.prune.obs import Solution
-from tilesparse.tuning import Device, LatencyTable
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
@@ -357,32 +355,14 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def save_table(path: Path) -> None:
-    times: Any = {(64, size): {None: 1.0} for size in range(64, 6400, 32)}
-    LatencyTable(Device("CPU", None, 1), 8, "float32", {}, times).save(path)
-
-
-def progress_beside(path: Path) -> SavedSolutions:
-    return SavedSolutions(path.parent / "progress", nn.Identity(), [], {})
-
-
-def save_solution(path: Path) -> None:
-    pattern = BlockPattern.random((64, 64), block_shape=32, density=0.5, generator=seeded())
-    values = torch.zeros(pattern.nnz, 32, 32)
-    progress_beside(path).save("layer", Solution(pattern, values, None, None, 0.0, 0.0, 0.0, 0))
-
-
-def load_solution(path: Path) -> None:
-    assert progress_beside(path).load("layer", (32, 32), (64, 64)) is not None
-
-
-@pytest.mark.parametrize(("save", "load"), [(save_table, LatencyTable.load), (save_solution, load_solution)])
-def test_files_that_threads_write_at_the_same_time_are_whole(
-    save: Callable[[Path], None], load: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_files_that_threads_write_at_the_same_time_are_whole(tmp_path: Path) -> None:
     """Whoever reads meanwhile finds one of them, and nothing else is left."""
-    path = tmp_path / "file.safetensors"
-    save(path)
-    in_threads([lambda use=use: [use(path) for _ in range(20)] for use in (save, save, load)])
-    files = {file.name for file in tmp_path.rglob("*") if file.is_file()}
-    assert len(files) == (2 if save is save_solution else 1) and not any(name[0] == "." for name in files)
+    path = tmp_path / "file.json"
+
+    def save() -> None:
+        with replacing(path) as file:
+            write_json(file, {"numbers": [*range(10_000)]})
+
+    save()
+    in_threads([lambda use=use: [use() for _ in range(20)] for use in (save, save, lambda: read_json(path))])
+    assert [file.name for file in tmp_path.rglob("*")] == [path.name]

@@ -38,9 +38,8 @@ from tilesparse.calibrate.moments import Damped, Moments
 from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.config import BlockSparseConfig as Config
-from tilesparse.errors import CheckpointError, InvalidArgumentError
-from tilesparse.model import Report
-from tilesparse.prune import measure_errors, obs, refit, scores
+from tilesparse.errors import InvalidArgumentError
+from tilesparse.prune import measure_errors, obs
 
 B = 16
 
@@ -87,7 +86,8 @@ def loss(weight: Tensor, other: Tensor, moment: Damped) -> float:
 def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) -> None:
     _, weight, second = layer_problem()
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.5, generator=seeded())
-    found = refit(weight.to(device, dtype), second.to(device), pattern).to_dense().cpu().double()
+    moment = obs.damped(second.to(device))
+    found = obs.solve(weight.to(device, dtype), moment, pattern.to(device)).cpu()
     expected = least_squares(weight.to(dtype).double(), obs.damped(second), pattern.to_mask())
     assert float((found - expected).norm() / expected.norm()) < 1e-5
     assert found[~pattern.to_mask()].count_nonzero() == 0
@@ -98,7 +98,7 @@ def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.4, generator=seeded())
     added = obs.damped(second, 0.05).added
     stacked = torch.cat([x / len(x) ** 0.5, added**0.5 * torch.eye(x.shape[1], dtype=torch.float64)])
-    found = refit(weight, second, pattern, damping=0.05).to_dense()
+    found = obs.solve(weight, obs.damped(second, 0.05), pattern)
     for row, kept in enumerate(pattern.to_mask()):
         right = (stacked @ weight[row])[:, None]
         expected = torch.linalg.lstsq(stacked[:, kept], right).solution[:, 0]
@@ -108,7 +108,7 @@ def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
 def test_empty_rows_and_all_blocks() -> None:
     _, weight, second = layer_problem()
     mask = torch.tensor([[False] * 5, [True] * 5, [False, True, False, False, True]])
-    found = refit(weight, second, BlockPattern.from_block_mask(mask, block_shape=B)).to_dense()
+    found = obs.solve(weight, obs.damped(second), BlockPattern.from_block_mask(mask, block_shape=B))
     assert found[:B].count_nonzero() == 0
     torch.testing.assert_close(found[B : 2 * B], weight[B : 2 * B])
 
@@ -205,20 +205,14 @@ def test_damping_grows_where_it_is_too_weak() -> None:
 def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="second_moment"):
         obs.damped(second)
-    with pytest.raises(InvalidArgumentError, match="second_moment"):
-        refit(torch.randn(16, 32), second, BlockPattern.full((16, 32), block_shape=B))
 
 
-def test_refit_is_for_finite_weights_and_has_no_gradient() -> None:
-    _, weight, second = layer_problem()
-    pattern = BlockPattern.full(weight.shape, block_shape=B)
-    assert not refit(nn.Parameter(weight), second, pattern).values.requires_grad
+def test_damping_is_a_finite_number() -> None:
+    second = layer_problem()[2]
     assert obs.damped(second, 1e9).damping == 1e9
     for damping in (-1, float("nan"), "much"):
         with pytest.raises(InvalidArgumentError, match="damping must be"):
-            refit(weight, second, pattern, damping=damping)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="weight must be finite"):
-        refit(weight / 0, second, pattern)
+            obs.damped(second, damping)  # type: ignore[arg-type]
 
 
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
@@ -250,18 +244,11 @@ def test_two_of_four_are_chosen_in_kept_blocks_only() -> None:
 
 
 def test_scores_by_their_definitions() -> None:
-    weight, gradient, norms = torch.randn(32, 48), torch.randn(32, 48), torch.rand(48)
-    w, g = weight[16:, :16], gradient[16:, :16]
-    shape = (B, B)
-    assert scores.magnitude(weight, shape)[1, 0] == pytest.approx(float(w.norm()), rel=1e-5)
+    weight, norms = torch.randn(32, 48), torch.rand(48)
+    w = weight[16:, :16]
+    assert obs.scores_of(weight, (B, B))[1, 0] == pytest.approx(float(w.norm()), rel=1e-5)
     expected = float((w.abs() * norms[:16]).sum())
-    assert scores.wanda(weight, norms, shape)[1, 0] == pytest.approx(expected, rel=1e-5)
-    assert scores.taylor(weight, gradient, shape)[1, 0] == pytest.approx(float((w * g).abs().sum()), rel=1e-5)
-    assert scores.movement(weight, gradient, shape)[1, 0] == pytest.approx(-float((w * g).sum()), rel=1e-4)
-    with pytest.raises(InvalidArgumentError, match="input_norms"):
-        scores.wanda(weight, norms[:3], shape)
-    with pytest.raises(InvalidArgumentError, match="gradient"):
-        scores.taylor(weight, gradient[:3], shape)
+    assert obs.scores_of(weight, (B, B), norms)[1, 0] == pytest.approx(expected, rel=1e-5)
 
 
 # Models.
@@ -477,26 +464,11 @@ def test_modes_and_gradients_are_as_before() -> None:
     frozen = case.model.encoder.layer[1].output.dense
     frozen.weight.requires_grad_(False)
     before = {name: module.training for name, module in case.model.named_modules()}
-    prune_(case.model, Config(0.5, 32), case.batches, method="taylor", loss=_square_loss, layers="encoder")
+    prune_(case.model, Config(0.5, 32), case.batches, method="wanda", layers="encoder")
     assert {name: module.training for name, module in case.model.named_modules()} == before
     assert not case.model.encoder.layer[1].output.dense.weight.requires_grad
     assert case.model.encoder.layer[0].output.dense.weight.requires_grad
     assert all(parameter.grad is None for parameter in case.model.parameters())
-
-
-def _square_loss(model: nn.Module, batch: Any) -> Tensor:
-    found: Tensor = model(**batch)[0].square().mean()
-    return found
-
-
-@pytest.mark.parametrize("method", ["taylor", "movement"])
-def test_gradients_of_the_models_own_loss(method: str) -> None:
-    case = CASES["gpt2"]()
-    with pytest.raises(InvalidArgumentError, match="labels"):
-        prune_(case.model, Config(0.5, 32), case.batches, method=method)
-    labelled = [{**batch, "labels": batch["input_ids"]} for batch in case.batches]
-    report = prune_(case.model, Config(0.5, 32), labelled, method=method)
-    assert report.facts["method"] == method and len(report.layers) == 8
 
 
 def test_choices_for_each_layer() -> None:
@@ -523,14 +495,6 @@ def test_two_of_four_with_refit() -> None:
         assert case.model[2].storage == "compressed"
         errors[by_refit] = sum(layer.error for layer in report.layers)
     assert errors[True] < 0.7 * errors[False]
-
-
-def test_patterns_from_elsewhere_are_refitted() -> None:
-    case = CASES["mlp"]()
-    pattern = BlockPattern.random((128, 64), block_shape=16, density=0.4, generator=seeded())
-    report = prune_(case.model, Config(), case.batches, patterns={"0": pattern})
-    assert case.model[0].pattern == pattern and report.facts["method"] == "given patterns"
-    assert report.layers[0].error < report.layers[0].error_before
 
 
 def test_measured_errors_are_those_of_pruning() -> None:
@@ -566,9 +530,9 @@ def test_the_command_prunes_and_saves(
     text.write_text(" ".join(f"w{int(t)}" for t in torch.randint(1, 96, (2000,), generator=seeded())))
     command = ["prune", str(source), str(output), "--text", str(text), "--device", "cpu", "--length", "32"]
     options = ["--density", "0.25", "--block", "16x32", "--layers", "model.*proj", "--samples", "6"]
-    options += ["--method", "taylor", "--resume", str(tmp_path / "progress")]
+    options += ["--method", "wanda"]
     assert cli.main([*command, *options]) == 0
-    assert "by taylor" in capsys.readouterr().out
+    assert "by wanda" in capsys.readouterr().out
     pruned = LlamaForCausalLM.from_pretrained(output)
     layer = pruned.model.layers[1].mlp.down_proj
     assert isinstance(layer, BlockSparseLinear) and (layer.block_shape, layer.density) == ((16, 32), 0.25)
@@ -667,58 +631,6 @@ def test_layers_pruned_in_inference_mode_train() -> None:
 # What goes wrong.
 
 
-class Interrupted(Exception):
-    pass
-
-
-def test_resumed_is_as_uninterrupted_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = CASES["llama"]()
-    expected = prune_(whole.model, Config(0.5, 32, nm=(2, 4)), whole.batches)
-    case = CASES["llama"]()
-    before = state(case.model)
-    solve, solved = obs.solve, []
-
-    def failing(*args: Any) -> Tensor:
-        solved.append(args)
-        if len(solved) == 10:
-            raise Interrupted
-        return solve(*args)
-
-    monkeypatch.setattr("tilesparse.prune.obs.solve", failing)
-    with pytest.raises(Interrupted):
-        prune_(case.model, Config(0.5, 32, nm=(2, 4)), case.batches, folder=tmp_path)
-    assert unchanged(case.model, before) and len(list(tmp_path.glob("*.safetensors"))) == 9
-    report = prune_(case.model, Config(0.5, 32, nm=(2, 4)), case.batches, folder=tmp_path)
-    assert len(solved) == 10 + 14 - 9 and report == expected
-    now, then = case.model.state_dict(), whole.model.state_dict()
-    assert now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
-
-
-def test_a_folder_is_for_one_pruning_alone(tmp_path: Path) -> None:
-    case, other = CASES["mlp"](), CASES["mlp"]()
-
-    def again(model: nn.Module, batches: Any, density: float = 0.5, **options: Any) -> Report:
-        return prune_(model, Config(density, 16), batches, folder=tmp_path, **options)
-
-    again(copy.deepcopy(case.model), case.batches)
-    before = state(case.model)
-    other.model[0].bias.data[0] = 1.0
-    for what, model, batches, options in (
-        ("another model", other.model, case.batches, {}),
-        ("another batches", case.model, case.batches[:2], {}),
-        ("another configs", case.model, case.batches, {"density": 0.4}),
-        ("another damping", case.model, case.batches, {"damping": 0.5}),
-        ("beside folder", case.model, [object()], {}),
-    ):
-        with pytest.raises(InvalidArgumentError, match=what):
-            again(model, batches, **options)
-    file = next(tmp_path.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-40] + bytes(40))
-    with pytest.raises(CheckpointError, match=file.name):
-        again(case.model, case.batches)
-    assert unchanged(case.model, before)
-
-
 class Idle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -729,7 +641,6 @@ class Idle(nn.Module):
         return y
 
 
-FULL = BlockPattern.full((128, 64), block_shape=16)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"batches": []}, "batches must have at least one"),
     "one batch": ({"batches": torch.randn(4, 64)}, "batches must be an iterable of batches"),
@@ -758,17 +669,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "exclude of nothing": ({"exclude": "9"}, "exclude must match modules of the model, got '9'"),
     "device": ({"device": "cuda:99"}, "device"),
     "meta device": ({"device": "meta"}, "device must have memory"),
-    "configs and patterns": ({"config": {"0": Config(0.5, 16)}, "patterns": {"0": FULL}}, "config must be"),
-    "layers and patterns": ({"layers": "0", "patterns": {"0": FULL}}, "layers must be None beside patterns"),
-    "no patterns": ({"patterns": {}}, "patterns must have a pattern"),
-    "a pattern of nothing": ({"patterns": {"9": FULL}}, "got '9'"),
-    "other pattern": (
-        {"patterns": {"0": BlockPattern.full((64, 64), block_shape=16)}},
-        r"patterns\['0'\] must have shape",
-    ),
-    "loss of many": ({"method": "taylor", "loss": lambda m, b: m(b)}, "loss must be"),
-    "loss of none": ({"method": "taylor", "loss": lambda m, b: m(b).sum().detach()}, "loss must be"),
-    "file": ({"folder": __file__}, "folder must be a folder"),
 }
 
 
@@ -968,10 +868,6 @@ def test_empty_block_rows_and_columns_are_named() -> None:
     assert "empty block rows, whose outputs are the bias alone: 3 in 0" in said[0] and said[0][-5:] in str(
         report
     )
-    pattern = BlockPattern.from_blocks([(0, 0)], shape=(64, 64), block_shape=16)
-    model = nn.Sequential(nn.Linear(64, 64))
-    report, said = messages(lambda: prune_(model, Config(), vectors(), patterns={"0": pattern}))
-    assert (report.layers[0].empty_rows, report.layers[0].empty_columns) == (3, 3) and not said
 
 
 class Between(nn.Module):

@@ -363,6 +363,3 @@ def test_pruning_reads_sparse_weights() -> None:
     for report, y in reports[1:]:
         assert report == reports[0][0]
         torch.testing.assert_close(y, reports[0][1])
-    model = stored(gappy().to_sparse_csr())
-    with pytest.raises(InvalidArgumentError, match="method must not be 'taylor' for layer '0'"):
-        prune_(model, CONFIG, batches, method="taylor", loss=lambda model, batch: model(batch).sum())

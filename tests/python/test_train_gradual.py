@@ -288,7 +288,6 @@ HAYSTACK: dict[str, tuple[Callable[..., Any], float, float, float]] = {
     "static": (lambda m, o: None, 0.1, 0.0, 0.3),
     "set": (lambda m, o: PatternSchedule(m, o, every=10), 0.1, 0.5, 1.0),
     "rigl": (lambda m, o: PatternSchedule(m, o, every=10, grow="gradient"), 0.1, 0.95, 1.0),
-    "snfs": (lambda m, o: PatternSchedule(m, o, every=10, grow="momentum"), 0.1, 0.95, 1.0),
     "movement": (
         lambda m, o: PatternSchedule(m, o, every=10, grow="gradient", drop="movement"),
         0.1,

@@ -32,7 +32,6 @@ from .stream import (
 )
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
-Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
 class Calibration:
@@ -166,11 +165,7 @@ class Calibration:
                 number = min(current, len(self._batches) - 1)
 
     def moments(self, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
-        """Yield the layers of a group, or some of them, each with the moments of its inputs.
-
-        Raises:
-            InvalidArgumentError: a layer meets no token that counts, or one that is not finite.
-        """
+        """Yield the layers of a group, or some of them, each with the moments of its inputs."""
         projection = self._projection(group[0]) if group else None
         if projection is not None:
             of_experts = self._moments_of_experts(projection)
@@ -258,17 +253,6 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     Tensors are copies, which the model may write to, on the device of its first parameter.
     """
     return call_apart(model, batch)
-
-
-def own_loss(output: Any) -> Tensor:
-    """Return the ``loss`` of a model's output."""
-    value = getattr(output, "loss", None)
-    if not isinstance(value, Tensor):
-        raise InvalidArgumentError(
-            "loss must be given: the model gives none with these batches; Transformers' models do where a "
-            "batch has labels"
-        )
-    return value
 
 
 def _kept_tokens(batch: Any) -> Tensor | None:

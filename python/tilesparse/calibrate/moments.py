@@ -177,10 +177,6 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
         second_moment: [in_features, in_features], of any floating dtype.
         damping: what is added to the diagonal, over the mean of the diagonal. If that is zero the matrix
             becomes the identity: then nothing is known of the inputs.
-
-    Raises:
-        InvalidArgumentError: the matrix is not square, not finite, or no second moment; or ``damping`` is no
-            finite number of at least 0.
     """
     checked_number("damping", damping)
     if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:

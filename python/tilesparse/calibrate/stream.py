@@ -252,11 +252,7 @@ def first_of(output: Any) -> Any:
 
 
 def tensor_of(name: str, output: Any) -> Tensor:
-    """Return the tensor of a submodule's output.
-
-    Raises:
-        UnsupportedError: there is none of floating point.
-    """
+    """Return the tensor of a submodule's output."""
     tensor = first_of(output)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise UnsupportedError(
@@ -322,9 +318,6 @@ def call(model: nn.Module, batch: Any, **options: Any) -> Any:
     """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``.
 
     The model gets mappings and lists of its own: sentence-transformers writes results into its features.
-
-    Raises:
-        InvalidTypeError: the model fails at a batch in which there is no tensor.
     """
     batch = _in_other_containers(batch)
     try:

@@ -43,7 +43,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--length", type=parse_count, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
     )
     add_device(command)
-    command.add_argument("--resume", type=Path, metavar="FOLDER", help="for progress, to go on after a stop")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -52,8 +51,6 @@ def main(arguments: argparse.Namespace) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidArgumentError(f"output must be a folder that is empty or does not exist, got {output}")
     check_writable("output", output)
-    if arguments.resume is not None:
-        check_writable("--resume", arguments.resume)
     try:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -62,8 +59,6 @@ def main(arguments: argparse.Namespace) -> None:
     model = load_model(arguments.model)
     length = min(arguments.length, getattr(model.config, "max_position_embeddings", None) or arguments.length)
     batches = _samples(tokenizer, text, arguments.samples, length)
-    if hasattr(model, "lm_head"):
-        batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]
     nm = (2, 4) if arguments.nm else None
     report = prune_(
         model,
@@ -72,7 +67,6 @@ def main(arguments: argparse.Namespace) -> None:
         layers=arguments.layers,
         method=arguments.method,
         device=arguments.device,
-        folder=arguments.resume,
     )
     try:
         model.save_pretrained(output)

@@ -89,12 +89,7 @@ class LoraLinear(Linear):
         self._merged_blocks: list[Tensor] = []  # the pattern that the copy of the weight belongs to
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Add an adapter.
-
-        Raises:
-            UnsupportedError: `config` asks for a variant of LoRA, or for an initialisation that takes the
-                weight for a dense matrix.
-        """
+        """Add an adapter."""
         self._name = kwargs.get("target_name", "")
         variants = [
             field.name
@@ -123,11 +118,7 @@ class LoraLinear(Linear):
         return _loss(*factors, self._kept_of(*factors))
 
     def check_mergeable(self, adapter_names: list[str] | None = None) -> None:
-        """Raise what `merge` would. PEFT merges one layer after the other: all are asked before the first.
-
-        Raises:
-            UnsupportedError: the storage is not "plain", or there is no bias to which one could be added.
-        """
+        """Raise what `merge` would. PEFT merges one layer after the other: all are asked before the first."""
         names, base = self._present(adapter_names), self.get_base_layer()
         if names and not storage_of(base.storage).trainable:
             raise UnsupportedError(
@@ -148,10 +139,6 @@ class LoraLinear(Linear):
         Args:
             safe_merge: check that the sum is finite.
             adapter_names: what to merge; None is the active ones.
-
-        Raises:
-            UnsupportedError: see `check_mergeable`.
-            InvalidArgumentError: the sum is not finite, with ``safe_merge``. The layer is as it was.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
@@ -177,11 +164,7 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Put back the weight, and the bias, from before the first merge; the storage is "plain" again.
-
-        Raises:
-            UnsupportedError: the layer has another pattern than then. It is as it was.
-        """
+        """Put back the weight, and the bias, from before the first merge; the storage is "plain" again."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=3)
             return
@@ -292,11 +275,7 @@ class LoraExperts(LoraLinear):
     """
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Add an adapter.
-
-        Raises:
-            UnsupportedError: what `LoraLinear` refuses, ``lora_bias``, or the initialisation "eva".
-        """
+        """Add an adapter."""
         name = kwargs.get("target_name", "")
         if config.lora_bias:
             raise UnsupportedError(f"lora_bias must be False, since layer {name!r} has weights of experts")
@@ -334,9 +313,6 @@ class LoraExperts(LoraLinear):
             gate: [tokens, out], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
             adapter_names: None; PEFT's adapters by row are not told which rows experts meet.
-
-        Raises:
-            UnsupportedError: ``adapter_names`` are given.
         """
         if adapter_names is not None:
             raise UnsupportedError("adapter_names must be None: experts meet rows in another order")

@@ -151,9 +151,6 @@ class TileSparseConfig(QuantizationConfigMixin):
 
     Args:
         section: ``version`` and ``layers``.
-
-    Raises:
-        InvalidArgumentError: the section is of a newer version, or wrong.
     """
 
     quant_method = METHOD

@@ -358,12 +358,7 @@ class Found(NamedTuple):
     tensors: Mapping[str, str]
 
     def read(self, source: Source) -> Weight:
-        """Read and check the weight.
-
-        Raises:
-            CheckpointError: its tensors contradict each other.
-            UnsupportedError: the format is one that no other program can read.
-        """
+        """Read and check the weight."""
         try:
             parts = {end: source.tensor(name) for end, name in self.tensors.items()}
             return self.format.read(parts, source.settings)

@@ -57,11 +57,7 @@ def section_of(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed_layers(section: object) -> dict[str, LayerSpec]:
-    """Return the spec of each layer that a section describes; keys besides version and layers may be there.
-
-    Raises:
-        InvalidArgumentError: it is of a newer version, or not what `section` makes.
-    """
+    """Return the spec of each layer that a section describes; it may have other keys than these."""
     if not isinstance(section, Mapping):
         raise InvalidArgumentError(f"tilesparse must be a section, got {shown(section)}")
     version, layers = section.get("version"), section.get("layers")

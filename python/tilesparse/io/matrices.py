@@ -40,12 +40,7 @@ def is_matrix(path: Path) -> bool:
 
 
 def read_matrix(path: Path) -> Matrix:
-    """Read a matrix, of whose file a part at a time is in memory beside its entries.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds no matrix of real numbers.
-        UnsupportedError: the matrix is too large, or scipy is not installed.
-    """
+    """Read a matrix, of whose file a part at a time is in memory beside its entries."""
     try:
         import scipy.sparse
     except ImportError as error:

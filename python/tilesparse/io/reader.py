@@ -428,10 +428,6 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
 
     Returns:
         The names of the layers.
-
-    Raises:
-        InvalidArgumentError: the section is wrong, a layer is missing in the model, is of another kind or
-            shape there, or is block-sparse there and not in the section. The model is as it was.
     """
     return install(model, targets_of(model, parsed_layers(section)))
 
@@ -446,10 +442,6 @@ def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> li
 
     Returns:
         The names of the layers; none if the checkpoint has none.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or was cut off, or does not fit the model.
-        UnsupportedError: scales would be rounded. The model is as it was.
     """
     config = read_json(folder / CONFIG)[0]
     if METHOD not in config and not is_method(config.get("quantization_config")):

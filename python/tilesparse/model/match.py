@@ -43,9 +43,6 @@ class LayerOptions:
         parts: (r, c), the parts of block rows and columns that keep equally many of the chosen blocks.
         reference_layers: use `ReferenceBlockSparseLinear`.
         untie: replace layers that share a parameter with another module, too.
-
-    Raises:
-        InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
 
     config: BlockSparseConfig = field(default_factory=BlockSparseConfig)
@@ -103,11 +100,7 @@ class Rule:
 def rules_of(
     config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None], layers: str | Sequence[str] | None
 ) -> list[Rule]:
-    """Return the rules that two arguments mean: a config and its layers, or a config by names of layers.
-
-    Raises:
-        InvalidArgumentError: both name layers, a mapping names none, or a text is no regular expression.
-    """
+    """Return the rules that two arguments mean: a config and its layers, or a config by names of layers."""
     if isinstance(config, BlockSparseConfig):
         patterns = parsed("layers", ".*" if layers is None else layers)
         return [Rule(pattern, LayerOptions(config)) for pattern in patterns]
@@ -156,9 +149,6 @@ def match_modules(
     The first rule that matches a layer counts. With `spare_outputs` it leaves output embeddings alone unless
     it writes out the last part of their name. `names` and `reads` are `names_of_modules` and `weight_reads`
     of the model.
-
-    Raises:
-        InvalidArgumentError: others, with other options, come before a rule for all of its layers.
     """
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
@@ -250,11 +240,7 @@ def refusal_of(
     exclude: str | Sequence[str] | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> Refusal:
-    """Return why modules are not replaced: for a reason of their own, or for what the user leaves out.
-
-    Raises:
-        InvalidArgumentError: one of `exclude` matches no module.
-    """
+    """Return why modules are not replaced: for a reason of their own, or for what the user leaves out."""
     patterns = [] if exclude is None else parsed("exclude", exclude)
     places = matching(patterns, names) if patterns else {}
     used = {place for own in places.values() for place in own}

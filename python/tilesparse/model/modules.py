@@ -191,11 +191,7 @@ class NamePattern:
 
     @classmethod
     def parse(cls, text: str, *, fullmatch: bool = False, argument: str = "regex") -> NamePattern:
-        """Return the pattern that a text means.
-
-        Raises:
-            InvalidArgumentError: `text`, which is that `argument` of the caller, is no regular expression.
-        """
+        """Return the pattern that a text means."""
         try:
             expression = None if _NAME.fullmatch(text) else re.compile(text)
         except (re.error, TypeError) as error:

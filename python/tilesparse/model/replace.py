@@ -127,13 +127,7 @@ class CannotBeCutError(InvalidArgumentError):
 
 
 def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
-    """Return the block-sparse layer, or experts, that replace dense ones, which stay as they are.
-
-    Raises:
-        CannotBeCutError: the weight cannot be cut into blocks of the config's shape.
-        InvalidArgumentError: the weight has NaN, has infinities and is to be stored in 8 or 4 bits, is on the
-            meta device without a pattern, or does not have the pattern's shape.
-    """
+    """Return the block-sparse layer, or experts, that replace dense ones, which stay as they are."""
     config, pattern = options.config, options.pattern
     projections = projections_of(module)
     if projections is not None:

@@ -1,7 +1,6 @@
-"""Parts of pruning beside `prune_`: densities, orders of features, and the refit of one weight."""
+"""Parts of pruning beside `prune_`: budgets and orders of features."""
 
-from .allocation import allocate, erk, measure_errors
-from .obs import refit
+from .allocation import allocate, measure_errors
 from .permutation import PermutationGroup, permute_
 
-__all__ = ["PermutationGroup", "allocate", "erk", "measure_errors", "permute_", "refit"]
+__all__ = ["PermutationGroup", "allocate", "measure_errors", "permute_"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_number, check_block_shape, check_shapes, checked_fraction
+from .._checks import as_number
 from .._reports import Progress, aligned
 from ..calibrate.calibration import (
     Calibration,
@@ -46,7 +46,6 @@ from ..storage.formats import forms_of
 from ..tuning.measure import LatencyTable
 from .driver import check_numbers
 from .obs import Pruner
-from .scores import GRADIENT_METHODS
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
 
@@ -95,7 +94,7 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
 
     @property
     def error(self) -> float:
-        """The sum of the layers' errors, each times its weight."""
+        """The sum of the layers' errors."""
         return sum(layer.error for layer in self.layers)
 
     @property
@@ -129,69 +128,6 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
         return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
 
 
-def erk(
-    model: nn.Module, layers: Iterable[str], density: float, *, block_shape: int | Sequence[int] = (64, 64)
-) -> dict[str, BlockSparseConfig]:
-    """Return configs with densities by the Erdős-Rényi-Kernel: large layers become sparser than small ones.
-
-    Densities are in proportion to (in_features + out_features) / (in_features · out_features), as in Evci et
-    al., "Rigging the Lottery: Making All Tickets Winners" (ICML 2020). All layers together keep ``density``
-    of their blocks, rounded to a block, and each of them at least one.
-
-    Args:
-        model: only shapes are read, so that it may be on the meta device.
-        layers: names of dense linear layers.
-        density: kept fraction of the blocks of all layers together.
-        block_shape: (bn, bk), or one number for both.
-
-    Raises:
-        InvalidArgumentError: a name is not that of such a layer, a layer cannot be cut into such blocks, or
-            the density is not from 0 to 1, or leaves less than one block for each layer.
-    """
-    block_shape = check_block_shape(block_shape)
-    found = dense_layers("layers", model, layers)
-    shapes = {name: shape_of(layer) for name, layer in found.items()}
-    for name, shape in shapes.items():
-        checked_configs("layers", name, [BlockSparseConfig(1.0, block_shape)], shape)
-    totals = [math.prod(check_shapes(shape, block_shape)[2]) for shape in shapes.values()]
-    budget = round(checked_fraction("density", density) * sum(totals))
-    if budget < len(totals):
-        raise InvalidArgumentError(
-            f"density must be at least {len(totals) / sum(totals):.3g}, one block of each of "
-            f"{len(totals)} layers, got {density!r}"
-        )
-    # A weight has (in · out) · (in + out) / (in · out) parts of what is kept: the blocks are of one size.
-    parts = [sum(shape) for shape in shapes.values()]
-    kept = _in_proportion(parts, totals, budget)
-    return {
-        name: BlockSparseConfig(blocks / total, block_shape)
-        for name, blocks, total in zip(shapes, kept, totals, strict=True)
-    }
-
-
-def _in_proportion(parts: Sequence[int], totals: Sequence[int], budget: int) -> list[int]:
-    """Share the budget out in proportion to parts, but from 1 to the total of each, in whole numbers."""
-
-    def shares(scale: float) -> list[float]:
-        return [min(max(scale * part, 1), total) for part, total in zip(parts, totals, strict=True)]
-
-    low, high = 0.0, max(total / part for part, total in zip(parts, totals, strict=True))
-    # The sum of min(total, max(1, scale · part)) rises with the scale; 100 halvings end at its last bit.
-    for _ in range(100):
-        middle = (low + high) / 2
-        if sum(shares(middle)) < budget:
-            low = middle
-        else:
-            high = middle
-    exact = shares(high)
-    kept = [math.floor(share + 1e-9) for share in exact]
-    for position in sorted(range(len(kept)), key=lambda each: kept[each] - exact[each]):  # largest remainders
-        if sum(kept) == budget:
-            break
-        kept[position] += kept[position] < totals[position]
-    return kept
-
-
 def allocate(
     profiles: ErrorProfiles,
     model: nn.Module,
@@ -200,7 +136,6 @@ def allocate(
     bytes: int | None = None,
     milliseconds: float | None = None,
     table: LatencyTable | None = None,
-    weights: Mapping[str, float] | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
 
@@ -209,7 +144,7 @@ def allocate(
     ``gap`` of the result says so in any case. Equal arguments have equal results.
 
     Errors of different layers are added up although they are relative ones: that what a layer gets wrong
-    matters alike in all layers is an assumption, which ``weights`` can replace.
+    matters alike in all layers is an assumption.
 
     Args:
         profiles: from `measure_errors`: by layer and config. Layers not among them are no part of any sum.
@@ -220,7 +155,6 @@ def allocate(
         milliseconds: for one call of each layer, as `table` has measured it. Exactly one of these three is
             to be given.
         table: from `tilesparse.tuning.measure_latency`, with ``milliseconds``.
-        weights: by name, what a layer's errors are multiplied by; 1 for others.
 
     Raises:
         InvalidArgumentError: the budget is below the least there is, which the text names; a layer of the
@@ -237,11 +171,6 @@ def allocate(
         refuse_experts(
             model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes"
         )
-    factors = dict.fromkeys(layers, 1.0)
-    for name, weight in (weights or {}).items():
-        if name not in layers:
-            raise InvalidArgumentError(f"weights must name layers of the profiles, got {name!r}")
-        factors[name] = _finite("weights", name, weight)
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
     errors: list[list[float]] = []
@@ -253,8 +182,7 @@ def allocate(
         else:
             cost_of = _weights_of if unit == "weights" else _bytes_of
             costs.append([float(cost_of(layer, config)) for config in options[name]])
-        measured = (_finite("profiles: errors", name, error) for error in profiles[name].values())
-        errors.append([0.0, *(factors[name] * error for error in measured)])
+        errors.append([0.0, *(_checked_error(name, error) for error in profiles[name].values())])
     least = sum(map(min, costs))
     if budget < least:
         rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
@@ -289,12 +217,12 @@ def _budget(parameters: float | None, bytes: float | None, milliseconds: float |
     return unit, float(budget) if unit == "ms" else math.floor(budget)
 
 
-def _finite(argument: str, name: str, number: object) -> float:
-    if not 0 <= as_number(number) < math.inf:
+def _checked_error(name: str, error: object) -> float:
+    if not 0 <= as_number(error) < math.inf:
         raise InvalidArgumentError(
-            f"{argument} must be finite numbers of at least 0, got {number!r} for layer {name!r}"
+            f"profiles: errors must be finite numbers of at least 0, got {error!r} for layer {name!r}"
         )
-    return as_number(number)
+    return as_number(error)
 
 
 def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
@@ -510,7 +438,7 @@ def measure_errors(
         layers: names or regular expressions, or None.
         exclude: likewise, of layers that are left out.
         filter_fn: takes a linear layer and its name, and returns True to measure it.
-        method: one that needs no gradient.
+        method: how blocks are chosen.
         refit: whether the kept weights make up for the others.
         damping: of the second moment of the inputs.
         forward: calls the model with a batch.
@@ -523,8 +451,6 @@ def measure_errors(
         InvalidArgumentError: as of `prune_`, whose warning of too few tokens comes here as well.
     """
     check_numbers(method, damping, refit)
-    if method in GRADIENT_METHODS:
-        raise InvalidArgumentError(f"method must need no gradient, got {method!r}")
     checked = [checked_config("configs", config) for config in configs]
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -14,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_flag, checked_number, shown
-from .._files import checksum, read_header, read_json, read_tensor, replacing, write_json, write_tensors
 from .._hooks import check_can_change, layers_changed
 from .._reports import Progress, empty_of, listed, warn_user
 from ..calibrate.calibration import (
     Calibration,
     Forward,
-    Loss,
     call_model,
     check_model,
     collected,
@@ -31,7 +26,7 @@ from ..calibrate.experts import check_configs_of, expanded, joined, projection_o
 from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
-from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import STAYS_DENSE
 from ..model.modules import Target, hidden_attribute, names_of_modules
 from ..model.replace import replace_modules
@@ -43,14 +38,10 @@ from ..model.targets import (
     chosen_layers,
     reasons,
     reasons_against_experts,
-    shape_of,
 )
 from ..nn.dense import is_conv1d
-from ..nn.weight import INDEX_NAMES
-from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from .obs import METHODS, Pruner, Solution, built
-from .scores import GRADIENT_METHODS, gradient_scores
 
 
 @dataclass(frozen=True)
@@ -115,13 +106,10 @@ def prune_(
     exclude: str | Sequence[str] | None = None,
     filter_fn: Filter | None = None,
     method: str = "obs",
-    patterns: Mapping[str, BlockPattern] | None = None,
     refit: bool = True,
     damping: float = DAMPING,
     forward: Forward | None = None,
-    loss: Loss | None = None,
     device: torch.device | str | int | None = None,
-    folder: str | os.PathLike[str] | None = None,
     strict: bool = True,
 ) -> Report:
     """Prune the linear layers of a trained model in place, so that their outputs change least.
@@ -147,19 +135,12 @@ def prune_(
         exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer and its name, and returns True to prune it.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
-            after the other; "wanda", "magnitude", "taylor" and "movement" by scores, see
-            `tilesparse.prune.scores`, the last two by gradients of ``loss``.
-        patterns: blocks chosen elsewhere, by full names of layers, in place of ``layers`` and ``method``, and
-            of density and block shape in ``config``: only the refit remains.
+            after the other; "wanda" by the sum of |W| · ‖X‖; "magnitude" by their norm.
         refit: whether the kept weights make up for the others.
         damping: of the second moment of the inputs, over the mean of its diagonal.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
-        loss: ``loss(model, batch)`` gives a scalar to "taylor" and "movement". None is the ``loss`` of what
-            the model gives, as of Transformers' models for batches with labels.
         device: where blocks of the stack and all matrices are computed; None is that of the model's first
             parameter.
-        folder: for progress: layers that are done are kept there, and a run with the same model, data and
-            arguments goes on behind them. On one CPU the result is the same bit for bit.
         strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
@@ -169,9 +150,8 @@ def prune_(
 
     Raises:
         InvalidArgumentError: an argument is not allowed or stands beside one that it cannot stand beside, no
-            layer is left to prune, one that was asked for cannot be, the calibration data are none, never run
-            a layer, or have NaN or infinities at a layer, or ``folder`` belongs to another pruning.
-        CheckpointError: a file in ``folder`` is damaged.
+            layer is left to prune, one that was asked for cannot be, or the calibration data are none, never
+            run a layer, or have NaN or infinities at a layer.
 
     Examples:
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
@@ -180,10 +160,8 @@ def prune_(
     """
     check_numbers(method, damping, refit)
     check_model(model)
-    all_layers = isinstance(config, BlockSparseConfig) and layers is None and patterns is None
-    if patterns is not None:
-        config = _configs_of(patterns, config, layers=layers, exclude=exclude, filter_fn=filter_fn)
-    elif isinstance(config, BlockSparseConfig):
+    all_layers = isinstance(config, BlockSparseConfig) and layers is None
+    if isinstance(config, BlockSparseConfig):
         config = checked_config("config", config)
     elif isinstance(config, Mapping):
         config = {
@@ -203,39 +181,19 @@ def prune_(
         all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as planned
         if not targets and not all_stay_dense and strict:
             raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
-        if patterns is not None:
-            _check_patterns(model, patterns, targets)
         if targets:
             check_configs_of(experts, targets)
             data = collected(batches)
             check_can_change(model)
             device = chosen_device(model, device)
-            saved = None
-            if folder is not None:
-                indices = {
-                    name: [getattr(pattern, own).tolist() for own in INDEX_NAMES]
-                    for name, pattern in (patterns or {}).items()
-                }
-                arguments = {"method": method, "refit": refit, "damping": float(damping)}
-                arguments |= {"configs": targets, "patterns": indices}
-                saved = SavedSolutions(Path(folder), model, data, arguments)
             with observing(model):
-                block_scores: Mapping[str, Tensor] = {}
-                if patterns is None and method in GRADIENT_METHODS:
-                    block_scores = gradient_scores(model, data, targets, method, forward, loss)
                 calibration = Calibration(model, data, forward or call_model, list(targets), device, refit)
 
                 def solve(name: str, moments: Moments) -> Solution:
-                    pattern = None if patterns is None else patterns[name]
-                    pruner, scores = (
-                        Pruner(model.get_submodule(name), moments, damping),
-                        block_scores.get(name),
-                    )
-                    return pruner.prune(
-                        targets[name], method, refit=refit, pattern=pattern, block_scores=scores
-                    )
+                    pruner = Pruner(model.get_submodule(name), moments, damping)
+                    return pruner.prune(targets[name], method, refit=refit)
 
-                solutions = _solutions(model, calibration, targets, solve, saved)
+                solutions = _solutions(model, calibration, targets, solve)
             sparse = {
                 name: built(model.get_submodule(name), solution, targets[name])
                 for name, solution in solutions.items()
@@ -268,7 +226,6 @@ def prune_(
         )
         for name, solution in solutions.items()
     ]
-    method = method if patterns is None or not made else "given patterns"
     order = f"block by block of {stack!r}" if stack is not None else "all layers at once"
     report = replace(
         sizes,
@@ -280,7 +237,7 @@ def prune_(
     if made and (refit or method == "obs"):
         tokens = {layer.name: layer.tokens for layer in pruned}
         warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
-    if made and patterns is None:
+    if made:
         warn_of_empty(layer for layer in pruned if layer.projection is None)
     if made and all_layers:
         _warn_of_dense(model, report.dense)
@@ -292,7 +249,6 @@ def _solutions(
     calibration: Calibration,
     targets: Mapping[str, BlockSparseConfig],
     solve: Callable[[str, Moments], Solution],
-    saved: SavedSolutions | None,
 ) -> dict[str, Solution]:
     """Return the solutions of all layers, each by its inputs behind those that were pruned before."""
     solutions: dict[str, Solution] = {}
@@ -302,17 +258,9 @@ def _solutions(
         return _parameters(model, targets, {name: solutions[name] for name in layers})
 
     for group in calibration.groups(changed):
-        for name in group:
-            shape = shape_of(model.get_submodule(name))
-            known = None if saved is None else saved.load(name, block_shape_of(targets[name]), shape)
-            if known is not None:
-                solutions[name] = known
-                progress.skip(1)
-        for name, moments in calibration.moments([name for name in group if name not in solutions]):
+        for name, moments in calibration.moments(group):
             with naming_layer(name):
                 solutions[name] = solve(name, moments)
-            if saved is not None:
-                saved.save(name, solutions[name])
             progress.show(len(solutions), f"layers pruned, {name} the last")
     return solutions
 
@@ -340,44 +288,6 @@ def check_numbers(method: str, damping: float, refit: bool) -> None:
     check_flag("refit", refit)
 
 
-def _configs_of(
-    patterns: Mapping[str, BlockPattern],
-    config: BlockSparseConfig | Mapping[str, BlockSparseConfig | None],
-    **others: object,
-) -> dict[str, BlockSparseConfig | None]:
-    """Return how layers with given patterns are stored."""
-    if not isinstance(config, BlockSparseConfig):
-        raise InvalidArgumentError(
-            f"config must be a BlockSparseConfig beside patterns, which name the layers, got {shown(config)}"
-        )
-    for argument, value in others.items():
-        if value is not None:
-            raise InvalidArgumentError(
-                f"{argument} must be None beside patterns, which name the layers, got {shown(value)}"
-            )
-    if not patterns:
-        raise InvalidArgumentError("patterns must have a pattern for the name of a layer, got {}")
-    configs: dict[str, BlockSparseConfig | None] = {}
-    for name, pattern in patterns.items():
-        own = replace(config, density=pattern.density, block_shape=pattern.block_shape)
-        configs[name] = checked_config(f"patterns[{name!r}]", own)
-    return configs
-
-
-def _check_patterns(
-    model: nn.Module, patterns: Mapping[str, BlockPattern], targets: Mapping[str, BlockSparseConfig]
-) -> None:
-    """Raise InvalidArgumentError unless each pattern has the name and the shape of a layer."""
-    for name in dict.fromkeys((*patterns, *targets)):
-        if name not in targets or name not in patterns:
-            raise InvalidArgumentError(f"patterns must have the full names of layers, not so of {name!r}")
-        shape = shape_of(model.get_submodule(name))
-        if patterns[name].shape != shape:
-            raise InvalidArgumentError(
-                f"patterns[{name!r}] must have shape {shape}, got {patterns[name].shape}"
-            )
-
-
 def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
     """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
     usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
@@ -387,106 +297,4 @@ def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
         warn_user(
             f"{share:.0%} of the parameters are in no linear layer and stay dense: "
             f"{listed(one.name for one in others)}"
-        )
-
-
-_FILE = "pruning.json"
-_NUMBERS = ("error_before", "error", "damping", "tokens")
-
-
-class SavedSolutions:
-    """Solutions of layers in files, one for each; a folder belongs to one model, data and arguments.
-
-    Tensors of model and batches are compared by their checksums.
-
-    Raises:
-        InvalidArgumentError: the folder belongs to something else; or batches hold what cannot be compared.
-    """
-
-    def __init__(
-        self, folder: Path, model: nn.Module, batches: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise InvalidArgumentError(f"folder must be a folder, got the file {str(folder)!r}")
-        self._folder = folder
-        marks = {
-            "version": 1,
-            "torch": torch.__version__,
-            "model": _hash("model", dict(model.state_dict())),
-            "batches": _hash("batches", list(batches)),
-            **{name: repr(value) for name, value in arguments.items()},
-        }
-        file = folder / _FILE
-        if file.exists():
-            known, _ = read_json(file)
-            for name in marks:
-                if known.get(name) != marks[name]:
-                    raise InvalidArgumentError(
-                        f"folder: {str(folder)!r} holds the progress of a pruning with another {name}; "
-                        "give another folder"
-                    )
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as partial:
-            write_json(partial, marks)
-
-    def load(self, name: str, block_shape: tuple[int, int], shape: tuple[int, int]) -> Solution | None:
-        """Return the saved solution of a layer, or None.
-
-        Raises:
-            CheckpointError: its file is damaged.
-        """
-        file = self._file(name)
-        if not file.exists():
-            return None
-        stored = {own: read_tensor(tensor) for own, tensor in read_header(file)[0].items()}
-        try:
-            crow, col, slot = (stored[own] for own in INDEX_NAMES)
-            pattern = BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
-            numbers = dict(zip(_NUMBERS, stored["numbers"].tolist(), strict=True))
-            values = stored["values"]
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{file.name}: no saved layer, or of another shape: {error}") from error
-        numbers["tokens"] = int(numbers["tokens"])
-        return Solution(pattern, values, stored.get("mask"), stored.get("bias"), **numbers)
-
-    def save(self, name: str, solution: Solution) -> None:
-        """Write a layer's solution; if that is interrupted it counts as not written."""
-        numbers = [float(getattr(solution, own)) for own in _NUMBERS]
-        tensors = {own: getattr(solution.pattern, own) for own in INDEX_NAMES}
-        tensors |= {own: tensor for own in ("mask", "bias") if (tensor := getattr(solution, own)) is not None}
-        tensors["values"] = solution.values
-        tensors["numbers"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        with replacing(self._file(name)) as partial:
-            write_tensors(partial, tensors)
-
-    def _file(self, name: str) -> Path:
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
-
-
-def _hash(argument: str, value: Any) -> str:
-    digest = hashlib.sha256()
-    for text in _texts(argument, value):
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _texts(argument: str, value: Any) -> Iterator[str]:
-    """Yield texts that only equal nested values have."""
-    if isinstance(value, Tensor):
-        yield f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key)
-            yield from _texts(argument, item)
-    elif isinstance(value, tuple | list):
-        yield f"{type(value).__name__} of {len(value)}"
-        for item in value:
-            yield from _texts(argument, item)
-    elif value is None or isinstance(value, str | int | float | bool):
-        yield repr(value)
-    else:
-        raise InvalidArgumentError(
-            f"{argument} must be tensors, numbers and texts in tuples, lists and mappings beside folder, "
-            f"which is for the same {argument} only, got {type(value).__name__}"
         )

@@ -6,7 +6,7 @@ minimise
     ‖X (W - Ŵ)ᵀ‖² / tokens + λ ‖W - Ŵ‖² = tr((W - Ŵ) H (W - Ŵ)ᵀ),   H = XᵀX / tokens + λ I.
 
 The bn rows of a block row share their support S, so that one Cholesky factor of H_SS solves for all of them
-exactly (`refit`). Which blocks to remove is found greedily (`eliminate`): with C = H⁻¹, removing the block
+exactly (`solve`). Which blocks to remove is found greedily (`eliminate`): with C = H⁻¹, removing the block
 columns P of a block row costs exactly tr(W_P C_PP⁻¹ W_Pᵀ), and leaves
 
     W_S ← W_S - W_P C_PP⁻¹ C_PS,   C_SS ← C_SS - C_SP C_PP⁻¹ C_PS,
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_shapes
-from ..calibrate.moments import DAMPING, Damped, Moments, damped, exact_products, supports
+from .._runtime.pattern_cache import blocks_of
+from ..calibrate.moments import Damped, Moments, damped, exact_products, supports
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
@@ -33,12 +34,11 @@ from ..nn.dense import dense_weight
 from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
 from ..storage.quantize import two_of_four
-from . import scores
 
 # Of what pruning has changed of a layer's inputs, how much the layer makes up for. All of it follows the
 # calibration data too closely: on two models half was better than all, and all better than nothing.
 CORRECTION = 0.5
-METHODS = ("obs", "wanda", "magnitude", *scores.GRADIENT_METHODS)
+METHODS = ("obs", "wanda", "magnitude")
 GROUP = 0.12  # of a block row's remaining blocks that one round removes together
 _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what else runs
 
@@ -96,19 +96,9 @@ class Pruner:
         self._norm = float(((self._weight @ self._second) * self._weight).sum())  # ‖X Wᵀ‖² / tokens
         self._eliminations: dict[tuple[int, int], Elimination] = {}
 
-    def prune(
-        self,
-        config: BlockSparseConfig,
-        method: str,
-        *,
-        refit: bool = True,
-        pattern: BlockPattern | None = None,
-        block_scores: Tensor | None = None,
-    ) -> Solution:
-        """Return the layer's solution; ``block_scores`` [R, C] are those of methods that take gradients."""
-        if pattern is None:
-            pattern = self._chosen(config, method, block_scores)
-        pattern = pattern.to(self._device)
+    def prune(self, config: BlockSparseConfig, method: str, *, refit: bool = True) -> Solution:
+        """Return the layer's solution."""
+        pattern = self._chosen(config, method).to(self._device)
         weight, bias, kept = self._dense.double(), self._dense_bias, pattern.to_mask()
         if refit:
             weight = solve(self._weight, self._moment, pattern)
@@ -142,19 +132,17 @@ class Pruner:
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
         return solution._replace(error=self._error(stored, shift))
 
-    def _chosen(self, config: BlockSparseConfig, method: str, block_scores: Tensor | None) -> BlockPattern:
+    def _chosen(self, config: BlockSparseConfig, method: str) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
         if method == "obs":
             if block_shape not in self._eliminations:
                 self._eliminations[block_shape] = eliminate(self._weight, self._moment, block_shape)
             elimination = self._eliminations[block_shape]
             return elimination.pattern(round(density * elimination.order.numel()), block_shape)
-        if method == "magnitude":
-            block_scores = scores.magnitude(self._dense, block_shape)
-        elif method == "wanda":
-            block_scores = scores.wanda(self._dense, self._second.diagonal().sqrt(), block_shape)
-        assert block_scores is not None
-        return BlockPattern.from_scores(block_scores, block_shape=block_shape, density=density)
+        norms = self._second.diagonal().sqrt() if method == "wanda" else None
+        return BlockPattern.from_scores(
+            scores_of(self._dense, block_shape, norms), block_shape=block_shape, density=density
+        )
 
     def _error(self, weight: Tensor, bias: Tensor | None) -> float:
         """‖y - ŷ‖² / ‖X Wᵀ‖² on the calibration data; 0 where all of X Wᵀ is 0."""
@@ -164,6 +152,18 @@ class Pruner:
             shift = self._bias - bias
             loss += 2 * (shift * (wrong @ self._mean)).sum() + shift.square().sum()
         return max(0.0, float(loss) / self._norm) if self._norm > 0 else 0.0
+
+
+def scores_of(weight: Tensor, block_shape: tuple[int, int], input_norms: Tensor | None = None) -> Tensor:
+    """Return float32 scores [R, C] of blocks: their Frobenius norms, or with norms of inputs Wanda's.
+
+    That is the sum of |W| · ‖X‖ over a block (Sun et al., "A Simple and Effective Pruning Approach for Large
+    Language Models", ICLR 2024, who rank the weights of one output; blocks are ranked among all of a layer).
+    """
+    weight = weight.float()
+    of_weights = weight.square() if input_norms is None else weight.abs() * input_norms.float()
+    sums = blocks_of(of_weights, block_shape).sum((2, 3))
+    return sums.sqrt() if input_norms is None else sums
 
 
 @torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
@@ -207,7 +207,7 @@ def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> E
 
     Block rows do not depend on each other: all lose as many blocks in a round, `GROUP` of what they have
     left, and a number of them that fits into memory is computed together. Costs within a round come from one
-    factorisation, and so are exact: their sum over the first blocks of a row is what `refit` without them
+    factorisation, and so are exact: their sum over the first blocks of a row is what a refit without them
     leaves.
 
     It is computed in float32, and again in float64 for block rows where that fails. The result is on the
@@ -274,44 +274,6 @@ def _take(matrix: Tensor, blocks: Tensor, dim: int, bk: int) -> Tensor:
         return matrix.view(rows, m // bk, bk * n).gather(1, index).view(rows, count * bk, n)
     index = blocks[:, None, :, None].expand(rows, m, count, bk)
     return matrix.view(rows, m, n // bk, bk).gather(2, index).view(rows, m, count * bk)
-
-
-@torch.no_grad()
-def refit(
-    weight: Tensor, second_moment: Tensor, pattern: BlockPattern, *, damping: float = DAMPING
-) -> BlockSparseMatrix:
-    """Return weights in a pattern's blocks with which the output differs least from that of a dense weight.
-
-    It is the least-squares solution described at the top of this module, in float64: one Cholesky factor per
-    block row.
-
-    Args:
-        weight: [out_features, in_features], dense.
-        second_moment: XᵀX / tokens, [in_features, in_features], of the inputs.
-        pattern: of the shape of the weight.
-        damping: λ over the mean of the diagonal of the second moment.
-
-    Returns:
-        A matrix of that pattern, in dtype and on the device of the weight, without gradient.
-
-    Raises:
-        InvalidArgumentError: shapes differ, the weight is not finite, the second moment is none, or
-            ``damping`` is no finite number of at least 0.
-
-    Examples:
-        >>> x, w = torch.randn(1000, 64), torch.randn(32, 64)
-        >>> refit(w, x.T @ x / len(x), BlockPattern.random((32, 64), block_shape=16, density=0.5))
-    """
-    if weight.shape != pattern.shape or second_moment.shape[:1] != weight.shape[1:]:
-        raise InvalidArgumentError(
-            f"pattern and second_moment must fit a weight of shape {tuple(weight.shape)}, got "
-            f"{pattern.shape} and {tuple(second_moment.shape)}"
-        )
-    if not bool(weight.isfinite().all()):
-        raise InvalidArgumentError("weight must be finite, got NaN or infinities")
-    moment = damped(second_moment.to(weight.device), damping)
-    dense = solve(weight, moment, pattern.to(weight.device))
-    return BlockSparseMatrix.from_dense(dense.to(weight.dtype), pattern.to(weight.device))
 
 
 def solve(weight: Tensor, moment: Damped, pattern: BlockPattern) -> Tensor:

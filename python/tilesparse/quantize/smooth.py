@@ -180,12 +180,7 @@ class SmoothPlan(Plan):
 
     @torch.no_grad()
     def __init__(self, task: Task) -> None:
-        """Find the scales and limits of all layers.
-
-        Raises:
-            InvalidArgumentError: the batches do not run a layer, or give it no token that counts, or NaN or
-                infinities.
-        """
+        """Find the scales and limits of all layers."""
         super().__init__(task)
         modules = task.model.named_modules()
         names = [name for name, module in modules if is_linear(module) or is_norm(module)]

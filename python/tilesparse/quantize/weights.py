@@ -28,11 +28,7 @@ class WeightPlan(Plan):
 
     @torch.no_grad()
     def __init__(self, task: Task) -> None:
-        """Round all weights.
-
-        Raises:
-            InvalidArgumentError: the batches do not run a layer, or give it NaN or infinities.
-        """
+        """Round all weights."""
         super().__init__(task)
         calibration = task.calibration([*task.configs])
         self._rounded: dict[str, RoundedWeight] = {}

@@ -40,12 +40,7 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
 def matched_layers(
     model: nn.Module, name: str, numbers: float | Mapping[str, float]
 ) -> dict[float, dict[str, BlockSparseLinear]]:
-    """Return layers by their number from 0 to 1: one for all, or that of the first expression that matches.
-
-    Raises:
-        InvalidArgumentError: a number or an expression is none, no layer is left, or an expression is for
-            none: none matches it, or expressions with other numbers come before it for all that do.
-    """
+    """Return layers by their number from 0 to 1: one for all, or that of the first matching expression."""
     layers = some_sparse_layers(model)
     rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
     if not rules:
@@ -81,12 +76,7 @@ def check_not_removed(removed: bool) -> None:
 
 
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
-    """Check that the blocks of these layers can be told apart, written to and removed.
-
-    Raises:
-        UnsupportedError: a weight is not plain, or other processes or a parametrization have it.
-        InvalidArgumentError: a weight is frozen, unless that is allowed, or belongs to several layers.
-    """
+    """Check that the blocks of these layers can be told apart, written to and removed."""
     owners: dict[int, str] = {}
     for name, layer in layers.items():
         weight = layer._parameters.get("weight")
@@ -132,11 +122,7 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
 
 
 class Uncopied:
-    """Base of what has hooks on an optimizer: copies lose hooks, so a copy would silently do nothing.
-
-    Raises:
-        UnsupportedError: it is copied or pickled.
-    """
+    """Base of what has hooks on an optimizer: copies lose hooks, so a copy would silently do nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
@@ -168,11 +154,7 @@ def rates_of(
 
 
 def gradient_of(name: str, layer: BlockSparseLinear) -> Tensor | None:
-    """Return the gradient of a layer's weight that its optimizer reads; None without one.
-
-    Raises:
-        UnsupportedError: it is in ``weight.main_grad`` alone.
-    """
+    """Return the gradient of a layer's weight that its optimizer reads; None without one."""
     weight: Any = layer.weight
     if weight.grad is None and getattr(weight, "main_grad", None) is not None:
         raise UnsupportedError(

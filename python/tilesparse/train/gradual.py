@@ -27,7 +27,7 @@ from ._layers import (
     matched_layers,
     sparse_layers,
 )
-from .patterns import NORMS, SCORES, Movement, check_states, magnitudes, states_by_slot
+from .patterns import SCORES, Movement, check_states, magnitudes, states_by_slot
 
 
 class Gradual:
@@ -58,9 +58,8 @@ class Gradual:
         begin: when blocks begin to go, in fractions of ``steps``.
         end: when the last ones do.
         events: how often blocks are removed.
-        score: "magnitude", the norm of a block, or "movement", the sum of -weight · gradient over all steps
+        score: "magnitude", the L1 norm of a block, or "movement", the sum of -weight · gradient over steps
             so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
-        norm: of "magnitude": 1, 2 or ``math.inf``.
 
     Attributes:
         steps: how many steps were counted.
@@ -84,7 +83,6 @@ class Gradual:
         end: float = 0.75,
         events: int = 20,
         score: str = "magnitude",
-        norm: float = 1,
     ) -> None:
         optimizer = checked_optimizer(optimizer)
         total, events = checked_count("steps", steps), checked_count("events", events)
@@ -92,7 +90,6 @@ class Gradual:
         if begin >= end:
             raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
         checked_choice("score", score, SCORES)
-        checked_choice("norm", norm, NORMS)
         _check_whole(model)
         groups = matched_layers(model, "density", density)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
@@ -100,7 +97,7 @@ class Gradual:
         check_optimized(self._layers, optimizer)
         self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
         self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
-        self._model, self._optimizer, self._norm = model, optimizer, float(norm)
+        self._model, self._optimizer = model, optimizer
         self._movement = Movement(self._layers, optimizer) if score == "movement" else None
         # The steps after which blocks go, and when that is on the way from begin to end, from 0 to 1.
         self._events: dict[int, float] = {}
@@ -164,7 +161,7 @@ class Gradual:
 
     def _remove(self, name: str, layer: BlockSparseLinear, left: int) -> None:
         movement = self._movement
-        worth = magnitudes(layer, self._norm) if movement is None else movement.of(name)
+        worth = magnitudes(layer) if movement is None else movement.of(name)
         slots = worth.sort(descending=True, stable=True).indices[:left].sort().values
         if movement is not None:
             movement.keep(name, slots)

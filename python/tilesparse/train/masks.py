@@ -20,16 +20,12 @@ from ._layers import (
     check_optimized,
     check_plain_storage,
     check_plain_weight,
-    checked_choice,
     checked_optimizer,
     closure_of,
     gradient_of,
-    rates_of,
     some_sparse_layers,
     sparse_layers,
 )
-
-DECAYS = ("gradient", "weight")
 
 
 def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
@@ -65,15 +61,13 @@ class MaskSchedule(Uncopied):
     """Schedule that updates 2:4 masks every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
-    wander, and masks keep flipping. There are two, of M the mask, g the gradient and W the weight:
+    wander, and masks keep flipping. With the mask M, the gradient g and the weight W it is
 
-    - ``decay_on="weight"``: W ← W - lr · decay · (1 - M) · W before the step, beside the optimizer, as in
-      SR-STE (Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR
-      2021, who take 2e-4 with SGD and choose masks in every step). In 16 bits a weight that is to change by
-      less than its precision does not change.
-    - ``decay_on="gradient"``: g ← g + decay · (1 - M) · W before the step, so that an optimizer such as Adam
-      scales it with the gradient (Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML
-      2024, who choose transposable masks every 40 steps, and the decay by how many bits of the masks flip).
+        g ← g + decay · (1 - M) · W
+
+    before the step, so that an optimizer such as Adam scales it with the gradient (Hu et al., "Accelerating
+    Transformer Pre-training with 2:4 Sparsity", ICML 2024, who choose transposable masks every 40 steps, and
+    the decay by how many bits of the masks flip).
 
     It works by hooks of the optimizer, whose steps are called as before, with a closure or without; nothing
     waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
@@ -87,7 +81,6 @@ class MaskSchedule(Uncopied):
         optimizer: has their weights.
         every: choose masks after every so many steps.
         decay: per step, 0 for none.
-        decay_on: "gradient" or "weight".
 
     Attributes:
         steps: how many steps were counted.
@@ -101,17 +94,10 @@ class MaskSchedule(Uncopied):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        every: int,
-        decay: float,
-        decay_on: str = "gradient",
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int, decay: float
     ) -> None:
         optimizer = checked_optimizer(optimizer)
         self._every, self._decay = checked_count("every", every), checked_number("decay", decay)
-        checked_choice("decay_on", decay_on, DECAYS)
         self._layers = {name: layer for name, layer in sparse_layers(model).items() if layer.mask is not None}
         if not self._layers:
             raise InvalidArgumentError(
@@ -122,10 +108,9 @@ class MaskSchedule(Uncopied):
             check_plain_weight(name, layer.weight, "masks of sharded weights are not chosen")
         self.steps = 0
         self.flips: dict[str, Tensor] = {}
-        before = self._decay_weights if decay_on == "weight" else self._decay_gradients
         self._hooks = [optimizer.register_step_post_hook(self._count)]
         if self._decay:
-            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_pre_hook(self._decay_gradients))
 
     def remove(self) -> None:
         """Remove the hooks; masks and everything else stay as they are."""
@@ -172,13 +157,6 @@ class MaskSchedule(Uncopied):
         self.steps += 1
         if self.steps % self._every == 0:
             self.refresh()
-
-    @torch.no_grad()
-    def _decay_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Nothing that a closure computes within the step depends on masked weights: they may change before.
-        masks = {id(layer.weight): mask for _, layer, mask in self._masked() if layer.weight.requires_grad}
-        for weight, rate in rates_of(optimizer, masks):
-            weight.sub_(torch.where(masks[id(weight)], 0, weight) * (rate * self._decay))
 
     def _decay_gradients(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import checked_count, checked_fraction, checked_number, checked_seed, shown
+from .._checks import checked_count, checked_fraction, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
@@ -36,23 +35,21 @@ from ._layers import (
 )
 
 SCORES = ("magnitude", "movement")
-GROWTHS = ("random", "gradient", "momentum")
-MOMENTS = ("zero", "keep")
-NORMS = (1, 2, math.inf)
+GROWTHS = ("random", "gradient")
 
 
 class PatternSchedule(Uncopied, torch.optim.Optimizer):
     """Optimizer of patterns: moves blocks of `BlockSparseLinear` layers every few steps.
 
     Step it after the optimizer. **The "lr" of its parameter groups is the fraction of the blocks that are
-    recycled**, so that PyTorch's learning rate schedulers drive it. `fractions` is its plain name.
+    recycled**, so that PyTorch's learning rate schedulers drive it.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
-    slots places that were free before; fewer if there are fewer such places. All of this happens in place,
+    slots places that were free before, with zeros; fewer if there are fewer such places. It happens in place,
     and no weight moves: captured graphs and compiled code go on, and the host does not wait for a GPU. Of
     equal scores the first slot is dropped, and the first place in row order is taken.
 
-    ``drop`` is "magnitude": blocks of smallest norm, as in SET and RigL; or "movement": blocks whose sum of
+    ``drop`` is "magnitude": blocks of least L1 norm, as in SET and RigL; or "movement": blocks whose sum of
     -weight · gradient since the last rewiring is smallest (Sanh et al., "Movement Pruning", NeurIPS 2020).
 
     ``grow`` is
@@ -60,15 +57,13 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     - "random": SET (Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse
       connectivity inspired by network science", Nature Communications 2018);
     - "gradient": places with the largest norm of the dense gradient's block, in the step of the rewiring:
-      RigL (Evci et al., "Rigging the Lottery", ICML 2020);
-    - "momentum": places with the largest exponential average of that norm: SNFS (Dettmers and Zettlemoyer,
-      "Sparse Networks from Scratch", 2019), without the redistribution of blocks among layers.
+      RigL (Evci et al., "Rigging the Lottery", ICML 2020).
 
     The dense gradient's norms are computed in backward passes whose step needs them: that takes as long as
     the weight gradient of a dense layer, but no more than 64 MiB, or one block row, of it lie in memory. They
     are exact where a layer is called once in one backward pass; over several, the norms are added up. A layer
     without norms, since it was not called, or whose norms are all zero or not finite, keeps its pattern in
-    that rewiring; averages leave out samples that are not finite.
+    that rewiring.
 
     In several processes all that decides is equal: scores follow from equal weights and gradients, random
     numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Arguments and
@@ -76,19 +71,13 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
-        optimizer: has their weights. Of each block that moves it forgets moments, see ``moments``.
+        optimizer: has their weights. Of each block that moves it forgets its states.
         fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1; or fractions by regular
             expressions on names of layers, matched as in the patcher, of which the first counts. Layers that
             none matches stay as they are. Each different fraction is a parameter group.
         every: rewire after every so many steps.
         drop: "magnitude" or "movement".
-        grow: "random", "gradient" or "momentum".
-        norm: of blocks of weights and of gradients: 1, 2 or ``math.inf``.
-        momentum: of the average that "momentum" takes: how much of it stays in each sample.
-        sample_every: "momentum" takes norms in every so many steps.
-        new_scale: new blocks are drawn uniformly with so many times the standard deviation that the layer's
-            initialisation has; 0 for zeros.
-        moments: "zero" forgets what the optimizer has of blocks that move, "keep" leaves it to the new ones.
+        grow: "random" or "gradient".
         seed: of all random numbers.
         group: the processes that train the model together; None is the default group.
 
@@ -119,23 +108,13 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         every: int,
         drop: str = "magnitude",
         grow: str = "random",
-        norm: float = 1,
-        momentum: float = 0.9,
-        sample_every: int = 1,
-        new_scale: float = 0.0,
-        moments: str = "zero",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         optimizer = checked_optimizer(optimizer)
         self._every = checked_count("every", every)
-        self._sample_every = checked_count("sample_every", sample_every)
         checked_choice("drop", drop, SCORES)
         checked_choice("grow", grow, GROWTHS)
-        checked_choice("norm", norm, NORMS)
-        checked_choice("moments", moments, MOMENTS)
-        self._momentum = checked_fraction("momentum", momentum)
-        self._new_scale = checked_number("new_scale", new_scale)
         self._seed = checked_seed(seed)
         groups = matched_layers(model, "fraction", fraction)
         self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
@@ -148,21 +127,10 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             ],
             {"lr": 0.0},
         )
-        self._optimizer, self._grow, self._norm = optimizer, grow, float(norm)
-        self._forgets, self._group = moments == "zero", group
-        self._settings = {
-            "every": self._every,
-            "sample_every": self._sample_every,
-            "drop": drop,
-            "grow": grow,
-            "norm": self._norm,
-            "momentum": self._momentum,
-            "new_scale": self._new_scale,
-            "moments": moments,
-        }
-        self._norms = _GradientNorms({} if grow == "random" else self._layers, self._norm, group)
+        self._optimizer, self._grow, self._group = optimizer, grow, group
+        self._settings = {"every": self._every, "drop": drop, "grow": grow}
+        self._norms = _GradientNorms({} if grow == "random" else self._layers, group)
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
-        self._averages: dict[str, Tensor] = {}
         self._removed = self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
@@ -188,13 +156,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             self._check_agreement()
         norms = self._norms.taken()
         self.steps += 1
-        if self._grow == "momentum":
-            for name, sample in norms.items():
-                average = self._average(name)
-                # What is not finite would stay in the average for ever.
-                sample = torch.where(sample.isfinite().all(), sample, average)
-                average.lerp_(sample, 1 - self._momentum)
-            norms = {name: self._average(name) for name in self._layers}
         if rewires:
             generators: dict[torch.device, torch.Generator] = {}
             self.moved = {
@@ -208,19 +169,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
-
-    @property
-    def fractions(self) -> dict[str, float]:
-        """Fraction of its blocks that the next rewiring recycles, by layer: the "lr" of the layers' groups.
-
-        A number that is assigned counts for all layers.
-        """
-        return {name: group["lr"] for group in self.param_groups for name in group["layers"]}
-
-    @fractions.setter
-    def fractions(self, fractions: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = checked_fraction("fractions", fractions)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse more parameters: only the constructor knows which layers they belong to.
@@ -241,7 +189,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
             ],
             "movement": {} if self._movement is None else self._movement.state_dict(),
-            "averages": {name: average.clone() for name, average in self._averages.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -252,25 +199,16 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
                 has changed then.
         """
         check_not_removed(self._removed)
-        check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement", "averages"))
+        check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
-        groups, averages = state_dict["param_groups"], state_dict["averages"]
+        groups = state_dict["param_groups"]
         self._check_groups(groups)
         Movement.check_state(self._movement, state_dict["movement"])
-        if averages != {}:  # there are none before the first sample
-            check_keys("state_dict: averages", averages, self._layers if self._grow == "momentum" else ())
-            for name, average in averages.items():
-                grid = self._layers[name].spec.grid
-                if not isinstance(average, Tensor) or average.shape != grid:
-                    raise InvalidArgumentError(
-                        f"state_dict: averages[{name!r}] must be a tensor {grid}, got {shown(average)}"
-                    )
         self.steps, self._seed = steps, checked_seed(state_dict["seed"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
         if self._movement is not None:
             self._movement.load_state_dict(state_dict["movement"])
-        self._averages = {name: average.clone() for name, average in averages.items()}
         self._agreed = False
         self._observe_next()
 
@@ -293,8 +231,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
                 counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
         check_optimized(self._layers, self._optimizer)
-        if self._forgets:
-            check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
+        check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
         return counts
 
     def _check_agreement(self) -> None:
@@ -310,27 +247,18 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     def _observe_next(self) -> None:
         """Have norms taken in the coming step, if they count in it."""
-        every = {"random": 0, "gradient": self._every, "momentum": self._sample_every}[self._grow]
-        if every and (self.steps + 1) % every == 0:
+        if self._grow == "gradient" and (self.steps + 1) % self._every == 0:
             self._norms.start()
         else:
             self._norms.stop()
-
-    def _average(self, name: str) -> Tensor:
-        average, weight = self._averages.get(name), self._layers[name].weight
-        if average is None:
-            grid = self._layers[name].spec.grid
-            average = torch.zeros(grid, dtype=precision_of(weight), device=weight.device)
-        self._averages[name] = average = average.to(weight.device, precision_of(weight))
-        return average
 
     def _rewire(
         self, name: str, count: int, norms: Tensor | None, generators: dict[torch.device, torch.Generator]
     ) -> Tensor:
         """Move so many blocks, or none if norms decide and are of no use, and return how many were moved.
 
-        The blocks of least worth go to the free places of most growth, and their slots are given new weights,
-        and zeros in their gradients and states.
+        The blocks of least worth go to the free places of most growth, with zeros in their weights, gradients
+        and states.
         """
         layer, weight, movement = self._layers[name], self._layers[name].weight, self._movement
         if weight.device not in generators:
@@ -344,7 +272,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         else:
             assert norms is not None
             growth, useful = norms, norms.isfinite().all() & norms.any()
-        worth = magnitudes(layer, self._norm) if movement is None else movement.of(name)
+        worth = magnitudes(layer) if movement is None else movement.of(name)
         if movement is not None:
             worth = worth.clone()
             movement.of(name).zero_()
@@ -361,37 +289,24 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         if shared:  # and so it is now: schedules of all processes decide alike
             declare_shared(layer)
 
-        old = weight.index_select(0, slots)
-        new = torch.zeros_like(old)
-        if self._new_scale:
-            fan_in = layer.density * layer.in_features / (1 if layer.nm is None else 2)
-            bound = self._new_scale * fan_in**-0.5
-            new.uniform_(-bound, bound, generator=generator)
-        weight.index_copy_(0, slots, torch.where(useful, new, old))
         gradients = weight.grad, getattr(weight, "main_grad", None)
-        states = [state for _, state in states_by_slot(self._optimizer, weight)] if self._forgets else []
-        for state in (*(gradient for gradient in gradients if gradient is not None), *states):
-            state.index_copy_(0, slots, torch.where(useful, 0, state.index_select(0, slots)))
+        states = [state for _, state in states_by_slot(self._optimizer, weight)]
+        for tensor in (weight, *(gradient for gradient in gradients if gradient is not None), *states):
+            tensor.index_copy_(0, slots, torch.where(useful, 0, tensor.index_select(0, slots)))
         return useful * count
 
 
 class _GradientNorms:
-    """Observers of layers, for a step at a time; norms are averaged over a group of processes.
+    """Observers of layers, for a step at a time; norms are averaged over a group of processes."""
 
-    Raises:
-        UnsupportedError: a layer is one of experts.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, BlockSparseLinear], norm: float, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, layers: Mapping[str, BlockSparseLinear], group: dist.ProcessGroup | None) -> None:
         for name, layer in layers.items():
             if isinstance(layer, ExpertsLinear):
                 raise UnsupportedError(
                     f"model: layer {name!r}: there are no dense gradients of experts; leave it out, or "
                     "choose blocks by other scores"
                 )
-        self._layers, self._norm, self._group = layers, norm, group
+        self._layers, self._group = layers, group
         self._probes: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
 
@@ -402,7 +317,7 @@ class _GradientNorms:
             dtype, device = precision_of(layer.weight), layer.weight.device
             probe = torch.zeros(layer.spec.grid, dtype=dtype, device=device, requires_grad=True)
             self._probes[name] = probe
-            self._ends.append(observe(layer, partial(_observe, probe, layer.block_shape, self._norm)))
+            self._ends.append(observe(layer, partial(_observe, probe, layer.block_shape)))
 
     def stop(self) -> None:
         """Take no norms any more."""
@@ -411,11 +326,7 @@ class _GradientNorms:
         self._probes, self._ends = {}, []
 
     def taken(self) -> dict[str, Tensor]:
-        """Return norms [R, C] by layer since `start`, zeros for a layer that was not called; {} if stopped.
-
-        Raises:
-            InvalidArgumentError: no backward pass has reached a layer.
-        """
+        """Return norms [R, C] by layer since `start`: zeros without a call of the layer, {} if stopped."""
         if not self._probes:
             return {}
         if all(probe.grad is None for probe in self._probes.values()):
@@ -446,10 +357,10 @@ class _GradientNorms:
 
 
 @torch.no_grad()
-def magnitudes(layer: BlockSparseLinear, norm: float) -> Tensor:
-    """[nnz] norms of the kept blocks, of any finite or infinite order."""
+def magnitudes(layer: BlockSparseLinear) -> Tensor:
+    """Return the L1 norms [nnz] of the kept blocks."""
     weight = layer.weight.detach()
-    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), norm, dim=1, dtype=precision_of(weight))
+    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=precision_of(weight))
     return norms
 
 
@@ -534,9 +445,6 @@ def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]
     Understood are tensors of the weight's shape [nnz, bn, bk], which momentum and the moments of Adam are,
     and those of which all dimensions but the first are 1 or missing, as Adafactor's factored moments are.
     Numbers, and tensors of one, such as counts of steps, belong to no block.
-
-    Raises:
-        UnsupportedError: another state, by its name.
     """
     for layer_name, weight in weights.items():
         for name, state in optimizer.state.get(weight, {}).items():
@@ -578,8 +486,8 @@ CHUNK_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one b
 
 
 @torch.no_grad()
-def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
-    """Return norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
+def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """Return L1 norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
     The gradient is computed as autograd would, in the dtype of dy, but a chunk of block rows at a time. Norms
     are in float32, or float64 for float64. Nothing waits for a GPU.
@@ -592,7 +500,7 @@ def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int], norm: fl
         norms = []
         for chunk in torch.split(columns, rows):
             blocks = (chunk @ x).view(-1, bn, x.shape[1] // bk, bk)
-            norms.append(torch.linalg.vector_norm(blocks, norm, dim=(1, 3), dtype=precision_of(dy)))
+            norms.append(torch.linalg.vector_norm(blocks, 1, dim=(1, 3), dtype=precision_of(dy)))
     return torch.cat(norms)
 
 
@@ -605,25 +513,25 @@ class _Observed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int], norm: float) -> Tensor:
+    def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int]) -> Tensor:
         return y.detach()  # not a view for autograd, so that what follows may write to it in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, x, probe, *how = inputs
+        _, x, probe, ctx.block_shape = inputs
         ctx.save_for_backward(x)
-        ctx.how, ctx.device = how, probe.device
+        ctx.device = probe.device
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (x,) = ctx.saved_tensors
-        norms = gradient_norms(grads[0], x, *ctx.how)
-        return grads[0], None, norms.to(ctx.device), None, None  # a model may be moved in between
+        norms = gradient_norms(grads[0], x, ctx.block_shape)
+        return grads[0], None, norms.to(ctx.device), None  # a model may be moved in between
 
 
 _observed: Callable[..., Tensor] = _Observed.apply
 
 
-def _observe(probe: Tensor, block_shape: tuple[int, int], norm: float, y: Tensor, x: Tensor) -> Tensor:
+def _observe(probe: Tensor, block_shape: tuple[int, int], y: Tensor, x: Tensor) -> Tensor:
     """Return y as it is; where its gradient is recorded, ``probe.grad`` adds up the norms of the weight's."""
-    return _observed(y, x, probe, block_shape, norm) if torch.is_grad_enabled() else y
+    return _observed(y, x, probe, block_shape) if torch.is_grad_enabled() else y

@@ -1,7 +1,7 @@
 """Measure kernels and layers on the device at hand, choose kernels by the times, and keep them."""
 
 from .advise import AdviceReport
-from .measure import LatencyTable, measure_latency, time_layers, tune
+from .measure import LatencyTable, measure_latency, tune
 from .product import Device, Product
 from .selection import choose, kernels, prefer
 from .store import load
@@ -16,6 +16,5 @@ __all__ = [
     "load",
     "measure_latency",
     "prefer",
-    "time_layers",
     "tune",
 ]

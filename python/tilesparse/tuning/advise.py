@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, checked_fraction, shown
+from .._files import replacing, write_json
 from .._reports import Progress, aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
@@ -34,7 +35,7 @@ from ..nn.linear import BlockSparseLinear, evaluating
 from .measure import device_to_measure, layer_call
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded
 from .selection import is_converted_in_calls
-from .store import MeasuredLayers, load_layers, save_layers, time_of, versions_of
+from .store import MeasuredLayers, versions_of
 from .timing import Call, milliseconds, own_numbers
 
 DENSITIES = (0.5, 0.25, 0.1)
@@ -306,11 +307,7 @@ def _called_layers(
     layers: str | Sequence[str] | None,
     configs: Iterable[BlockSparseConfig],
 ) -> list[_Called]:
-    """Call a model once, and return the layers that any of the configs can be for.
-
-    Raises:
-        InvalidArgumentError: there is no such layer, or the batch calls none.
-    """
+    """Call a model once, and return the layers that any of the configs can be for."""
     modules = _candidates(model, layers, configs)
     found: dict[Any, _Called] = {}
 
@@ -501,37 +498,19 @@ class AdviceReport:
         ]
 
     def save(self, path: str | Path) -> None:
-        """Write the report to a file, which `load` reads on any machine.
-
-        Raises:
-            TuneFileError: the file cannot be written.
-        """
+        """Write the numbers of the report to a JSON file."""
+        layers = [
+            {
+                **{name: getattr(one, name) for name in ("names", "shape", "tokens", "dtype", "calls")},
+                "milliseconds": {describe_way(way): time for way, time in one.milliseconds.items()},
+            }
+            for one in self.layers
+        ]
         others = {name: getattr(self, name) for name in ("call", "busy", "rest", "refused", "fused")}
-        save_layers(path, self.device, self.versions, self.layers, **others)
-
-    @classmethod
-    def load(cls, path: str | Path) -> AdviceReport:
-        """Read what `save` wrote.
-
-        Raises:
-            TuneFileError: the file cannot be read, or has no such report.
-        """
-        return load_layers(path, cls._of)
-
-    @classmethod
-    def _of(
-        cls,
-        device: Device,
-        versions: Mapping[str, str],
-        layers: tuple[MeasuredLayers, ...],
-        others: Mapping[str, Any],
-    ) -> AdviceReport:
-        if not all(None in measured.milliseconds for measured in layers):
-            raise ValueError("milliseconds must have those of dense layers")
-        call, rest = time_of(others["call"]), time_of(others["rest"])
-        busy = None if others["busy"] is None else time_of(others["busy"])
-        fused = {name: time_of(time) for name, time in others.get("fused", {}).items()}
-        return cls(device, versions, layers, call, busy, rest, dict(others["refused"]), fused)
+        with replacing(path) as file:
+            write_json(
+                file, {"device": asdict(self.device), "versions": self.versions, "layers": layers, **others}
+            )
 
     def __str__(self) -> str:
         return "\n".join(

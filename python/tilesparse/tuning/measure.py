@@ -31,8 +31,7 @@ from .._runtime.select import DECODE_TOKENS, measurements_changed
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..io import manifest
-from ..model.targets import check_names, checked_config, checked_configs, dense_layers, described, shape_of
-from ..nn.dense import is_conv1d
+from ..model.targets import checked_config, checked_configs, dense_layers, described, shape_of
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 from ..storage.quantize import dequantize, row_scales
@@ -44,21 +43,17 @@ from .product import (
     Way,
     default_device,
     dtype_name,
-    name_of_cpu,
     product_of_spec,
     recorded,
 )
 from .selection import choose, is_converted_in_calls
 from .store import (
-    MeasuredLayers,
     Measurement,
     add_to_file,
     count_measurement,
     kernel_number,
-    load_layers,
     measurements,
     read,
-    save_layers,
     versions_of,
     write,
 )
@@ -241,12 +236,7 @@ def random_layer(
 
 
 def layer_call(way: Way, shape: tuple[int, int], x: Tensor) -> Call:
-    """Return a call of a layer [out_features, in_features] of random values, packed as for inference.
-
-    Raises:
-        UnsupportedError: nothing here computes it.
-        InvalidArgumentError: the layer cannot be cut into such blocks.
-    """
+    """Return a call of a layer [out_features, in_features] of random values, packed as for inference."""
     if isinstance(way, BlockSparseConfig):
         layer = random_layer(shape, way, x.device, x.dtype)
         layer.prepack(x.is_cuda or is_converted_in_calls(layer, [len(x)]))
@@ -302,10 +292,6 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
 
     Returns:
         Each product once, in the order of the layers.
-
-    Raises:
-        CheckpointError: the folder has no checkpoint, or a damaged one.
-        InvalidArgumentError: an argument is invalid.
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}
@@ -396,17 +382,8 @@ class LatencyTable:
         return sum(self.milliseconds(shape_of(layer), configs[name]) for name, layer in layers.items())
 
     def where(self) -> str:
-        """Say what was measured; also if this machine has no such device, or other versions."""
-        text = f"measured on {self.device.name} with {self.tokens} tokens in {self.dtype}"
-        here = {name_of_cpu()}
-        here |= {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-        if self.device.name not in here:
-            text += f", which this machine does not have ({', '.join(sorted(here))})"
-        versions = versions_of(torch.device("cpu"))
-        for name, value in self.versions.items():
-            if versions.get(name, value) != value:
-                text += f"; with {name} {value}, where {versions[name]} is here"
-        return text
+        """Say what was measured."""
+        return f"measured on {self.device.name} with {self.tokens} tokens in {self.dtype}"
 
     def __str__(self) -> str:
         lines = [self.where()]
@@ -416,44 +393,6 @@ class LatencyTable:
                 density, block, storage = described(config)
                 lines.append(f"  {density:8}{block:>8}  {storage:18}{time:10.4f} ms")
         return "\n".join(lines)
-
-    def save(self, path: str | Path) -> None:
-        """Write the table to a file, which `load` reads on any machine.
-
-        Raises:
-            TuneFileError: the file cannot be written.
-        """
-        layers = [
-            MeasuredLayers(shape, self.tokens, self.dtype, {way: times[way] for way in times})
-            for shape, times in self.times.items()
-        ]
-        save_layers(path, self.device, self.versions, layers)
-
-    @classmethod
-    def load(cls, path: str | Path) -> LatencyTable:
-        """Read what `save` wrote, or `AdviceReport.save` if all layers had as many tokens.
-
-        Raises:
-            TuneFileError: the file cannot be read, or has no such times.
-        """
-        return load_layers(path, cls._of)
-
-    @classmethod
-    def _of(
-        cls, device: Device, versions: Mapping[str, str], layers: Iterable[MeasuredLayers], _: object
-    ) -> LatencyTable:
-        found = [measured for measured in layers if not measured.is_experts]
-        sizes = {(measured.tokens, measured.dtype) for measured in found}
-        if len(sizes) != 1:
-            raise ValueError(f"layers must have one number of tokens and one dtype, got {sorted(sizes)}")
-        ((tokens, dtype),) = sizes
-        times = {
-            (measured.shape[0], measured.shape[1]): {
-                way: time for way, time in measured.milliseconds.items() if not isinstance(way, torch.dtype)
-            }
-            for measured in found
-        }
-        return cls(device, tokens, dtype, versions, times)
 
 
 @torch.no_grad()
@@ -514,46 +453,3 @@ def _call(config: BlockSparseConfig | None, shape: tuple[int, int], x: torch.Ten
         return layer_call(config, shape, x)
     except TileSparseError as error:
         raise type(error)(f"configs: {config}: {error}") from error
-
-
-@torch.no_grad()
-def time_layers(
-    model: nn.Module, layers: Iterable[str], *, tokens: int, repetitions: int = 21
-) -> dict[str, float]:
-    """Measure milliseconds of one call of each of these layers as they are, on their device.
-
-    It is measured as `measure_latency` does, but of the model's own layers: their sum beside
-    `LatencyTable.total` says how much the prediction is worth. What else a model does is in neither.
-
-    Args:
-        model: has these layers.
-        layers: names of linear layers, dense or block-sparse.
-        tokens: rows of x in a call.
-        repetitions: number of times each call is measured.
-
-    Raises:
-        InvalidArgumentError: a name is not that of such a layer, or another argument is not allowed.
-    """
-    check_names("layers", layers)
-    tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    calls: dict[str, Call] = {}
-    devices = set()
-    for name in layers:
-        layer: Any = modules.get(name)
-        if not isinstance(layer, nn.Linear | BlockSparseLinear) and not is_conv1d(layer):
-            raise InvalidArgumentError(
-                f"layers must name linear layers, got {name!r}: {type(layer).__name__}"
-            )
-        features = layer.in_features if not is_conv1d(layer) else layer.weight.shape[0]
-        dtype = layer.spec.dtype if isinstance(layer, BlockSparseLinear) else layer.weight.dtype
-        with own_numbers(layer.weight.device):
-            x = torch.randn(tokens, features, device=layer.weight.device, dtype=dtype)
-        calls[name] = partial(layer, x)
-        devices.add(x.device)
-    if not calls:
-        raise InvalidArgumentError("layers must have at least one name, got none")
-    if len(devices) > 1:
-        raise InvalidArgumentError(f"layers must all be on one device, got {sorted(map(str, devices))}")
-    device = device_to_measure(devices.pop())
-    return dict(zip(calls, milliseconds(list(calls.values()), device, repetitions), strict=True))

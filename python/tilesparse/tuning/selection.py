@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._checks import DTYPES, POLICIES, QUANTIZED, SCALED, check_policy
+from .._checks import DTYPES, PACKED, POLICIES, QUANTIZED, SCALED, check_policy
 from .._runtime.launch import prefer_kernels, preference
 from .._runtime.select import DEQUANTIZE_AND_RUN_DENSE
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -60,8 +60,11 @@ class KernelInfo:
         if self.compute_capability is not None:
             where += f" from {self.compute_capability[0]}.{self.compute_capability[1]}"
         what = f"{', '.join(self.ops)}; {', '.join(dtype_name(dtype) for dtype in self.dtypes)}"
+        stored = ["2:4"] if "compressed" in self.storages else []
+        stored += ["int4" if dtype == PACKED else dtype_name(dtype) for dtype in self.values_dtypes]
+        values = f"; values {', '.join(stored)}" if stored else ""
         few = f"; up to {self.max_tokens} tokens" if self.max_tokens else ""
-        return f"{self.name}: {where}; {what}{few}"
+        return f"{self.name}: {where}; {what}{values}{few}"
 
 
 @cache

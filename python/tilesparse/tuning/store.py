@@ -1,31 +1,29 @@
-"""The file that keeps what was measured: kernels for later programs, and layers for budgets and advice.
+"""The file that keeps the measured times of kernels for later programs, and times of layers.
 
-A document has sections. Each has the device and the versions that it was measured with, and "products", the
-times of kernels, or "layers", the times of layers by the way to compute them.
+A document has sections. Each has the device and the versions that it was measured with, and "products".
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from .. import _C
-from .._checks import DTYPES, QUANTIZED, as_integer, as_number, checked_number
+from .._checks import DTYPES, checked_number
 from .._files import VARIABLE, replacing, tune_file
 from .._runtime.select import add_measurement, measurements_changed
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, TileSparseError, TuneFileError
+from ..errors import TileSparseError, TuneFileError
 from .product import Device, Product, Way, dtype_name, in_own_dtype, recorded
 from .selection import kernels
 
@@ -33,8 +31,6 @@ FORMAT, VERSION = "tilesparse measurements", 1
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 # Errors of reading a document of another form; the last is that of one that is nested too deeply.
 _DAMAGES = (TileSparseError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -310,77 +306,3 @@ def versions_of(device: torch.device) -> dict[str, str]:
     """Return the versions that times of layers depend on, and the number of threads of a CPU."""
     found = {"tilesparse": _C.version(), "torch": torch.__version__}
     return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
-
-
-def save_layers(
-    path: str | Path,
-    device: Device,
-    versions: Mapping[str, str],
-    layers: Iterable[MeasuredLayers],
-    **others: Any,
-) -> None:
-    """Write the times of layers, and what else JSON holds, to a file of their own."""
-    entries = []
-    for measured in layers:
-        times = [
-            {"way": _entry_of(way), "ms": milliseconds} for way, milliseconds in measured.milliseconds.items()
-        ]
-        fields = {name: getattr(measured, name) for name in ("shape", "tokens", "dtype", "names", "calls")}
-        entries.append({**fields, "milliseconds": times})
-    write(Path(path), [_section(device, versions, layers=entries, **others)])
-
-
-def load_layers(
-    path: str | Path,
-    parse: Callable[[Device, dict[str, str], tuple[MeasuredLayers, ...], Mapping[str, Any]], Result],
-) -> Result:
-    """Return what ``parse`` makes of the device, versions, layers and other content of a file.
-
-    Raises:
-        TuneFileError: the file cannot be read, or has no such content.
-    """
-    path = Path(path)
-    sections = [section for section in read(path) if "layers" in section]
-    if not path.exists():
-        raise TuneFileError(f"{path} must be a file that can be read: there is none")
-    with _parsing(path):
-        if len(sections) != 1:
-            raise ValueError("it must have the times of layers")
-        (section,) = sections
-        return parse(*_origin_of(section), tuple(map(_layers_of, section["layers"])), section)
-
-
-def _layers_of(entry: Mapping[str, Any]) -> MeasuredLayers:
-    times = {_way_of(time["way"]): time_of(time["ms"]) for time in entry["milliseconds"]}
-    shape, names = tuple(map(as_integer, entry["shape"])), tuple(map(str, entry["names"]))
-    if len(shape) not in (2, 3):
-        raise ValueError(f"shape must be of a linear layer or of experts, got {shape}")
-    sizes = as_integer(entry["tokens"]), str(entry["dtype"])
-    return MeasuredLayers(shape, *sizes, times, names, as_integer(entry["calls"]))
-
-
-def _entry_of(way: Way) -> Any:
-    if isinstance(way, torch.dtype):
-        return dtype_name(way)
-    return None if way is None else asdict(way)
-
-
-def _way_of(entry: Any) -> Way:
-    if entry is None:
-        return None
-    if isinstance(entry, str):
-        return {dtype_name(dtype): dtype for dtype in QUANTIZED}[entry]
-    bn, bk = map(as_integer, entry["block_shape"])
-    nm = None if entry["nm"] is None else (as_integer(entry["nm"][0]), as_integer(entry["nm"][1]))
-    config = BlockSparseConfig.from_dict({**entry, "block_shape": (bn, bk), "nm": nm})
-    if not config.density:
-        raise InvalidArgumentError("density must be above 0, got 0")
-    return config
-
-
-def time_of(number: object) -> float:
-    """Return milliseconds that were read from a file."""
-    milliseconds = as_number(number)
-    if not 0 <= milliseconds < math.inf:
-        raise ValueError(f"ms must be milliseconds, got {number!r}")
-    return milliseconds

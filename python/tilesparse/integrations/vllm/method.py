@@ -75,11 +75,7 @@ class TileSparseMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register an empty parameter for each tensor of the shards; see vLLM's `LinearMethodBase`.
-
-        Raises:
-            UnsupportedError: the checkpoint has several layers in one whose order is not known.
-        """
+        """Register an empty parameter for each tensor of the shards; see vLLM's `LinearMethodBase`."""
         if len(output_partition_sizes) > len(self._names) == 1 and architecture() not in IN_ORDER:
             raise UnsupportedError(
                 f"{self._prefix}: the order of its fused rows in checkpoints of {architecture()} is not known"
@@ -145,11 +141,7 @@ class TileSparseMethod(LinearMethodBase):
         return spans
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the shards ready to compute; vLLM calls it once everything is loaded.
-
-        Raises:
-            CheckpointError: a tensor is missing, or a layer of the checkpoint is not in the model.
-        """
+        """Make the shards ready to compute; vLLM calls it once everything is loaded."""
         if "parts" in layer._modules:
             return
         self._config.check_claimed()
@@ -227,11 +219,7 @@ class TileSparseConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TileSparseConfig:
-        """Return the config that a section of ``config.json`` describes.
-
-        Raises:
-            InvalidArgumentError: the section is of a newer version, or wrong.
-        """
+        """Return the config that a section of ``config.json`` describes."""
         return cls(parsed_layers(config))
 
     def get_name(self) -> str:
@@ -258,12 +246,7 @@ class TileSparseConfig(QuantizationConfig):
         self._claimed = set(hf_to_vllm_mapper.apply_list(sorted(self._claimed)))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a layer; None leaves it as vLLM has it.
-
-        Raises:
-            UnsupportedError: the layer is block-sparse, and the model or the way it is served would make of
-                its tensors what they are not.
-        """
+        """Return the method of a layer; None leaves it as vLLM has it."""
         # Imported only now, so that others, whose models are dense, do not wait for it.
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -358,9 +341,6 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         config: of the model.
 
     After loading the layer has a module ``experts``, a `BlockSparseExperts`.
-
-    Raises:
-        UnsupportedError: the layer, or the way it is served, was not tried with such experts.
     """
 
     def __init__(
@@ -405,11 +385,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register an empty parameter for each tensor of both projections; see vLLM's base class.
-
-        Raises:
-            CheckpointError: the projections are of other sizes than vLLM's layer.
-        """
+        """Register an empty parameter for each tensor of both projections; see vLLM's base class."""
         self._own_features, self._dtype = intermediate_size_per_partition, params_dtype
         features = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
         shapes = {
@@ -474,11 +450,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         return [(part * size + begin, part * size + end) for part in range(parts)]
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the experts ready to compute; vLLM calls it once everything is loaded.
-
-        Raises:
-            CheckpointError: a tensor is missing, or a layer of the checkpoint is not in the model.
-        """
+        """Make the experts ready to compute; vLLM calls it once everything is loaded."""
         if "experts" in layer._modules:
             return
         self._config.check_claimed()

@@ -31,10 +31,6 @@ def sparse_part(
     """Return rows and columns of a layer of a checkpoint, from the spec and tensors of the whole layer.
 
     Several spans of rows become one layer. Values in 8 bits do not get the dtype; errors name the layer.
-
-    Raises:
-        CheckpointError: the tensors are not those that the spec describes.
-        UnsupportedError: a span lies inside blocks that cannot be divided there.
     """
     with named(name):
         layer = BlockSparseLinear.from_state(spec, state, dtype)
