@@ -31,7 +31,7 @@ from train_lm import HEAD, Text, cosine
 import tilesparse as ts
 from tilesparse.cli.demo import GPT, Size
 from tilesparse.nn import BlockSparseExperts, ExpertsLinear
-from tilesparse.tuning.timing import milliseconds
+from tilesparse.tuning.measure import milliseconds
 
 EXPERTS, CHOICES = 16, 2
 BALANCE = 0.01  # weight of the loss that has experts chosen alike

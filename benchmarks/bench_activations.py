@@ -33,7 +33,7 @@ from torch import Tensor
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse.nn.experts import ExpertsLinear, routing_of
 from tilesparse.storage import compress
-from tilesparse.tuning.timing import milliseconds
+from tilesparse.tuning.measure import milliseconds
 
 SHAPES = {"Llama 3 8B": (4096, 14336)}
 FORMS = ((128, 1.0), (64, 0.5), (64, 0.25))

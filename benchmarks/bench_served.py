@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilesparse as ts
-from tilesparse.tuning.timing import milliseconds
+from tilesparse.tuning.measure import milliseconds
 
 WHOLE = {"block_shape": 128, "density": 1.0, "nm": (2, 4)}
 FLOAT8 = "float8_e4m3fn"

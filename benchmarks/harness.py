@@ -24,7 +24,7 @@ from torch import Tensor
 import tilesparse
 from tilesparse import _C
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse.tuning.timing import milliseconds
+from tilesparse.tuning.measure import milliseconds
 
 LAUNCH_SECONDS = 250e-6  # the host needs less than this to issue one repetition of most that is measured
 HOST_CALLS = 200  # in a row; fewer than the launches that fit into a stream's queue

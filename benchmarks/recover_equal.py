@@ -35,8 +35,8 @@ from tilesparse import (
     prune_,
     sparsify_,
 )
+from tilesparse.tuning.measure import milliseconds
 from tilesparse.tuning.product import default_device
-from tilesparse.tuning.timing import milliseconds
 
 NARROW = "narrowed"
 FORMS: dict[str, BlockSparseConfig] = {

@@ -62,7 +62,7 @@ NOT_CALLED = {
         "tuning.Device": "of",
         "tuning.Product": "descriptor",
         "tuning.advise": "Estimate",
-        "tuning.selection": "Candidate KernelChoice KernelInfo",
+        "tuning.product": "Candidate KernelChoice KernelInfo",
         "tuning.store": "MeasuredLayers Measurement",
     }.items()
     for name in names.split()

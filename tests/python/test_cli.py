@@ -16,7 +16,7 @@ import torch
 
 from tilesparse import _C, _reports
 from tilesparse.cli import command as cli
-from tilesparse.cli import demo, info
+from tilesparse.cli import demo, kernels
 from tilesparse.tuning import Device, Product, choose
 from tilesparse.tuning.measure import device_to_measure, product_calls
 from tilesparse.tuning.product import OPS
@@ -46,7 +46,7 @@ def test_info_lists_versions_kernels_and_the_choice(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "RTX PRO 6000"])
 def test_info_names_the_kernels_that_are_chosen_from(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", *LAYER, "--gpu", gpu, "--op", "forward"]) == 0
-    named = info._families(Device.find(gpu).info())
+    named = kernels._families(Device.find(gpu).info())
     problem = Product(4096, 4096, 512, 0.25, 64, torch.bfloat16)
     chosen_from = {each.kernel.partition("_")[0] for each in choose(problem, gpu).candidates}
     assert {word for word in ("sm80", "sm90") if word in named} == chosen_from
@@ -137,7 +137,7 @@ def test_bad_options_are_explained(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("module", "name"), [(demo, "main"), (cli, "_default_device")])
+@pytest.mark.parametrize(("module", "name"), [(demo, "run_demo"), (cli, "_default_device")])
 def test_an_interrupt_ends_quietly(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

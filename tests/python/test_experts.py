@@ -21,7 +21,7 @@ from zoo import ZOO
 
 import tilesparse as ts
 from tilesparse import prune_
-from tilesparse.calibrate.moments import Moments
+from tilesparse.calibrate.calibration import Moments
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.experts import ExpertsLinear, projections_of
 from tilesparse.nn.weight import INDEX_NAMES, dense_blocks

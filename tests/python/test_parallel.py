@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
-from tilesparse.distributed import tensor_parallel as _shards
+from tilesparse.distributed import parallel as _shards
 from tilesparse.errors import (
     InvalidArgumentError,
     InvalidPatternError,

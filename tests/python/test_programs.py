@@ -57,7 +57,7 @@ from transformers import (
 from transformers.utils import logging
 
 from tilesparse import BlockSparseLinear, BlockSparseMLP
-from tilesparse.cli import command, demo, info
+from tilesparse.cli import command, demo, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -421,7 +421,7 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
     names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
     documents = [stored.document(RESULTS / name) for name in names]
-    assert json.loads(info.BREAK_EVEN.read_text()) == break_even.break_even(documents)
+    assert json.loads(kernels.BREAK_EVEN.read_text()) == break_even.break_even(documents)
 
 
 def test_parallel_training_is_measured(tmp_path: Path) -> None:

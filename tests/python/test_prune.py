@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
-from tilesparse.calibrate.moments import Damped, Moments
+from tilesparse.calibrate.calibration import Damped, Moments
 from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.config import BlockSparseConfig as Config

@@ -13,12 +13,12 @@ from zoo import ZOO
 
 import tilesparse as ts
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
-from tilesparse.calibrate.moments import damped
+from tilesparse.calibrate.calibration import damped
 from tilesparse.calibrate.stream import tensors_in
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.weight import dense_blocks, kept_mask
+from tilesparse.quantize.plan import RoundedWeight, round_weight
 from tilesparse.quantize.smooth import Samples, Search
-from tilesparse.quantize.weights import RoundedWeight, round_weight
 from tilesparse.storage.formats import QuantizedStorage, storage_of
 
 WIDTH, HIDDEN, HEADS, SHARED, HEAD = 64, 96, 4, 2, 16

@@ -1,20 +1,46 @@
-"""Moments of the inputs of layers on calibration data, gathered block by block of a model."""
+"""Calibration data on their way through a model, and the moments of the inputs that its layers meet.
+
+Each expert's inputs are the tokens that are routed to it, which may be few. The second moment of expert e is
+therefore drawn towards that of all experts of its layer, with n_e and n tokens and sums S_e and S of XᵀX,
+
+    M_e = (S_e + τ S / n) / (n_e + τ),   τ = in_features,
+
+and likewise its mean: as if it had met τ more tokens like those of all experts. This is the shrinkage towards
+the pooled covariance of Friedman, "Regularized Discriminant Analysis" (JASA 1989), with a weight that falls
+with n_e. An expert is fitted to its output for the inputs that it has in the pruned model: which tokens it
+had in the dense one need not be the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_block_shape, checked_number
 from .._reports import MOST, listed, warn_user
-from ..errors import InvalidArgumentError, TileSparseError
-from ..nn.dense import dense_weight
-from .experts import ExpertMoments, LinearExperts
-from .moments import Moments
+from .._runtime.torch_private import exact_float32
+from ..config import BlockSparseConfig, check_of_experts
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..model.modules import names_of_modules, set_submodule
+from ..nn.dense import dense_weight, is_conv1d
+from ..nn.experts import (
+    NORM,
+    ExpertsLinear,
+    Projections,
+    dense_weight_of,
+    experts_like,
+    has_norm,
+    projections_of,
+    reason_not_known,
+)
+from ..nn.linear import BlockSparseLinear
+from ..pattern import BlockPattern
 from .stream import (
     ForwardEnded,
     Input,
@@ -30,6 +56,418 @@ from .stream import (
     swapped,
     visiting,
 )
+
+DAMPING = 0.01  # of the mean of the diagonal of XᵀX / tokens
+_STRONGER = 10.0  # what damping is multiplied by where it was too weak
+_MOST_DAMPING = 1e6
+
+
+class Moments:
+    """Sums over the tokens that a layer has met, in float64.
+
+    They are sums of its inputs X, of X₀, which these are in the dense model, and of their products XᵀX and
+    X₀ᵀX.
+
+    Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of
+    inputs less their mean in the first call, so that nothing is lost where these vary little about a large
+    mean.
+
+    Args:
+        features: the layer's in_features.
+        device: of the sums.
+        compare: whether there are X₀.
+        origin: what inputs are taken less, [features], in place of their mean in the first call.
+    """
+
+    def __init__(
+        self, features: int, device: torch.device, compare: bool = False, *, origin: Tensor | None = None
+    ) -> None:
+        options: Any = {"dtype": torch.float64, "device": device}
+        self._products = torch.zeros(features, features, **options)
+        self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
+        self._across = torch.zeros(features, features, **options) if compare else None
+        self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
+        self._tokens, self._prior = torch.zeros((), **options), torch.zeros((), **options)
+        self._fixed = origin
+        self._finite: dict[int, Tensor] = {}
+
+    def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
+        """Add the inputs of one call; nothing waits for a GPU.
+
+        Args:
+            x: [..., features].
+            dense: what it is in the dense model. Another shape, or None, means that there are other tokens:
+                x then counts in its place.
+            number: of the batch.
+            keep: bools [...], False for tokens that do not count, such as padding; those of another shape
+                are for other tokens.
+        """
+        if dense is None or dense.shape != x.shape:
+            dense = x
+        if keep is None or keep.shape != x.shape[:-1]:
+            keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        keep = keep.to(self._sums.device).reshape(-1, 1)
+        if not self._finite:
+            self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
+            if self._fixed is not None:
+                self._origin = self._fixed
+        self._tokens += keep.sum()
+        x = self._rows(x, keep, self._origin)
+        sums = x.sum(0, dtype=torch.float64)
+        with exact_products(x.device):
+            self._products += x.T @ x
+            if self._across is not None:
+                dense = self._rows(dense, keep, self._dense_origin)
+                self._across += dense.T @ x
+                self._dense_sums += dense.sum(0, dtype=torch.float64)
+        self._sums += sums
+        self._finite[number] = self._finite.get(number, True) & sums.isfinite().all()
+
+    def _rows(self, x: Tensor, keep: Tensor, origin: Tensor) -> Tensor:
+        """Return [tokens, features] less the origin; zeros for tokens that do not count."""
+        x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
+        return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
+
+    def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
+        """Return the mean over tokens that count, as a number of the inputs' dtype."""
+        rows = self._rows(x, keep, torch.zeros_like(self._origin))
+        return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
+
+    @property
+    def origin(self) -> Tensor:
+        """Mean that is subtracted from inputs [features], once there were any."""
+        return self._origin
+
+    @property
+    def _weight(self) -> Tensor:
+        """Number that sums are divided by: tokens, and those that `drawn_to` stands for."""
+        return self._tokens + self._prior
+
+    def weight(self) -> float:
+        """Return how many tokens moments are of, those of `drawn_to` included; waits for the GPU."""
+        return float(self._weight)
+
+    def drawn_to(self, others: Moments, strength: float) -> Moments:
+        """Return these moments as if there were ``strength`` more tokens like the others, of one origin."""
+        other, share = copy(self), strength / others._tokens.clamp(min=1)
+        other._products = self._products + share * others._products
+        other._sums = self._sums + share * others._sums
+        # As if there were none where all tokens are masked.
+        other._origin, other._prior = others._origin, strength * others._tokens.clamp(max=1)
+        other._finite = {**others._finite}
+        return other
+
+    def tokens(self) -> int:
+        """Return how many tokens were counted; waits for the GPU, as `not_finite` does."""
+        return int(self._tokens)
+
+    def not_finite(self) -> int | None:
+        """Return the first batch with NaN or infinities, or None."""
+        if not self._finite:
+            return None
+        good = torch.stack(list(self._finite.values())).tolist()
+        return next((number for number, fine in zip(self._finite, good, strict=True) if not fine), None)
+
+    def second(self, *, centred: bool = False) -> Tensor:
+        """Return XᵀX / tokens [features, features], of X less its mean if centred."""
+        off = self._sums / self._weight
+        found = (self._products / self._weight).addr_(off, off, alpha=-1)
+        return found if centred else found.addr_(self.mean(), self.mean())
+
+    def across(self, *, centred: bool = False) -> Tensor | None:
+        """Return X₀ᵀX / tokens [features, features], less the means if centred; None where X₀ = X."""
+        if self._across is None:
+            return None
+        dense, off = self._dense_sums / self._weight, self._sums / self._weight
+        found = (self._across / self._weight).addr_(dense, off, alpha=-1)
+        return found if centred else found.addr_(self.dense_mean(), self.mean())
+
+    def mean(self) -> Tensor:
+        """Return the mean of X [features]."""
+        return self._sums / self._weight + self._origin
+
+    def dense_mean(self) -> Tensor:
+        """Return the mean of X₀ [features], where there are any."""
+        return self._dense_sums / self._weight + self._dense_origin
+
+    def reordered(self, order: Tensor) -> Moments:
+        """Return the moments of the same inputs with features in another order: order[i] becomes i."""
+        other, order = copy(self), order.to(self._sums.device)
+        other._products, other._sums = self._products[order][:, order], self._sums[order]
+        other._across = None if self._across is None else self._across[order][:, order]
+        other._dense_sums = self._dense_sums[order]
+        other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
+        return other
+
+
+class Damped(NamedTuple):
+    """H = XᵀX / tokens + λ I, which is positive definite."""
+
+    matrix: Tensor  # [in_features, in_features] float64
+    inverse: Tensor  # likewise
+    added: float  # λ
+    damping: float  # λ over the mean of the diagonal
+
+
+def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
+    """XᵀX / tokens with its diagonal raised, and the inverse.
+
+    Where damping is too weak for a Cholesky factor in float64, as for inputs that depend on each other and no
+    damping at all, ten times as much is tried, and so on.
+
+    Args:
+        second_moment: [in_features, in_features], of any floating dtype.
+        damping: what is added to the diagonal, over the mean of the diagonal. If that is zero the matrix
+            becomes the identity: then nothing is known of the inputs.
+    """
+    checked_number("damping", damping)
+    if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
+        raise InvalidArgumentError(
+            f"second_moment must be a square matrix, got shape {tuple(second_moment.shape)}"
+        )
+    moment = second_moment.double()
+    mean = float(moment.diagonal().mean())
+    if not 0 <= mean < float("inf"):
+        raise InvalidArgumentError(
+            f"second_moment must be finite with a positive diagonal, got a mean of {mean}"
+        )
+    if mean == 0:
+        mean, damping = 1.0, 1.0
+    identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+    while True:
+        matrix = torch.add(moment, identity, alpha=damping * mean)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) == 0:
+            inverse = torch.cholesky_inverse(factor).contiguous()
+            if bool(inverse.isfinite().all()):
+                return Damped(matrix, inverse, damping * mean, damping)
+        damping = max(damping * _STRONGER, 1e-9)
+        if damping > _MOST_DAMPING:
+            raise InvalidArgumentError("second_moment must be positive semidefinite")
+
+
+def supports(pattern: BlockPattern, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows [r, 1] of a weight and the columns [s] that they keep, rows that keep the same together."""
+    bn, bk = pattern.block_shape
+    masks, own = torch.unique(pattern.to_block_mask().cpu(), dim=0, return_inverse=True)
+    for number, kept in enumerate(masks):
+        rows = ((own == number).nonzero() * bn + torch.arange(bn, device="cpu")).view(-1, 1)
+        columns = (kept.nonzero() * bk + torch.arange(bk, device="cpu")).flatten()
+        if len(columns):
+            yield rows.to(device), columns.to(device)
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Compute float32 products in full precision, whatever settings and autocast say."""
+    with exact_float32(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+_SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
+
+
+class _Projection(nn.Module):
+    """The layers of a projection by their numbers; not a ModuleList, which could be a stack of blocks."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        for number, layer in enumerate(layers):
+            self.add_module(str(number), layer)
+        self.in_features, self.bias = layers[0].in_features, True if layers[0].bias is not None else None
+
+
+class LinearExperts(nn.Module):
+    """Dense experts as `torch.nn.Linear` of the same memory.
+
+    Attributes:
+        dense: the module whose parameters they are parts of.
+        tokens: the rows of ``hidden_states`` that the expert at work gets, while the layer runs.
+        rows: how many there are.
+    """
+
+    dense: Any
+    tokens: Tensor | None = None
+    rows = 0
+
+    def __init__(self, dense: Any, projections: Projections) -> None:
+        super().__init__()
+        object.__setattr__(self, "dense", dense)  # not a part of the model
+        self.names = tuple(projections.layers().values())
+        for name, own in projections.layers().items():
+            weight, bias = dense.get_parameter(name), dense._parameters.get(f"{name}_bias")
+            whole = dense_weight_of(dense, name)
+            parts = whole.view(len(weight), -1, whole.shape[1])
+            biases = [None] * len(weight) if bias is None else bias.detach()
+            layers = [_linear(*pair, weight.requires_grad) for pair in zip(parts, biases, strict=True)]
+            self.add_module(own, _Projection(layers))
+        for name, child in dense.named_children():
+            self.add_module(name, child)
+        self.train(dense.training)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute what the dense experts do, one after the other."""
+        result, self.rows = torch.zeros_like(hidden_states), len(hidden_states)
+        up, down = (self.get_submodule(name) for name in self.names)
+        for number in sorted({*top_k_index.flatten().tolist()}):
+            self.tokens, choice = (top_k_index == number).nonzero(as_tuple=True)
+            y = up.get_submodule(str(number))(hidden_states[self.tokens])
+            y = self.dense._apply_gate(y) if self.dense.has_gate else self.dense.act_fn(y)
+            y = down.get_submodule(str(number))(y)
+            if has_norm(self.dense):
+                y = self.get_submodule(NORM)(y)
+            y = y * top_k_weights[self.tokens, choice, None]
+            result = result.index_add(0, self.tokens, y.to(result.dtype))
+        self.tokens = None
+        return result
+
+
+def _linear(weight: Tensor, bias: Tensor | None, trained: bool) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, trained)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, trained)
+    return layer
+
+
+@contextmanager
+def expanded(model: nn.Module) -> Iterator[dict[str, LinearExperts]]:
+    """Have linear layers in the places of all experts that are known; yield them by name."""
+    found: dict[str, LinearExperts] = {}
+    places = []
+    for module, aliases in names_of_modules(model).items():
+        projections = projections_of(module)
+        if projections is not None and module is not model and reason_not_known(module) is None:
+            found[aliases[0]] = LinearExperts(module, projections)
+            places.append((aliases, module, found[aliases[0]]))
+    try:
+        for aliases, _, layers in places:
+            for name in aliases:
+                set_submodule(model, name, layers)
+        yield found
+    finally:
+        for aliases, module, _ in places:
+            for name in aliases:
+                set_submodule(model, name, module)
+
+
+def projection_of(experts: Container[str], name: str) -> str | None:
+    """Return the name of the projection of an expert's layer, which all experts share; None for others."""
+    projection = name.rpartition(".")[0]
+    return projection if projection.rpartition(".")[0] in experts else None
+
+
+def refuse_experts(model: nn.Module, names: Iterable[str], argument: str, why: str) -> None:
+    """Raise UnsupportedError where one of the layers is an expert of several."""
+    with expanded(model) as experts:
+        for name in names:
+            if projection_of(experts, name) is not None:
+                raise UnsupportedError(f"{argument}: {name!r} is one of several experts, {why}")
+
+
+def tokens_of_projections(experts: Container[str], tokens: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tokens layers have met, those of experts together: they share their moments."""
+    found: dict[str, int] = {}
+    for name, met in tokens.items():
+        whole = projection_of(experts, name) or name
+        found[whole] = found.get(whole, 0) + met
+    return found
+
+
+def check_configs_of(experts: Container[str], targets: Mapping[str, BlockSparseConfig]) -> None:
+    """Raise InvalidArgumentError unless all experts of a projection are to be stored in one way."""
+    first: dict[str, tuple[str, BlockSparseConfig]] = {}
+    for name, config in targets.items():
+        projection = projection_of(experts, name)
+        if projection is None:
+            continue
+        other, wanted = first.setdefault(projection, (name, config))
+        for own in _SAME:
+            if getattr(config, own) != getattr(wanted, own):
+                raise InvalidArgumentError(
+                    f"config: {name!r} and {other!r} are experts of one projection and must agree in {own}, "
+                    f"got {getattr(config, own)} and {getattr(wanted, own)}"
+                )
+        try:
+            check_of_experts(config.policy, config.activations, config.granularity)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"config: {name!r} is an expert: {error}") from error
+
+
+def joined(
+    experts: Mapping[str, LinearExperts],
+    made: Mapping[str, BlockSparseLinear],
+    targets: Mapping[str, BlockSparseConfig],
+) -> dict[str, Any]:
+    """Return layers by name, those of experts as one `BlockSparseExperts` each.
+
+    An expert that is to stay dense keeps all of its blocks, stored as those of the others.
+    """
+    found: dict[str, Any] = {
+        name: layer for name, layer in made.items() if projection_of(experts, name) is None
+    }
+    for name, layers in experts.items():
+        configs = {key: config for key, config in targets.items() if projection_of([name], key) is not None}
+        if configs:
+            projections = [
+                _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
+            ]
+            found[name] = experts_like(layers.dense, *projections)
+    return found
+
+
+def _joined(
+    name: str,
+    projection: nn.Module,
+    made: Mapping[str, BlockSparseLinear],
+    configs: Mapping[str, BlockSparseConfig],
+) -> ExpertsLinear:
+    own = (config for key, config in configs.items() if key.rpartition(".")[0] == name)
+    config = next(own, next(iter(configs.values())))
+    layers = []
+    for number, linear in projection.named_children():
+        layer = made.get(f"{name}.{number}")
+        layers.append(_whole(linear, config) if layer is None else layer)
+    return ExpertsLinear.from_layers(layers)
+
+
+def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
+    """Return a layer with every block of a dense one."""
+    shape = linear.out_features, linear.in_features
+    pattern = BlockPattern.full(shape, block_shape=check_block_shape(config.block_shape))
+    layer = BlockSparseLinear.from_linear(
+        linear, pattern=pattern, nm=config.nm, transposable=config.transposable
+    )
+    return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
+
+
+class ExpertMoments:
+    """Moments of the inputs of all experts of a projection, and of all of them together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all: Moments | None = None
+        self._own: dict[str, Moments] = {}
+
+    def add(self, name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
+        """Add the inputs [tokens, features] of one call of an expert; ``keep``: bools [tokens]."""
+        if self._all is None:
+            self._all = Moments(x.shape[-1], self._device)
+        self._all.add(x, None, number, keep)
+        if name not in self._own:
+            self._own[name] = Moments(x.shape[-1], self._device, origin=self._all.origin)
+        self._own[name].add(x, None, number, keep)
+
+    def of(self, name: str) -> Moments | None:
+        """Return the moments of an expert, drawn towards those of all; None without any token."""
+        if self._all is None:
+            return None
+        features = len(self._all.origin)
+        own = self._own.get(name)
+        if own is None:
+            own = Moments(features, self._device, origin=self._all.origin)
+        return own.drawn_to(self._all, features)
+
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -297,15 +735,6 @@ def check_inputs(name: str, tokens: float, not_finite: int | None) -> None:
         )
 
 
-@contextlib.contextmanager
-def naming_layer(name: str) -> Iterator[None]:
-    """Add the name of a layer to errors."""
-    try:
-        yield
-    except TileSparseError as error:
-        raise type(error)(f"layer {name!r}: {error}") from error
-
-
 def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
     """Warn of layers whose XᵀX cannot have full rank, with the tokens that they have met and need."""
     short: dict[tuple[int, int], list[str]] = {}
@@ -321,3 +750,27 @@ def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
             "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
             f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}"
         )
+
+
+def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Return the dense linear layers of these names; `argument` names their source in messages."""
+    if not isinstance(names, Iterable):
+        raise InvalidArgumentError(f"{argument} must be names of layers, got {type(names).__name__}")
+    with expanded(model):
+        modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Any] = {}
+    seen: dict[nn.Module, str] = {}
+    for name in names:
+        module = modules.get(name) if isinstance(name, str) else None
+        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            kind = "no layer of that name" if module is None else type(module).__name__
+            raise InvalidArgumentError(f"{argument} must name dense linear layers, got {name!r}: {kind}")
+        if module in seen:
+            raise InvalidArgumentError(
+                f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
+            )
+        seen[module] = name
+        found[name] = module
+    if not found:
+        raise InvalidArgumentError(f"{argument} must have at least one layer, got none")
+    return found

@@ -24,14 +24,17 @@ from ..tuning.product import KINDS, OPS, Product, default_device, dtype_name
 UNWRITABLE = 1  # the status of the system's own commands where stdout is full or closed
 BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends, in a shell
 
-COMMANDS = {  # each is a module beside this one, which has `add_arguments` and `main`
-    "info": "versions, devices, break-even densities, and which kernel a layer would use and why",
-    "bench": "time one layer against torch.nn.functional.linear",
-    "tune": "measure kernels for a layer or a checkpoint here, and keep which is the fastest",
-    "demo": "train a small GPT on Python's own sources, dense and block-sparse side by side",
-    "advise": "measure whether block sparsity pays for a model of Transformers on this device",
-    "convert": "read a sparse or quantized checkpoint of another library, and write one of this",
-    "prune": "make a model of Transformers block-sparse, calibrated on a text, and save it",
+COMMANDS = {  # by the module beside this one that has `add_…` and `run_…` of each
+    "info": (
+        "kernels",
+        "versions, devices, break-even densities, and which kernel a layer would use",
+    ),
+    "bench": ("kernels", "time one layer against torch.nn.functional.linear"),
+    "tune": ("kernels", "measure kernels for a layer or a checkpoint here, and keep which is the fastest"),
+    "demo": ("demo", "train a small GPT on Python's own sources, dense and block-sparse side by side"),
+    "advise": ("models", "measure whether block sparsity pays for a model of Transformers on this device"),
+    "convert": ("models", "read a sparse or quantized checkpoint of another library, and write one of this"),
+    "prune": ("models", "make a model of Transformers block-sparse, calibrated on a text, and save it"),
 }
 
 
@@ -77,12 +80,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilesparse", description="Block-sparse linear layers.")
     parser.add_argument("--version", action="version", version=f"tilesparse {_C.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
-    for name, purpose in COMMANDS.items():
+    for name, (home, purpose) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose)
         if name in argv:
-            module = importlib.import_module(f"{__package__}.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.main)
+            module = importlib.import_module(f"{__package__}.{home}")
+            getattr(module, f"add_{name}")(command)
+            command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser
 
 

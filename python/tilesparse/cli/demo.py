@@ -91,7 +91,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions)))  # type: ignore[no-any-return]
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_demo(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = command.add_argument
     add("--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)")
@@ -101,7 +101,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_device(command)
 
 
-def main(arguments: argparse.Namespace) -> None:
+def run_demo(arguments: argparse.Namespace) -> None:
     """Train a dense and a sparse model on the same batches, in turns, and print the comparison."""
     device, on_gpu = arguments.device, arguments.device.type == "cuda"
     large = on_gpu and torch.cuda.get_device_properties(device).total_memory > 32 << 30

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .sync import synchronize_patterns
 
 if TYPE_CHECKING:
-    from .expert_parallel import ExpertParallel, ExpertTensorParallel
-    from .tensor_parallel import ColwiseParallel, RowwiseParallel
+    from .parallel import ColwiseParallel, ExpertParallel, ExpertTensorParallel, RowwiseParallel
 
 
 __all__ = [

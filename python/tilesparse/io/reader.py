@@ -19,8 +19,14 @@ from .._files import StoredTensor, few, in_threads, named, read_header, read_jso
 from .._hooks import check_can_change, layers_changed
 from ..config import METHOD, LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from ..model.modules import Target, layers_in, names_of_modules, reason_from_parents, what_would_be_lost
-from ..model.replace import replace_modules
+from ..model.modules import (
+    Target,
+    layers_in,
+    names_of_modules,
+    reason_from_parents,
+    replace_modules,
+    what_would_be_lost,
+)
 from ..nn.dense import is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear

@@ -19,8 +19,14 @@ from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
 from ..nn.parameters import is_sharded
 from ..storage.formats import storage_of
-from .modules import Target, names_of_modules, owners_of_parameters, set_submodule, what_would_be_lost
-from .replace import replace_modules
+from .modules import (
+    Target,
+    names_of_modules,
+    owners_of_parameters,
+    replace_modules,
+    set_submodule,
+    what_would_be_lost,
+)
 from .report import Report, SkippedLayer
 
 _NOT_MERGED = "product of one x"  # kind of skipped layers

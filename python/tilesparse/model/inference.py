@@ -21,14 +21,11 @@ from ..nn.merged import product_of
 from ..nn.parameters import is_sharded
 from ..nn.weight import take_over
 from ..storage.formats import storage_of
-from ..tuning.measure import tune
-from ..tuning.product import Product
-from ..tuning.selection import choose, is_converted_in_calls, stored_for_kernels
+from ..tuning.measure import milliseconds, tune
+from ..tuning.product import Product, choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
-from ..tuning.timing import milliseconds
 from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
-from .modules import check_batch
-from .replace import replace_modules
+from .modules import check_batch, replace_modules
 from .report import Report, SkippedLayer
 
 _CANDIDATES = 3  # kernels to measure for each product

@@ -348,6 +348,17 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
     return value
 
 
+def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Put replacements into a model, wherever it holds the modules they replace, with all that these have."""
+    new = {}
+    for target in targets:
+        new[target.module] = target.replacement
+        hand_over(target.module, target.replacement)
+        for name in target.names:
+            set_submodule(model, name, target.replacement)
+    follow(model, new)
+
+
 def check_batch(batch: Any) -> None:
     """Raise InvalidTypeError unless a batch has a tensor."""
     if next(tensors_in(batch), None) is None:

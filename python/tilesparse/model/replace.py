@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,14 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .match import (
+    CannotBeCutError,
     LayerOptions,
     Match,
     Refusal,
     Rule,
+    check_blocks_can_be_chosen,
+    check_can_be_cut,
+    check_can_be_ranked,
     check_rules,
     match_modules,
     reason_not_patchable,
@@ -35,14 +39,12 @@ from .modules import (
     NamePattern,
     Replacement,
     Target,
-    follow,
-    hand_over,
     hidden_attribute,
     is_linear,
     matching,
     names_of_modules,
     parsed,
-    set_submodule,
+    replace_modules,
     weight_reads,
 )
 from .report import Report, SkippedLayer, patch_report, warn_of_empty
@@ -86,17 +88,6 @@ def patch(
     return report
 
 
-def replace_modules(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Put replacements into a model, wherever it holds the modules they replace, with all that these have."""
-    new = {}
-    for target in targets:
-        new[target.module] = target.replacement
-        hand_over(target.module, target.replacement)
-        for name in target.names:
-            set_submodule(model, name, target.replacement)
-    follow(model, new)
-
-
 def _made(
     matched: Sequence[Match], make: Callable[[str, nn.Module, LayerOptions], Replacement]
 ) -> tuple[list[Target], list[SkippedLayer]]:
@@ -120,10 +111,6 @@ def _made(
             skipped.append(SkippedLayer(name, type(module).__name__, str(error)))
         progress.show(done, f"layers made block-sparse, {name} the last")
     return targets, skipped
-
-
-class CannotBeCutError(InvalidArgumentError):
-    """A weight's shape is no multiple of the block shape."""
 
 
 def sparse_layer(module: nn.Module, options: LayerOptions) -> Replacement:
@@ -151,8 +138,8 @@ def _sparse_experts(module: nn.Module, projections: Projections, options: LayerO
     for name in projections.names():
         weight = module.get_parameter(name)
         rows, columns = (-1, -2) if projections.transposed else (-2, -1)
-        _check_can_be_cut((weight.shape[rows], weight.shape[columns]), block_shape)
-        _check_can_be_ranked(weight)
+        check_can_be_cut((weight.shape[rows], weight.shape[columns]), block_shape)
+        check_can_be_ranked(weight)
         _check_can_be_stored(weight, config.storage)
     return BlockSparseExperts.from_experts(
         module,
@@ -165,30 +152,6 @@ def _sparse_experts(module: nn.Module, projections: Projections, options: LayerO
         granularity=config.granularity,
         activations=config.activations,
     )
-
-
-def check_blocks_can_be_chosen(module: Any, block_shape: Sequence[int]) -> None:
-    """Raise CannotBeCutError unless the blocks of a dense layer can be ranked."""
-    _check_can_be_cut(dense_weight(module).shape, block_shape)
-    _check_can_be_ranked(dense_weight(module))
-
-
-def _check_can_be_cut(shape: Sequence[int], block_shape: Sequence[int]) -> None:
-    for name, size, block in zip(("out_features", "in_features"), shape, block_shape, strict=True):
-        if size % block:
-            raise CannotBeCutError(
-                f"block_shape must divide the weight, got {tuple(block_shape)}: {name} is {size}, "
-                f"no multiple of {block}"
-            )
-
-
-def _check_can_be_ranked(weight: Tensor) -> None:
-    if weight.is_meta:
-        raise InvalidArgumentError(
-            "pattern must be given on the meta device: it has no weights to rank blocks by"
-        )
-    if bool(weight.isnan().any()):
-        raise InvalidArgumentError("its weight must not have NaN, which cannot be ranked")
 
 
 def _check_can_be_stored(weight: Tensor, storage: str) -> None:

@@ -15,32 +15,34 @@ from torch import Tensor, nn
 from .._checks import as_number
 from .._reports import Progress, aligned
 from ..calibrate.calibration import (
+    DAMPING,
     Calibration,
     Forward,
     call_model,
     check_model,
     collected,
-    naming_layer,
+    dense_layers,
+    expanded,
+    refuse_experts,
+    tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.experts import expanded, refuse_experts, tokens_of_projections
-from ..calibrate.moments import DAMPING
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
-from ..model.report import SkippedLayer
-from ..model.targets import (
+from ..model.match import (
     Filter,
     block_shape_of,
     checked_config,
     checked_configs,
     chosen_layers,
-    dense_layers,
     described,
     kept_blocks,
+    naming_layer,
     reasons,
     shape_of,
 )
+from ..model.report import SkippedLayer
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.measure import LatencyTable

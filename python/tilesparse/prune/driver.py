@@ -14,31 +14,35 @@ from .._checks import check_flag, checked_number, shown
 from .._hooks import check_can_change, layers_changed
 from .._reports import Progress, empty_of, listed, warn_user
 from ..calibrate.calibration import (
+    DAMPING,
     Calibration,
     Forward,
+    Moments,
     call_model,
+    check_configs_of,
     check_model,
     collected,
-    naming_layer,
+    expanded,
+    joined,
+    projection_of,
+    tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.experts import check_configs_of, expanded, joined, projection_of, tokens_of_projections
-from ..calibrate.moments import DAMPING, Moments
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
-from ..model.match import STAYS_DENSE
-from ..model.modules import Target, hidden_attribute, names_of_modules
-from ..model.replace import replace_modules
-from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
-from ..model.targets import (
+from ..model.match import (
+    STAYS_DENSE,
     Filter,
     block_shape_of,
     checked_config,
     chosen_layers,
+    naming_layer,
     reasons,
     reasons_against_experts,
 )
+from ..model.modules import Target, hidden_attribute, names_of_modules, replace_modules
+from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
 from ..nn.dense import is_conv1d
 from ..storage.formats import storage_of
 from .obs import METHODS, Pruner, Solution, built

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from .._checks import check_shapes
 from .._runtime.pattern_cache import blocks_of
-from ..calibrate.moments import Damped, Moments, damped, exact_products, supports
+from ..calibrate.calibration import Damped, Moments, damped, exact_products, supports
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
-from ..model.targets import block_shape_of
+from ..model.match import block_shape_of
 from ..nn.dense import dense_weight
 from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
@@ -73,7 +73,7 @@ class Pruner:
     Args:
         linear: the dense layer; only read.
         moments: of its inputs, on the device that computes.
-        damping: see `tilesparse.calibrate.moments.damped`.
+        damping: see `tilesparse.calibrate.calibration.damped`.
     """
 
     def __init__(self, linear: Any, moments: Moments, damping: float) -> None:

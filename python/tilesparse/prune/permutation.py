@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from .._checks import checked_count, checked_number, shown
 from .._reports import Progress
-from ..calibrate.calibration import Calibration, Forward, call_model, check_model, collected
-from ..calibrate.moments import DAMPING, Moments
+from ..calibrate.calibration import DAMPING, Calibration, Forward, Moments, call_model, check_model, collected
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..model.match import block_shape_of, checked_config, checked_configs, shape_of
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..model.report import Report
-from ..model.targets import block_shape_of, checked_config, checked_configs, shape_of
 from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
 from .obs import Pruner
 

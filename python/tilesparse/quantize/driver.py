@@ -21,9 +21,8 @@ from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, Task
+from .plan import ExpertsPlan, Plan, Task, WeightPlan
 from .smooth import SmoothPlan, is_linear
-from .weights import WeightPlan
 
 
 def quantize_(

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.calibration import Calibration, check_inputs
-from ..calibrate.moments import exact_products
+from ..calibrate.calibration import Calibration, check_inputs, exact_products
 from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
 from ..model.modules import names_of_modules, owners_of_parameters

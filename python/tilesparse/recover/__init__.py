@@ -3,6 +3,6 @@
 `tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
 """
 
-from .losses import DistillationLoss
+from .distillation import DistillationLoss
 
 __all__ = ["DistillationLoss"]

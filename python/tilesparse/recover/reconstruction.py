@@ -36,8 +36,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.report import Report, SkippedLayer
 from ..nn.dense import is_conv1d
 from ..nn.linear import BlockSparseLinear
-from .distillation import Forward, autocasting, check_autocast
-from .losses import _alike, _without_padding
+from .distillation import Forward, _alike, _without_padding, autocasting, check_autocast
 
 
 def reconstruct_(

@@ -20,8 +20,7 @@ except ImportError as error:
 from .._files import replacing
 from ..calibrate.stream import check_distinct, device_of, mask_of_outputs, moved
 from ..errors import CheckpointError, InvalidArgumentError
-from .distillation import outputs_of
-from .losses import DistillationLoss
+from .distillation import DistillationLoss, outputs_of
 
 FILE = "pattern_schedule.pt"  # in the folder of a checkpoint
 

@@ -1,8 +1,7 @@
 """Training of sparse layers: patterns that move or shrink, gates, penalties, 2:4 masks, averages."""
 
 from .averaging import AveragedModel
-from .gates import BlockGates, GroupLasso, learning_rate_factor, parameter_groups
-from .gradual import Gradual, compact_
+from .gradual import BlockGates, Gradual, GroupLasso, compact_, learning_rate_factor, parameter_groups
 from .masks import MaskSchedule, set_nm_
 from .patterns import PatternSchedule, snapshot
 

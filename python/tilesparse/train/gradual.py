@@ -1,16 +1,17 @@
-"""Patterns that shrink while a model trains: blocks really go, and with them memory and time."""
+"""Patterns that shrink while a model trains: blocks that go, gates that learn which, and a group lasso."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
-from .._checks import checked_count, checked_fraction
+from .._checks import checked_count, checked_fraction, checked_number
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..nn.origin import has_peers
@@ -18,13 +19,18 @@ from ..nn.weight import keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
     Layers,
+    Uncopied,
     check_keys,
     check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
     checked_optimizer,
+    gradient_of,
     matched_layers,
+    precision_of,
+    rates_of,
+    some_sparse_layers,
     sparse_layers,
 )
 from .patterns import SCORES, Movement, check_states, magnitudes, states_by_slot
@@ -251,3 +257,235 @@ def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
             f"{density}"
         )
     return last
+
+
+# Of the hard concrete distribution, as Louizos et al. chose them.
+TEMPERATURE, LOWEST, HIGHEST = 2 / 3, -0.1, 1.1
+
+
+class Gate(nn.Module):
+    """Parametrization that multiplies each block of a weight by an L0 gate from 0 to 1: random in training.
+
+    Attributes:
+        log_alpha: Parameter [nnz] float32, the larger the likelier it is that a gate is open.
+    """
+
+    def __init__(self, nnz: int, keep: float, device: torch.device) -> None:
+        super().__init__()
+        start = math.log(keep / (1 - keep)) + TEMPERATURE * math.log(-LOWEST / HIGHEST)
+        self.log_alpha = nn.Parameter(torch.full((nnz,), start, dtype=torch.float32, device=device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight [nnz, bn, bk] times its gates."""
+        return weight * self.gates().to(weight.dtype)[:, None, None]
+
+    def gates(self) -> Tensor:
+        """[nnz]: a sample in training, otherwise what stands for the distribution."""
+        logits: Tensor = self.log_alpha
+        if self.training:
+            eps = torch.finfo(logits.dtype).eps
+            uniform = torch.rand_like(logits).clamp(eps, 1 - eps)
+            logits = (logits + uniform.log() - (1 - uniform).log()) / TEMPERATURE
+        return (logits.sigmoid() * (HIGHEST - LOWEST) + LOWEST).clamp(0, 1)
+
+    def open(self) -> Tensor:
+        """[nnz]: the probability that each gate is not zero."""
+        return (self.log_alpha - TEMPERATURE * math.log(-LOWEST / HIGHEST)).sigmoid()
+
+
+class BlockGates:
+    """L0 gates of every block of `BlockSparseLinear` layers; the fraction that is open is a penalty.
+
+    A gate has a hard concrete distribution: in training it is a sample, exactly 0 or 1 with some probability,
+    through which gradients pass; in evaluation it is exactly 0 where the distribution leans to it (Louizos,
+    Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
+    2/3, stretched to -0.1 … 1.1).
+
+    Gates are parametrizations of the weights: their parameters ``log_alpha`` are parameters of the model, and
+    the weights stay the same Parameters. Build the optimizer afterwards. Gates need a larger learning rate
+    than weights, 0.1 with Adam is a start, and no weight decay.
+
+    Args:
+        model: has `BlockSparseLinear` layers in the storage "plain", all of which get gates.
+        keep: the probability with which gates are open at the beginning, between 0 and 1.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, a weight is frozen or shared, or ``keep`` is not between
+            0 and 1.
+        UnsupportedError: a weight is sharded, parametrized already or not stored plain.
+
+    Examples:
+        >>> gates = BlockGates(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # of weights and gates
+        >>> ...  # loss(model, batch) + strength * gates.density()
+        >>> gates.compact(optimizer)
+    """
+
+    def __init__(self, model: nn.Module, *, keep: float = 0.9) -> None:
+        if not 0 < checked_fraction("keep", keep) < 1:
+            raise InvalidArgumentError(f"keep must be between 0 and 1, got {keep}")
+        self._model, self._layers = model, some_sparse_layers(model)
+        check_trainable(self._layers)
+        self._gates = {}
+        for name, layer in self._layers.items():
+            gate = Gate(layer.weight.shape[0], keep, layer.weight.device).train(layer.training)
+            parametrize.register_parametrization(layer, "weight", gate)
+            self._gates[name] = gate
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the gates, for a group of their own."""
+        return [gate.log_alpha for gate in self._gates.values()]
+
+    def density(self) -> Tensor:
+        """The penalty, differentiable: the expected fraction of these layers' weights with open gates."""
+        sizes = {name: math.prod(layer.block_shape) for name, layer in self._layers.items()}
+        total = sum(math.prod(layer.spec.shape) for layer in self._layers.values())
+        expected = [gate.open().sum() * (sizes[name] / total) for name, gate in self._gates.items()]
+        return torch.stack([one.to(expected[0].device) for one in expected]).sum()
+
+    @torch.no_grad()
+    def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+        """End the gates: multiply weights by them, and remove blocks whose gate is closed.
+
+        The model then computes what it computed in evaluation, and has plain layers again. Moments of what is
+        left stay as they were; the parameters of gates have no further use in the optimizer.
+
+        Returns:
+            How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
+
+        Raises:
+            InvalidArgumentError: the gates were ended before, or ``optimizer`` is none.
+            UnsupportedError: the model is one of DistributedDataParallel, or the optimizer has states of
+                which it is not known what belongs to which block. Nothing has changed then.
+        """
+        check_unwrapped(self._model)
+        if not all(parametrize.is_parametrized(layer, "weight") for layer in self._layers.values()):
+            raise InvalidArgumentError("model must have layers with gates, which were ended before")
+        if optimizer is not None:
+            optimizer = checked_optimizer(optimizer)
+            layers: dict[str, Any] = self._layers
+            originals = {name: one.parametrizations.weight.original for name, one in layers.items()}
+            check_states(optimizer, originals)
+        for name, layer in self._layers.items():
+            training = self._gates[name].training
+            self._gates[name].eval()
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+            self._gates[name].train(training)
+        return compact_(self._model, optimizer)
+
+
+class GroupLasso(Uncopied):
+    """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
+
+    It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and
+    Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006):
+
+        W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
+
+    with the learning rate of the weight's group. So blocks reach zero exactly, and `compact_` then removes
+    them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW is. Train in
+    float32, with autocast: in 16 bits changes below the precision are lost. It works by a hook of the
+    optimizer; nothing waits for a GPU.
+
+    Args:
+        model: has `BlockSparseLinear` layers in the storage "plain", all of which are pulled at.
+        optimizer: has their weights.
+        strength: of the penalty.
+
+    Raises:
+        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
+            or shared, or ``strength`` is no number of at least 0.
+        UnsupportedError: a weight is sharded, parametrized or not stored plain.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
+        optimizer = checked_optimizer(optimizer)
+        self._strength = checked_number("strength", strength)
+        layers = some_sparse_layers(model)
+        check_trainable(layers)
+        check_optimized(layers, optimizer)
+        self._layers = layers
+        self._hook = optimizer.register_step_post_hook(self._shrink)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    @torch.no_grad()
+    def _shrink(self, optimizer: Any, *_: Any) -> None:
+        check_optimized(self._layers, optimizer)  # a weight may have been replaced
+        with_gradient = {
+            id(layer.weight) for name, layer in self._layers.items() if gradient_of(name, layer) is not None
+        }
+        for weight, rate in rates_of(optimizer, with_gradient):
+            threshold = rate * self._strength * math.prod(weight.shape[1:]) ** 0.5
+            precision = precision_of(weight)
+            norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=precision, keepdim=True)
+            left = 1 - threshold / norms.clamp_min(torch.finfo(precision).tiny)
+            weight.mul_(left.clamp_min(0))
+
+
+RULES: Mapping[str, Callable[[float], float]] = {
+    "fitted": lambda density: math.exp(1.969 * (1 - density) ** 2 + 0.2905 * (1 - density)),
+    "mup": lambda density: 1 / density,
+}
+
+
+def learning_rate_factor(density: float, rule: str = "fitted") -> float:
+    """Return the factor of the learning rate of a weight of this density over a dense one.
+
+    Args:
+        density: kept fraction of the blocks, above 0.
+        rule: "fitted": exp(1.969 s² + 0.2905 s), where s = 1 - density: what was best for static random masks
+            of BERT (Dietrich et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021), 3.8 at
+            a density of 0.25 and 6.4 at 0.1. "mup": 1 / density, for Adam, with an initial variance that is
+            proportional to 1 / density as well, which that of `BlockSparseLinear` is (Dey et al., "Sparse
+            maximal update parameterization", 2024).
+
+    Raises:
+        InvalidArgumentError: the density is not above 0 and at most 1, or there is no such rule.
+    """
+    checked_choice("rule", rule, RULES)
+    if not checked_fraction("density", density) > 0:
+        raise InvalidArgumentError(f"density must be above 0, got {density}")
+    return RULES[rule](density)
+
+
+def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
+    """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
+
+    Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
+    them, set the rate of their group anew after each of its events, by `learning_rate_factor`.
+
+    An AdamW decays weights by lr · weight_decay, that is in the same proportion.
+
+    Args:
+        model: any, also without sparse layers.
+        lr: the learning rate of dense weights, biases and everything else.
+        rule: see `learning_rate_factor`.
+
+    Returns:
+        Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
+
+    Raises:
+        InvalidArgumentError: ``lr`` is no finite number of at least 0, or there is no such rule.
+
+    Examples:
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)
+    """
+    rate = checked_number("lr", lr)
+    checked_choice("rule", rule, RULES)
+    densities = {
+        id(parameter): layer.density
+        for layer in sparse_layers(model).values()
+        for parameter in layer.parameters()
+        if parameter.dim() == 3 and layer.density > 0  # weights, also those that are parametrized
+    }
+    groups: dict[float | None, list[nn.Parameter]] = {None: []}
+    for parameter in model.parameters():
+        groups.setdefault(densities.get(id(parameter)), []).append(parameter)
+    return [
+        {"params": parameters, "lr": rate if density is None else rate * learning_rate_factor(density, rule)}
+        for density, parameters in groups.items()
+        if parameters
+    ]

@@ -2,8 +2,7 @@
 
 from .advise import AdviceReport
 from .measure import LatencyTable, measure_latency, tune
-from .product import Device, Product
-from .selection import choose, kernels, prefer
+from .product import Device, Product, choose, kernels, prefer
 from .store import load
 
 __all__ = [

@@ -26,17 +26,15 @@ from ..calibrate.stream import call_apart, device_of, listening, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..model.fuse import encoders_in, fuse_encoders
+from ..model.match import chosen_layers, kept_blocks, reasons
 from ..model.modules import check_batch, matching, names_of_modules, parsed
 from ..model.replace import sparsify_
-from ..model.targets import chosen_layers, kept_blocks, reasons
 from ..nn.dense import dense_weight
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, evaluating
-from .measure import device_to_measure, layer_call
-from .product import Device, Way, describe_way, dtype_name, in_own_dtype, recorded
-from .selection import is_converted_in_calls
+from .measure import Call, device_to_measure, layer_call, milliseconds, own_numbers
+from .product import Device, Way, describe_way, dtype_name, in_own_dtype, is_converted_in_calls, recorded
 from .store import MeasuredLayers, versions_of
-from .timing import Call, milliseconds, own_numbers
 
 DENSITIES = (0.5, 0.25, 0.1)
 WORTH = 1.1  # times as fast as dense, from which sparse layers are recommended

@@ -24,8 +24,7 @@ from .._files import VARIABLE, replacing, tune_file
 from .._runtime.select import add_measurement, measurements_changed
 from ..config import BlockSparseConfig
 from ..errors import TileSparseError, TuneFileError
-from .product import Device, Product, Way, dtype_name, in_own_dtype, recorded
-from .selection import kernels
+from .product import Device, Product, Way, dtype_name, in_own_dtype, kernels, recorded
 
 FORMAT, VERSION = "tilesparse measurements", 1
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}

@@ -14,7 +14,7 @@ from ...errors import InvalidArgumentError, UnsupportedError
 from ...nn.experts import ExpertsLinear
 from ...nn.linear import BlockSparseLinear
 from ...nn.merged import concatenate, reason_not_one
-from ...tuning.selection import stored_for_kernels
+from ...tuning.product import stored_for_kernels
 
 Span = tuple[int, int]
 MANY = 4096  # tokens of a prompt

@@ -1,4 +1,4 @@
-"""``tilesparse info``: versions, devices, where dense is faster, and which kernel a layer would use."""
+"""``tilesparse info``, ``bench`` and ``tune``: the kernels of this library, their choice and their times."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 
 from .. import _C
-from ..errors import TileSparseError, UnsupportedError
-from ..tuning import store
-from ..tuning.product import KINDS, Device, Product, describe_estimates, dtype_name, runs_on
-from ..tuning.selection import choose, kernels
-from .command import add_layer, chosen_ops, describe_layer, product_of
+from .._reports import Progress
+from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
+from ..tuning import measure, store
+from ..tuning.measure import milliseconds, own_numbers, product_calls
+from ..tuning.product import KINDS, Device, Product, choose, describe_estimates, dtype_name, kernels, runs_on
+from .command import add_device, add_layer, chosen_ops, describe_layer, parse_count, product_of
 
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_info(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_layer(command)
     command.add_argument(
@@ -32,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def main(arguments: argparse.Namespace) -> None:
+def run_info(arguments: argparse.Namespace) -> None:
     """Print versions, devices, break-even densities, the kernel of the layer, and all kernels."""
     absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
@@ -110,3 +111,84 @@ def _selection(product: Product, device: _C.DeviceInfo) -> str:
     except UnsupportedError as error:
         return str(error)
     return f"{chosen.kernel}: {chosen.reason}; next: {chosen.runner_up or 'none'}"
+
+
+REPETITIONS = 21
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_layer(command)
+    add_device(command)
+
+
+@torch.no_grad()
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Print times of one layer: dense, sparse with the policy "dense", and sparse.
+
+    The speedup and η = t_dense · density / t_sparse belong to the last.
+    """
+    device = arguments.device
+    print(f"{describe_layer(arguments)}, on {device}")
+    print(f"{'':9}{'dense':>12}{'policy=dense':>15}{'sparse':>12}{'speedup':>10}{'η':>7}")
+    for op in chosen_ops(arguments):
+        product = product_of(arguments, op, arguments.tokens)
+        with own_numbers(device):
+            calls = product_calls(product, device)
+        # With policy="dense" the gradient of x multiplies by the W that the forward pass has written out.
+        written = calls.dense if op == "dgrad" else calls.expanded
+        dense, materialized, sparse = milliseconds([calls.dense, written, calls.sparse], device, REPETITIONS)
+        print(
+            f"{op:9}{dense:9.3f} ms{materialized:12.3f} ms{sparse:9.3f} ms"
+            f"{dense / sparse:9.2f}x{dense / sparse * product.nnz / product.blocks:7.2f}"
+        )
+
+
+TUNED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
+
+
+def add_tune(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_layer(command, TUNED_TOKENS)
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="measure the layers of this checkpoint instead of the layer described",
+    )
+    add_device(command)
+    command.add_argument(
+        "--candidates", type=parse_count, default=3, help="kernels to measure per product (%(default)s)"
+    )
+    command.add_argument(
+        "--repetitions",
+        type=parse_count,
+        default=21,
+        help="times that each kernel is measured (%(default)s)",
+    )
+
+
+def run_tune(arguments: argparse.Namespace) -> None:
+    """Print the times of kernels and of the dense product, and keep them for later programs."""
+    ops = chosen_ops(arguments)
+    if arguments.model is None:
+        products = [product_of(arguments, op, tokens) for op in ops for tokens in arguments.tokens]
+    else:
+        products = measure.products_of(arguments.model, arguments.tokens, ops)
+        if not products:
+            raise InvalidArgumentError(
+                f"{arguments.model}: no block-sparse layer has such a product; there is nothing to measure"
+            )
+    device = arguments.device
+    print(f"{len(products)} products, on {Device.find(device)}")
+    progress = Progress(len(products))
+    for done, product in enumerate(products, 1):
+        (measurement,) = measure.tune(
+            [product],
+            device,
+            candidates=arguments.candidates,
+            repetitions=arguments.repetitions,
+        )
+        print(measurement, flush=True)
+        progress.show(done, "products measured")
+    print(store.status())
