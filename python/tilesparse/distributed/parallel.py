@@ -172,8 +172,6 @@ class ColwiseParallel(_Style, _Colwise):
     ``input_layouts=Shard(1)``.
 
     Raises:
-        InvalidArgumentError: block rows are not a multiple of the processes, or the mesh has several
-            dimensions.
         InvalidPatternError: the shards have different numbers of blocks, see ``parts`` of
             `BlockPattern.random`.
         UnsupportedError: the weight is not a plain parameter, for example because it is sharded already.
@@ -389,8 +387,6 @@ class ExpertParallel(_ExpertsStyle):
     process, so a state dict is that of the whole layers.
 
     Raises:
-        InvalidArgumentError: the module is none of experts, the mesh has several dimensions, or the number of
-            experts is not a multiple of the processes.
         UnsupportedError: a weight is not a plain parameter, for example because it is sharded already.
         UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
     """
@@ -407,8 +403,6 @@ class ExpertTensorParallel(_ExpertsStyle):
     down too, and added once. All else is as in `ExpertParallel`.
 
     Raises:
-        InvalidArgumentError: as `ExpertParallel`, or the features between the projections are not a multiple
-            of the processes times the size of a block.
         UnsupportedError: as `ExpertParallel`, or there is a norm behind each expert, which needs whole rows.
         UnsynchronizedPatternError: as `ExpertParallel`.
     """

@@ -31,7 +31,6 @@ def synchronize_patterns(model: nn.Module, group: dist.ProcessGroup | None = Non
         UnsynchronizedPatternError: the layers of the processes differ in more than where their blocks lie.
         InvalidPatternError: the process whose patterns are taken has a layer without one. Both are raised in
             all processes, before anything has changed.
-        InvalidArgumentError: there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidArgumentError(

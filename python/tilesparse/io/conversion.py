@@ -156,7 +156,6 @@ def convert(
     Raises:
         CheckpointError: a file is damaged or contradicts another; nothing was written.
         UnsupportedError: a weight has a format that cannot be read elsewhere; the text names it.
-        InvalidArgumentError: an argument is wrong, or the folder holds something.
         OSError: reading or writing fails.
     """
     if not isinstance(source, str | os.PathLike):

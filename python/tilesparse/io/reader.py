@@ -89,7 +89,6 @@ def load(
     Raises:
         CheckpointNotFoundError: a file is missing.
         CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
-        InvalidArgumentError: another argument is wrong.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {dtype}")

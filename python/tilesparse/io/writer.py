@@ -64,7 +64,6 @@ def save(
     Raises:
         CheckpointError: the model has what cannot be stored: tensors on the meta device, DTensors, an extra
             state, a parametrized sparse layer; the text names it.
-        InvalidArgumentError: another argument is wrong, such as the path of a file.
         OSError: writing fails.
     """
     check_module(model)

@@ -78,9 +78,6 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
         and with a batch "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
-        InvalidArgumentError: the model has no block-sparse layer, or one on the meta device, or a parameter
-            with a gradient, as in training.
-        InvalidTypeError: the batch has no tensor.
         UnsupportedError: no kernel computes a product on the device of a layer.
         TuneFileError: the file of measurements is damaged or cannot be written.
 

@@ -198,11 +198,6 @@ def sparsify_(
         The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
         blocks.
 
-    Raises:
-        InvalidArgumentError: see ``strict``; or `exclude` has what matches nothing; or a layer that a name in
-            `config` spells out cannot be cut into blocks; or a weight has NaN, has infinities and is to be
-            stored in 8 or 4 bits, or is on the meta device.
-
     Examples:
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
         >>> print(report)
@@ -247,7 +242,6 @@ def densify_(
         The replaced layers, and those that `exclude` and `filter_fn` leave out.
 
     Raises:
-        InvalidArgumentError: `layers` or `exclude` have what matches nothing, or the model is such a layer.
         UnsupportedError: weights are offloaded, layers have adapters, a model has no dense experts to take
             the places of sparse ones, or something else describes the model, such as another quantization.
     """
@@ -386,9 +380,6 @@ class BlockSparseModelPatcher:
 
                 Layers of which the density would keep no block are skipped, except for density 0 itself.
             fullmatch: the whole name has to match.
-
-        Raises:
-            InvalidArgumentError: `regex` is no regular expression, or an option is unknown or wrong.
         """
         self._rules.append(Rule(NamePattern.parse(regex, fullmatch=fullmatch), LayerOptions.parse(options)))
 
@@ -433,12 +424,6 @@ class BlockSparseModelPatcher:
             dry_run: only report what would be done.
             strict: raise if there is no pattern, or if one makes no layer block-sparse; layers that are
                 block-sparse already count. False leaves that to the report.
-
-        Raises:
-            InvalidArgumentError: see ``strict``; or a layer that a pattern names cannot be cut into blocks of
-                its ``block_shape``; or a matched one does not have the shape of its ``pattern``, has NaN in
-                its weight, or infinities where that is to be stored in 8 or 4 bits, or is on the meta device
-                without a ``pattern``.
         """
 
         def refusal(name: str, module: nn.Module) -> str | None:

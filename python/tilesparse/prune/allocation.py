@@ -157,11 +157,6 @@ def allocate(
         milliseconds: for one call of each layer, as `table` has measured it. Exactly one of these three is
             to be given.
         table: from `tilesparse.tuning.measure_latency`, with ``milliseconds``.
-
-    Raises:
-        InvalidArgumentError: the budget is below the least there is, which the text names; a layer of the
-            profiles is not a dense linear one of the model, or cannot become one of its configs; the table
-            lacks a time; an error is not a finite number of at least 0; or another argument is not allowed.
     """
     unit, budget = _budget(parameters, bytes, milliseconds)
     if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
@@ -448,9 +443,6 @@ def measure_errors(
 
     Returns:
         The error profile of each layer: by config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
-
-    Raises:
-        InvalidArgumentError: as of `prune_`, whose warning of too few tokens comes here as well.
     """
     check_numbers(method, damping, refit)
     checked = [checked_config("configs", config) for config in configs]

@@ -152,11 +152,6 @@ def prune_(
             alone and errors are too small; or chosen blocks leave block rows or columns empty; or without
             ``layers`` most parameters are in no linear layer and stay dense.
 
-    Raises:
-        InvalidArgumentError: an argument is not allowed or stands beside one that it cannot stand beside, no
-            layer is left to prune, one that was asked for cannot be, or the calibration data are none, never
-            run a layer, or have NaN or infinities at a layer.
-
     Examples:
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
         >>> report = tilesparse.prune_(model, config, batches)

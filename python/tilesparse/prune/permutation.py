@@ -54,9 +54,6 @@ class PermutationGroup:
         units: how many may change places in each group.
         groups: how many groups there are.
         repeats: how often the consumer has each group.
-
-    Raises:
-        InvalidArgumentError: a name or a number is not one. That they fit the model is checked with it.
     """
 
     producers: tuple[Producer, ...]
@@ -110,7 +107,6 @@ class PermutationGroup:
             order: [groups, units] of integers: which unit of its group comes where. [units] for one group.
 
         Raises:
-            InvalidArgumentError: the group does not fit the model, or the order is none.
             UnsupportedError: a weight is sharded. Nothing has changed after an error.
         """
         self._check_fits(model, "group")
@@ -363,11 +359,6 @@ def permute_(
         damping: of the second moment of the inputs.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
-
-    Raises:
-        InvalidArgumentError: there is no group, one does not fit the model, a layer of one cannot become the
-            config or is never run by the data, or outputs change although they should not, because something
-            depends on the order. The model is as it was.
     """
     check_model(model)
     checked_number("damping", damping)

@@ -89,8 +89,6 @@ def quantize_(
         The layers with their errors before and after, and what was left alone.
 
     Raises:
-        InvalidArgumentError: an argument is not allowed, no layer is left to quantize, one is not run by the
-            batches, or meets no token that counts, or inputs with NaN or infinities. The model is as it was.
         UnsupportedError: a layer is sharded. The model is as it was.
 
     Examples:

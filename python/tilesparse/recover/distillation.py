@@ -59,11 +59,6 @@ class DistillationLoss:
             of the cosines of its embedding to those of the others at the temperature 0.05, averaged over the
             texts (as in Fang et al., "SEED: Self-supervised Distillation for Visual Representation", 2021).
             A batch of one text adds nothing.
-
-    Raises:
-        InvalidArgumentError: a weight is negative, all are 0, or another argument is not allowed; in a call,
-            where outputs lack what is asked for, or student and teacher differ in vocabulary, number of
-            hidden states or shape.
     """
 
     task: float = 0.0
@@ -377,10 +372,6 @@ def distill_(
             device: reading one waits for it.
 
     Raises:
-        InvalidArgumentError: an argument is not allowed, there is no batch, the optimizer lacks the weight of
-            a block-sparse layer, teacher and model share parameters, or outputs do not fit each other; with
-            ``graph``, model and teacher are not on one GPU, or the optimizer is not capturable. The model is
-            as it was.
         UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; with ``graph``, there
             is a ``schedule`` or the optimizer has hooks, which a graph would not call again.
     """

@@ -87,9 +87,6 @@ def reconstruct_(
         seed: of the order of batches, which is all that is random.
 
     Raises:
-        InvalidArgumentError: an argument is not allowed, there are fewer than two batches, a name is not in
-            both models or within another, a submodule does not run or has other outputs in the teacher,
-            models share parameters, or activations are NaN or infinite.
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """

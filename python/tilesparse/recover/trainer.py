@@ -37,10 +37,6 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             it is on the CPU; otherwise it stays, so that it may have a GPU of its own.
         loss: what is to become small.
         **kwargs: of ``transformers.Trainer``.
-
-    Raises:
-        InvalidArgumentError: the teacher is no module or shares trained parameters with the model, or
-            another argument is not allowed.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module, loss: DistillationLoss, **kwargs: Any) -> None:
@@ -90,7 +86,6 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             ``output_dir``, of which callbacks are not told.
 
     Raises:
-        InvalidArgumentError: an argument lacks what is asked of it.
         CheckpointError: when training resumes, there is no such file, it is damaged, or the folder's
             checkpoint is not the one that is resumed.
     """

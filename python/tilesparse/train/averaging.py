@@ -40,7 +40,6 @@ class AveragedModel(swa_utils.AveragedModel):
         use_buffers: whether buffers are averaged as parameters are, or copied.
 
     Raises:
-        InvalidArgumentError: both functions are given.
         UnsupportedError: by `update_parameters`, when a pattern has changed and its weight is not plain.
     """
 

@@ -71,9 +71,6 @@ class Gradual:
         steps: how many steps were counted.
 
     Raises:
-        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
-            or shared, a density is above that of a layer or rounds to no block, or another argument is not
-            allowed.
         UnsupportedError: a weight is sharded, parametrized or not stored plain, or other processes train,
             too.
     """
@@ -118,7 +115,6 @@ class Gradual:
         """Count a step of the optimizer, and remove blocks if it is time to; return True if it was.
 
         Raises:
-            InvalidArgumentError: `remove` was called.
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
                 or other processes train, too. Nothing has changed.
         """
@@ -151,11 +147,7 @@ class Gradual:
         return {"steps": self.steps, "first": dict(self._first), "movement": movement}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it.
-
-        Raises:
-            InvalidArgumentError: it is none of these layers. Nothing has changed then.
-        """
+        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it."""
         check_keys("state_dict", state_dict, ("steps", "first", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         check_keys("state_dict: first", state_dict["first"], self._layers)
@@ -188,7 +180,6 @@ def compact_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         How many blocks each of these layers has lost, by its name.
 
     Raises:
-        InvalidArgumentError: there is no such layer, or a weight is shared by several.
         UnsupportedError: a weight is sharded or parametrized, the optimizer has states of which it is not
             known what belongs to which block, a weight has a ``main_grad``, or the model is one of
             DistributedDataParallel. All errors are raised before anything has changed.
@@ -310,8 +301,6 @@ class BlockGates:
         keep: the probability with which gates are open at the beginning, between 0 and 1.
 
     Raises:
-        InvalidArgumentError: there is no such layer, a weight is frozen or shared, or ``keep`` is not between
-            0 and 1.
         UnsupportedError: a weight is sharded, parametrized already or not stored plain.
 
     Examples:
@@ -354,7 +343,6 @@ class BlockGates:
             How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
 
         Raises:
-            InvalidArgumentError: the gates were ended before, or ``optimizer`` is none.
             UnsupportedError: the model is one of DistributedDataParallel, or the optimizer has states of
                 which it is not known what belongs to which block. Nothing has changed then.
         """
@@ -393,8 +381,6 @@ class GroupLasso(Uncopied):
         strength: of the penalty.
 
     Raises:
-        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
-            or shared, or ``strength`` is no number of at least 0.
         UnsupportedError: a weight is sharded, parametrized or not stored plain.
     """
 
@@ -441,9 +427,6 @@ def learning_rate_factor(density: float, rule: str = "fitted") -> float:
             a density of 0.25 and 6.4 at 0.1. "mup": 1 / density, for Adam, with an initial variance that is
             proportional to 1 / density as well, which that of `BlockSparseLinear` is (Dey et al., "Sparse
             maximal update parameterization", 2024).
-
-    Raises:
-        InvalidArgumentError: the density is not above 0 and at most 1, or there is no such rule.
     """
     checked_choice("rule", rule, RULES)
     if not checked_fraction("density", density) > 0:
@@ -466,9 +449,6 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
 
     Returns:
         Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
-
-    Raises:
-        InvalidArgumentError: ``lr`` is no finite number of at least 0, or there is no such rule.
 
     Examples:
         >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)

@@ -41,8 +41,6 @@ def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = 
 
     Raises:
         UnsupportedError: a layer's storage is not "plain", or its weight is sharded.
-        InvalidArgumentError: there is no such layer, blocks of one are too small, or another argument is not
-            allowed. All errors are raised before any layer has changed.
     """
     check_nm(nm, transposable)
     layers = some_sparse_layers(model)
@@ -88,8 +86,6 @@ class MaskSchedule(Uncopied):
             their devices. Empty before the first.
 
     Raises:
-        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, or another
-            argument is not allowed.
         UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.
     """
 
@@ -139,11 +135,7 @@ class MaskSchedule(Uncopied):
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too.
-
-        Raises:
-            InvalidArgumentError: it is none of a schedule.
-        """
+        """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too."""
         check_keys("state_dict", state_dict, ("steps",))
         self.steps = checked_count("state_dict: steps", state_dict["steps"], 0)
 

@@ -87,8 +87,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
             devices. Empty before the first.
 
     Raises:
-        InvalidArgumentError: there is no such layer, the optimizer has not all their weights, one is frozen
-            or shared, or another argument is not allowed.
         UnsupportedError: a weight is sharded, parametrized or not stored plain, or one of experts where
             gradients decide.
 
@@ -141,9 +139,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
-            InvalidArgumentError: an "lr" is no fraction, a closure is given, `remove` was called, or no
-                backward pass has passed the layers since the last step where gradients decide. Nothing has
-                changed.
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
@@ -192,12 +187,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too.
-
-        Raises:
-            InvalidArgumentError: it is none of a schedule of these layers, or `remove` was called. Nothing
-                has changed then.
-        """
+        """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too."""
         check_not_removed(self._removed)
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
@@ -475,9 +465,6 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
         layers, and the host does not wait.
-
-    Raises:
-        InvalidArgumentError: ``model`` is no module.
     """
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 

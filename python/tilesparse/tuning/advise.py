@@ -95,11 +95,6 @@ def advise(
     Returns:
         Times by layer and contender, estimates of the whole model, and a recommendation; ``print`` it.
 
-    Raises:
-        InvalidArgumentError: the model has no layer that can become block-sparse, is on the meta device or
-            on several devices, or another argument is not allowed.
-        InvalidTypeError: the batch has no tensor.
-
     Examples:
         >>> model = AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2").eval()
         >>> print(advise(model, tokenizer(["A text"] * 32, return_tensors="pt")))

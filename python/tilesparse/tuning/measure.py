@@ -164,8 +164,6 @@ def tune(
         repetitions: number of times each call is measured; on a GPU the median counts, on the CPU the least.
 
     Raises:
-        InvalidArgumentError: an argument is invalid; for example, a product is column-major and not stored
-            plain, or its TF32 differs from PyTorch's setting.
         UnsupportedError: no kernel computes a product there.
         TuneFileError: the file is damaged or cannot be written; nothing was measured.
     """
@@ -418,9 +416,6 @@ class LatencyTable:
         Args:
             shape: (out_features, in_features).
             config: how the layer is stored, or None for dense.
-
-        Raises:
-            InvalidArgumentError: it was not measured, and is not between two that were; or it is no config.
         """
         if not is_sequence(shape) or len(shape) != 2:
             raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shown(shape)}")
@@ -455,9 +450,6 @@ class LatencyTable:
         Args:
             model: whose layers are meant; only their shapes are read.
             configs: by name of a layer what it would be, or None for dense.
-
-        Raises:
-            InvalidArgumentError: a name is not that of a dense linear layer, or a time is missing.
         """
         layers = dense_layers("configs", model, configs)
         return sum(self.milliseconds(shape_of(layer), configs[name]) for name, layer in layers.items())
@@ -505,8 +497,6 @@ def measure_latency(
         repetitions: number of times each call is measured.
 
     Raises:
-        InvalidArgumentError: a name is not that of a dense linear layer, a layer cannot become a config, or
-            another argument is not allowed.
         UnsupportedError: there is no kernel for one of the configs.
     """
     layers = dense_layers("configs", model, configs)

@@ -98,9 +98,6 @@ class Device:
         max_cluster: thread blocks of a cluster for which the device has room; 0 if that is not known and
             taken to suffice. Kernels for compute capability 9.0 need 2, which some slices of a GPU lack.
             Devices that differ in it alone are equal: what one of them measured counts for the other.
-
-    Raises:
-        InvalidArgumentError: no device has such a value; the text names it.
     """
 
     name: str
@@ -133,8 +130,6 @@ class Device:
                 says why if there is a GPU all the same.
 
         Raises:
-            InvalidArgumentError: no such name is known; the text lists them. Any other GPU can be described
-                by a `Device` of your own.
             NoDeviceError: "cuda" is not there.
         """
         if isinstance(what, Device):
@@ -162,11 +157,7 @@ class Device:
         return cls(info.name, capability, info.multiprocessors, info.shared_memory, info.max_cluster)
 
     def info(self) -> _C.DeviceInfo:
-        """Describe the device to the native module.
-
-        Raises:
-            InvalidArgumentError: the name has more than 63 bytes or is not printable.
-        """
+        """Describe the device to the native module."""
         if not self.name.isprintable() or len(self.name.encode()) > 63:
             raise InvalidArgumentError(f"name must be at most 63 bytes of printable text, got {self.name!r}")
         if self.compute_capability is None:
@@ -264,9 +255,6 @@ class Product:
         activations: None, or the name of the storage: x is multiplied in 8 bits, too; op is "forward" then.
         tf32: True multiplies float32 in TF32 on CUDA devices; None takes PyTorch's current setting. It
             becomes False for other dtypes.
-
-    Raises:
-        InvalidArgumentError: a value breaks a rule of products; the text names it.
     """
 
     in_features: int
@@ -334,9 +322,6 @@ class Product:
             layer: a BlockSparseLinear.
             tokens: rows of x, the product of its leading dimensions.
             op: "forward", "dgrad" (the gradient of x) or "wgrad" (the gradient of W).
-
-        Raises:
-            InvalidArgumentError: ``layer`` is not a BlockSparseLinear, or another argument is invalid.
         """
         few = layer.weight.is_cuda and tokens <= DECODE_TOKENS
         return product_of_spec(layer.spec, tokens, op, None if few else layer.activations)
@@ -583,7 +568,6 @@ def choose(
         policy: policy of the layer: "sparse", "auto" or "dense".
 
     Raises:
-        InvalidArgumentError: the device or policy is unknown, or TILESPARSE_KERNEL names no kernel.
         UnsupportedError: no kernel computes the product there; the text says why.
         NoDeviceError: the device "cuda" is not there.
     """
@@ -636,7 +620,6 @@ def prefer(kernel: str) -> Iterator[None]:
         kernel: a name as "sm80_dds_nt_bf16_128x128", or the prefix of several names, as "sm80_".
 
     Raises:
-        InvalidArgumentError: no kernel's name has this prefix; the text lists all names.
         UnsupportedError: the code is being compiled or exported; enter the context around the call.
     """
     if torch.compiler.is_compiling():
