@@ -96,7 +96,7 @@ class Contender:
         self.density = float(density) if density else 1.0
         if method != "dense":
             self._patch(1.0 if method == "gradual" else self.density)
-        groups = parameter_groups(self.model, arguments.lr, rule=arguments.rule)
+        groups = parameter_groups(self.model, arguments.lr)
         fused = self._device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
         self.schedule: PatternSchedule | Gradual | None = None
@@ -145,7 +145,7 @@ class Contender:
         self.optimizer.step()
         if self.schedule is not None and self.schedule.step():  # "gradual" has removed blocks
             density = statistics.fmean(densities(self.model))
-            self._rates[-1] = self._arguments.lr * learning_rate_factor(density, self._arguments.rule)
+            self._rates[-1] = self._arguments.lr * learning_rate_factor(density)
         self.optimizer.zero_grad()
 
     def backward(self, batch: Tensor) -> None:
@@ -285,12 +285,6 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="(%(default)s)")
     add("--block", type=int, default=128, help="rows and columns of a block (%(default)s)")
     add("--lr", type=float, default=6e-4, help="of dense weights (%(default)s)")
-    add(
-        "--rule",
-        choices=("fitted", "mup"),
-        default="fitted",
-        help="for sparse weights (%(default)s)",
-    )
     add("--fraction", type=float, default=0.3, help="of blocks that each update moves (%(default)s)")
     add("--updates", type=int, default=80, help="of patterns, in three quarters of the time (%(default)s)")
     add("--events", type=int, default=8, help="at which gradual removes blocks (%(default)s)")

@@ -280,9 +280,6 @@ def test_reconstruction_lowers_the_error_of_every_submodule(name: str) -> None:
     again = pruned(teacher, name)
     reconstruct_(again, teacher, iter(texts(8)), epochs=2, lr=2e-3)
     assert same(tensors_of(again), after)
-    other = pruned(teacher, name)
-    reconstruct_(other, teacher, texts(8), epochs=2, lr=2e-3, seed=1)
-    assert not same(tensors_of(other), after)
 
 
 def test_later_blocks_are_given_what_reconstructed_ones_give() -> None:
@@ -619,10 +616,8 @@ MLP = "model.layers.0.mlp"
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "epochs": ("epochs must", lambda m, t: {"epochs": 0}),
     "lr": ("lr must", lambda m, t: {"lr": 0.0}),
-    "held out": ("held_out must", lambda m, t: {"held_out": 1.0}),
     "autocast": ("autocast must", lambda m, t: {"autocast": torch.float32}),
     "a text": ("submodules must", lambda m, t: {"submodules": MLP}),
-    "seed": ("seed must", lambda m, t: {"seed": 0.5}),
     "float16": ("autocast must be torch.bfloat16", lambda m, t: {"autocast": torch.float16}),
     "one batch": ("batches must be at least two", lambda m, t: {"batches": texts(1)}),
     "all masked": ("got none in the held-out ones", lambda m, t: {"batches": masked_out()}),

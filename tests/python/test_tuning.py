@@ -433,14 +433,14 @@ def test_arguments_are_checked_before_anything_is_measured(
 def test_the_command_measures_and_says_where_it_is_kept(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    layer = ["--in-features", "64", "--out-features", "128", "--op", "forward", "--repetitions", "1"]
-    assert command.main(["tune", *layer, "--tokens", "1", "8", "--device", "cpu", "--candidates", "2"]) == 0
+    layer = ["--in-features", "64", "--out-features", "128", "--op", "forward"]
+    assert command.main(["tune", *layer, "--tokens", "1", "8", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("2 products, on CPU") and text.count("  dense ") == 2
     assert all(text.count(f"  {name} ") == 2 for name in names()[:2])
     assert text.splitlines()[-1] == f"measured kernels: 2 products on CPU; {path}"
     tilesparse.save(BlockSparseLinear(64, 128, block_shape=32), tmp_path / "model")
-    model = ["--model", str(tmp_path / "model"), "--op", "dgrad", "--repetitions", "1"]
+    model = ["--model", str(tmp_path / "model"), "--op", "dgrad"]
     assert command.main(["tune", *model, "--tokens", "4", "--device", "cpu"]) == 0
     assert "1 products, on CPU" in capsys.readouterr().out
     assert len(tuning.load()[0]) == 3

@@ -17,7 +17,7 @@ from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning import measure, store
 from ..tuning.measure import milliseconds, own_numbers, product_calls
 from ..tuning.product import KINDS, Device, Product, choose, describe_estimates, dtype_name, kernels, runs_on
-from .command import add_device, add_layer, chosen_ops, describe_layer, parse_count, product_of
+from .command import add_device, add_layer, chosen_ops, describe_layer, product_of
 
 BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
 
@@ -157,15 +157,6 @@ def add_tune(command: argparse.ArgumentParser) -> None:
         help="measure the layers of this checkpoint instead of the layer described",
     )
     add_device(command)
-    command.add_argument(
-        "--candidates", type=parse_count, default=3, help="kernels to measure per product (%(default)s)"
-    )
-    command.add_argument(
-        "--repetitions",
-        type=parse_count,
-        default=21,
-        help="times that each kernel is measured (%(default)s)",
-    )
 
 
 def run_tune(arguments: argparse.Namespace) -> None:
@@ -183,12 +174,7 @@ def run_tune(arguments: argparse.Namespace) -> None:
     print(f"{len(products)} products, on {Device.find(device)}")
     progress = Progress(len(products))
     for done, product in enumerate(products, 1):
-        (measurement,) = measure.tune(
-            [product],
-            device,
-            candidates=arguments.candidates,
-            repetitions=arguments.repetitions,
-        )
+        (measurement,) = measure.tune([product], device)
         print(measurement, flush=True)
         progress.show(done, "products measured")
     print(store.status())

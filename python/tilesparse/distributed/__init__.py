@@ -24,5 +24,4 @@ def __getattr__(name: str) -> Any:
     """The styles, imported once they are asked for: DTensors take long, and not every PyTorch has them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = ".expert_parallel" if name.startswith("Expert") else ".tensor_parallel"
-    return getattr(import_module(module, __name__), name)
+    return getattr(import_module(".parallel", __name__), name)

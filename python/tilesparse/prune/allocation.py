@@ -31,7 +31,6 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
-    Filter,
     block_shape_of,
     checked_config,
     checked_configs,
@@ -46,7 +45,6 @@ from ..model.report import SkippedLayer
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.measure import LatencyTable
-from .driver import check_numbers
 from .obs import Pruner
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
@@ -414,37 +412,26 @@ def measure_errors(
     configs: Sequence[BlockSparseConfig],
     *,
     layers: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    filter_fn: Filter | None = None,
-    method: str = "obs",
-    refit: bool = True,
-    damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
 ) -> ErrorProfiles:
     """Measure the error of each layer's output by each config, in the dense model; nothing changes.
 
-    Inputs are those of the dense model, gathered block by block as in `prune_`. With "obs" the order in
-    which blocks go is found once for each block shape, and serves all densities.
+    Layers are pruned by "obs", by the inputs of the dense model, gathered block by block as in `prune_`. The
+    order in which blocks go is found once for each block shape, and serves all densities.
 
     Args:
         model: dense; only read.
-        batches: calibration data. This and all that is not named here is as of `prune_`.
+        batches: calibration data, as of `prune_`; so are ``layers``, ``forward`` and ``device``.
         configs: ways to store a layer. A layer that cannot be cut into some blocks, or of which a density
             rounds to no block, has no entries for these.
         layers: names or regular expressions, or None.
-        exclude: likewise, of layers that are left out.
-        filter_fn: takes a linear layer and its name, and returns True to measure it.
-        method: how blocks are chosen.
-        refit: whether the kept weights make up for the others.
-        damping: of the second moment of the inputs.
         forward: calls the model with a batch.
         device: where blocks of the stack and all matrices are computed.
 
     Returns:
         The error profile of each layer: by config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
     """
-    check_numbers(method, damping, refit)
     checked = [checked_config("configs", config) for config in configs]
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")
@@ -453,9 +440,7 @@ def measure_errors(
         fitting: dict[str, list[BlockSparseConfig]] = {}
         others: list[SkippedLayer] = []
         for config in dict.fromkeys(checked):
-            targets, skipped = chosen_layers(
-                model, config, layers, exclude, filter_fn, strict=False, cut=False
-            )
+            targets, skipped = chosen_layers(model, config, layers, strict=False, cut=False)
             others += skipped
             for name in targets:
                 fitting.setdefault(name, []).append(config)
@@ -471,12 +456,9 @@ def measure_errors(
             for group in calibration.groups():
                 for name, moments in calibration.moments(group):
                     with naming_layer(name):
-                        pruner = Pruner(model.get_submodule(name), moments, damping)
+                        pruner = Pruner(model.get_submodule(name), moments, DAMPING)
                     tokens[name] = pruner.tokens
-                    profiles[name] = {
-                        config: pruner.prune(config, method, refit=refit).error for config in fitting[name]
-                    }
+                    profiles[name] = {config: pruner.prune(config, "obs").error for config in fitting[name]}
                     progress.show(len(profiles), f"layers measured, {name} the last")
-        if refit or method == "obs":
-            warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
         return profiles

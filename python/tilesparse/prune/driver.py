@@ -157,7 +157,10 @@ def prune_(
         >>> report = tilesparse.prune_(model, config, batches)
         >>> print(report)
     """
-    check_numbers(method, damping, refit)
+    if method not in METHODS:
+        raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
+    checked_number("damping", damping)
+    check_flag("refit", refit)
     check_model(model)
     all_layers = isinstance(config, BlockSparseConfig) and layers is None
     if isinstance(config, BlockSparseConfig):
@@ -277,14 +280,6 @@ def _parameters(
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()
     return found
-
-
-def check_numbers(method: str, damping: float, refit: bool) -> None:
-    """Raise InvalidArgumentError for a method, damping or refit that is not allowed."""
-    if method not in METHODS:
-        raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
-    checked_number("damping", damping)
-    check_flag("refit", refit)
 
 
 def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import checked_count, checked_number, checked_seed
+from .._checks import checked_count, checked_number
 from .._reports import Progress, listed, warn_user
 from ..calibrate.stream import (
     Call,
@@ -47,11 +47,9 @@ def reconstruct_(
     submodules: Sequence[str] | None = None,
     epochs: int = 4,
     lr: float = 1e-3,
-    held_out: float = 0.125,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
     autocast: torch.dtype | None = None,
-    seed: int = 0,
 ) -> Report:
     """Fit submodules of a sparse model to those of the dense one, one after the other, in place.
 
@@ -59,8 +57,8 @@ def reconstruct_(
     gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
     are rounded to the model's dtype in every step. Attention and feed-forward part are fitted apart, as
     "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. The weights of the
-    epoch with the least error on held-out batches are kept, if that error is less than before. Parameters
-    are written in place, so optimizers may go on; patterns and masks of 2:4 stay.
+    epoch with the least error on the last eighth of the batches, which are not trained on, are kept if that
+    error is less than before. They are written in place, so optimizers may go on; patterns and masks stay.
 
     Blocks are the items of a `torch.nn.ModuleList` or `torch.nn.Sequential`, such as decoder layers, found as
     by `prune_`; where there are several such stacks, as an encoder and a decoder, they are gone through
@@ -80,11 +78,9 @@ def reconstruct_(
             parameter to train or does not run. They may not lie within each other.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
-        held_out: fraction of the batches, the last ones, that are not trained on; at least one.
         forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill_` does.
         device: where blocks are computed; None is where the model is.
         autocast: torch.bfloat16 to run blocks in mixed precision; None does not.
-        seed: of the order of batches, which is all that is random.
 
     Raises:
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
@@ -94,7 +90,7 @@ def reconstruct_(
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
     check_autocast(autocast)
-    generator = torch.Generator().manual_seed(checked_seed(seed))
+    generator = torch.Generator().manual_seed(0)  # of the order of batches
     home = chosen_device(model, device)
     check_batches(batches)
     batches = [checked_batch(batch) for batch in batches]
@@ -102,10 +98,7 @@ def reconstruct_(
         raise InvalidArgumentError(
             f"batches must be at least two, of which one is held out, got {len(batches)}"
         )
-    fraction = checked_number("held_out", held_out)
-    if not 0 < fraction < 1:
-        raise InvalidArgumentError(f"held_out must be above 0 and below 1, got {held_out!r}")
-    count = len(batches) - min(math.ceil(fraction * len(batches)), len(batches) - 1)
+    count = len(batches) - math.ceil(len(batches) / 8)  # the others are held out
     masks = [mask_of(batch) for batch in batches]
     for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
         if not any(mask is None or mask.any() for mask in part):

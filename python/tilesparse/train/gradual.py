@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -411,30 +411,19 @@ class GroupLasso(Uncopied):
             weight.mul_(left.clamp_min(0))
 
 
-RULES: Mapping[str, Callable[[float], float]] = {
-    "fitted": lambda density: math.exp(1.969 * (1 - density) ** 2 + 0.2905 * (1 - density)),
-    "mup": lambda density: 1 / density,
-}
+def learning_rate_factor(density: float) -> float:
+    """Return the factor of the learning rate of a weight of this density, above 0, over a dense one.
 
-
-def learning_rate_factor(density: float, rule: str = "fitted") -> float:
-    """Return the factor of the learning rate of a weight of this density over a dense one.
-
-    Args:
-        density: kept fraction of the blocks, above 0.
-        rule: "fitted": exp(1.969 s² + 0.2905 s), where s = 1 - density: what was best for static random masks
-            of BERT (Dietrich et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021), 3.8 at
-            a density of 0.25 and 6.4 at 0.1. "mup": 1 / density, for Adam, with an initial variance that is
-            proportional to 1 / density as well, which that of `BlockSparseLinear` is (Dey et al., "Sparse
-            maximal update parameterization", 2024).
+    It is exp(1.969 s² + 0.2905 s), where s = 1 - density: what was best for static random masks of BERT
+    (Dietrich et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021), 3.8 at a density of
+    0.25 and 6.4 at 0.1.
     """
-    checked_choice("rule", rule, RULES)
     if not checked_fraction("density", density) > 0:
         raise InvalidArgumentError(f"density must be above 0, got {density}")
-    return RULES[rule](density)
+    return math.exp(1.969 * (1 - density) ** 2 + 0.2905 * (1 - density))
 
 
-def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
 
     Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
@@ -445,7 +434,6 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
     Args:
         model: any, also without sparse layers.
         lr: the learning rate of dense weights, biases and everything else.
-        rule: see `learning_rate_factor`.
 
     Returns:
         Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
@@ -454,7 +442,6 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
         >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)
     """
     rate = checked_number("lr", lr)
-    checked_choice("rule", rule, RULES)
     densities = {
         id(parameter): layer.density
         for layer in sparse_layers(model).values()
@@ -465,7 +452,7 @@ def parameter_groups(model: nn.Module, lr: float, *, rule: str = "fitted") -> li
     for parameter in model.parameters():
         groups.setdefault(densities.get(id(parameter)), []).append(parameter)
     return [
-        {"params": parameters, "lr": rate if density is None else rate * learning_rate_factor(density, rule)}
+        {"params": parameters, "lr": rate if density is None else rate * learning_rate_factor(density)}
         for density, parameters in groups.items()
         if parameters
     ]
