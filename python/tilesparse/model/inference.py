@@ -38,44 +38,30 @@ _Tokens = dict[BlockSparseLinear, list[int]]
 def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
     """Make a model with block-sparse layers ready for inference, in place, once it is on its device.
 
-    In this order:
+    It is put into evaluation mode without gradients. MLPs are fused, see `fuse_mlps_`. On CUDA devices
+    weights are stored as kernels read them and prepacked; on the CPU those that no kernel reads are kept
+    dequantized as well. Layers with the policy "sparse" get "auto" where the dense product may be faster.
+    With a batch
 
-    - The model is put into evaluation mode, and its parameters record no gradients.
-    - MLPs are fused, see `fuse_mlps_`.
-    - On CUDA devices weights in a storage that no kernel of the device reads are stored as kernels read them.
-    - With a batch, layers that their module calls with one x in each of its calls, such as q, k and v, share
-      one product, where they differ in nothing but their rows. The same kernel gives the same bits; where
-      another one is chosen for the larger product, sums may be in another order. What they share is compared
-      with products of their own.
-    - On the CPU, with a batch, the layers of an encoder of Transformers whose weights and activations are in
-      int8 become one operator (docs/embeddings.md). What it gives is compared with what each layer gives.
-    - On CUDA devices weights are prepacked, see `BlockSparseLinear.prepack`. On the CPU those in a storage
-      that no kernel reads are kept dequantized as well; those of int4 only if the batch has more than the 8
-      tokens that kernels for it take.
-    - With a batch, the three kernels with the least estimates and the dense product are measured for every
-      product and its number of tokens in that batch, and kept for later programs, see `tune`.
-    - Layers with the policy "sparse" get "auto" where the dense product may be faster: each call then takes
-      the faster one for its tokens, by measurements or else by estimates. On the CPU, which has no
-      estimates, that is where it was measured to be faster with the batch, or anywhere without a batch.
+    - layers that their module calls with one x, such as q, k and v, share one product;
+    - on the CPU, the layers of an encoder of Transformers in int8 become one operator (docs/embeddings.md);
+    - the three kernels with the least estimates and the dense product are measured for every product and its
+      number of tokens in that batch, and kept for later programs, see `tune`.
 
-    Experts have one product and one form, and nothing to choose; the report names them.
-
-    Names, hooks, state dicts and checkpoints stay as they are, except for what was stored in another way.
-    Nothing is undone but by loading the model again, and a model that is made anew has to be prepared anew.
-    Layers that are changed afterwards compute by themselves again, see the page on serving.
+    What is merged or fused is compared with what the layers give by themselves. Names, hooks, state dicts and
+    checkpoints stay as they are, except for what was stored in another way. Nothing is undone but by loading
+    the model again. Layers that are changed afterwards compute by themselves again, see docs/serving.md.
 
     Args:
         model: changed in place; on an error it is as it was.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            tensor, on the model's device. None measures nothing and merges no layers; of MLPs only those
-            are fused that are known without a call. Choices then rest on estimates, and the report has no
-            times.
+            tensor, on the model's device. None measures nothing and merges no layers.
 
     Returns:
         A `PreparedProduct` for each product of block-sparse layers, in the order of the model; what was not
         fused or merged, with the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and
-        encoders, "stacked", the names of floating parameters of three dimensions, which stay as they are,
-        and with a batch "seconds_before" and "seconds_after", the times of a call of the model.
+        encoders, "stacked", the names of 3-D parameters, which stay as they are, and with a batch
+        "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
         UnsupportedError: no kernel computes a product on the device of a layer.

@@ -185,18 +185,14 @@ def sparsify_(
             `BlockSparseModelPatcher.add_pattern`. None is all layers, or those that a mapping names.
         exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer, or experts, and its qualified name, and returns True to make it
-            block-sparse. None takes every `torch.nn.Linear`, Transformers' ``Conv1D`` and its experts, but
-            not output embeddings (what ``get_output_embeddings()`` returns, and layers named ``lm_head``),
-            which take a config of their name.
-        batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            tensor. Layers whose weight other modules then read themselves, as Mamba's do, stay dense. Without
-            it they become block-sparse, and such a model fails when it is called.
+            block-sparse. None takes all but output embeddings, which take a config of their name.
+        batch: what the model is called with, as of `prepare_for_inference_`. Layers whose weight other
+            modules then read themselves, as Mamba's do, stay dense.
         dry_run: only report what would be done.
         strict: raise if a config makes no layer block-sparse. False leaves that to the report.
 
     Returns:
-        The replaced layers, and the skipped ones with the reason, such as a shape that cannot be cut into
-        blocks.
+        The replaced layers, and the skipped ones with the reason.
 
     Examples:
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
@@ -237,9 +233,6 @@ def densify_(
         exclude: likewise, of layers that stay.
         filter_fn: takes a block-sparse layer, or experts, and its name, and returns True to make it dense.
         dry_run: only report what would be done.
-
-    Returns:
-        The replaced layers, and those that `exclude` and `filter_fn` leave out.
 
     Raises:
         UnsupportedError: weights are offloaded, layers have adapters, a model has no dense experts to take
@@ -321,27 +314,10 @@ class BlockSparseModelPatcher:
     `reset_parameters` on the new layers, which scales their weights to the smaller fan-in. Build
     the optimizer after patching: the layers have new parameters.
 
-    `torch.nn.Linear` itself is replaced, and Transformers' ``Conv1D``, which stores the transposed weight.
-    So are experts of Transformers, which `BlockSparseExperts` replaces, whatever their class is called; the
-    router stays. A pattern matches the module that holds all of them, not single projections or experts.
-
-    The report lists as skipped:
-
-    - subclasses, which an override of `is_patchable` and `new_child_module` can handle;
-    - layers whose weight another module reads itself in a call with ``batch``, as Mamba does;
-    - layers that cannot be cut into blocks; if a pattern writes out the last part of their name, that is an
-      error;
-    - layers that would lose something: parametrizations, parameters or buffers besides weight and bias, hooks
-      of parameters or of the state dict, and a ``forward`` of their own. Hooks of the module's calls move to
-      the new layer, and their handles keep working.
-    - output embeddings, which decide every token, unless a pattern writes out the last part of their name:
-      ``lm_head`` does, ``.*`` does not. Output embeddings are what a ``get_output_embeddings()`` in the model
-      returns, and layers named ``lm_head``.
-
-    A layer that computes several things, such as q, k and v, keeps their features in place. Its blocks are
-    ranked together, so one of them may keep fewer than another unless a ``pattern`` says otherwise.
-
-    Lines on stderr show progress when patching takes long.
+    `torch.nn.Linear` itself is replaced, Transformers' ``Conv1D``, and its experts, by `BlockSparseExperts`.
+    Hooks of calls move to the new layers, and their handles keep working. The report lists as skipped what
+    docs/models.md says: subclasses, layers that cannot be cut into blocks or would lose something, and output
+    embeddings unless a pattern writes out the last part of their name.
 
     Examples:
         >>> patcher = BlockSparseModelPatcher()

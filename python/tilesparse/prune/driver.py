@@ -121,21 +121,18 @@ def prune_(
     Layers are pruned by their inputs on calibration data, see `tilesparse.prune.obs`. A model with a stack of
     blocks, such as the layers of a transformer, is pruned block by block, and the inputs of each block come
     from the pruned blocks before it; only one block is on ``device`` at a time. Layers outside the stack come
-    last. Within a block, layers are pruned in the order in which they run, those with the same input
-    together. The model computes as in evaluation, and is changed only at the very end: after an error or an
+    last. The model computes as in evaluation, and is changed only at the very end: after an error or an
     interruption it is as it was. Build optimizers afterwards: the layers have new parameters.
 
     Args:
         model: any module.
         config: how layers are stored; or a config for each name or regular expression of layers, of which
-            the first that matches a layer counts, and None leaves it dense, as `allocate` gives them. With
-            ``nm=(2, 4)`` the two of four are chosen after the blocks, and the refit is exact for them, too.
-        batches: calibration data: an iterable, read once and kept in memory. A mapping gives keyword
-            arguments of the model, a tuple or list positional ones, anything else is its one argument. Where
-            a mapping has a two-dimensional ``attention_mask``, tokens that it masks do not count.
-        layers: names or regular expressions, as of `sparsify_`. None is every linear layer that `sparsify_`
-            takes and that can be cut into such blocks, and each expert of a mixture. A layer that cannot be
-            cut is an error where one writes out the last part of its name.
+            the first that matches a layer counts, and None leaves it dense, as `allocate` gives them.
+        batches: calibration data, read once and kept in memory. A mapping gives keyword arguments of the
+            model, a tuple or list positional ones, anything else is its one argument. Tokens that a
+            two-dimensional ``attention_mask`` of a mapping masks do not count.
+        layers: names or regular expressions, as of `sparsify_`; None is every linear layer that `sparsify_`
+            takes and that fits such blocks, and each expert of a mixture.
         exclude: likewise, of layers that stay dense.
         filter_fn: takes a linear layer and its name, and returns True to prune it.
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
@@ -143,19 +140,16 @@ def prune_(
         refit: whether the kept weights make up for the others.
         damping: of the second moment of the inputs, over the mean of its diagonal.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
-        device: where blocks of the stack and all matrices are computed; None is that of the model's first
-            parameter.
+        device: where blocks of the stack and all matrices are computed; None is that of the model.
         strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
-        UserWarning: layers have met fewer tokens than they have inputs, so that weights fit these tokens
-            alone and errors are too small; or chosen blocks leave block rows or columns empty; or without
-            ``layers`` most parameters are in no linear layer and stay dense.
+        UserWarning: layers have met fewer tokens than they have inputs; chosen blocks leave block rows or
+            columns empty; or, without ``layers``, most parameters are in no linear layer.
 
     Examples:
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
-        >>> report = tilesparse.prune_(model, config, batches)
-        >>> print(report)
+        >>> print(tilesparse.prune_(model, config, batches))
     """
     if method not in METHODS:
         raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")

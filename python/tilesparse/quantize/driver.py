@@ -43,30 +43,22 @@ def quantize_(
 
     `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
 
-    - **Smoothing**: features of activations that are much larger than others set the scale of their token,
-      and cost all others precision. They are divided by a scale, and the weights that read them multiplied by
-      it, as in SmoothQuant (Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for
-      Large Language Models", arXiv:2211.10438). The module before takes the inverse: a norm whose weight is
-      divided, or a linear layer whose rows are, such as up_proj before down_proj or v_proj before o_proj.
-      They are found by what scaling does to the model, not by names; the report says where there is none.
-      Scales that change what the model gives for any batch are left out, and the report says so.
-      Scales are powers of two, so the model computes the same before it is quantized, but for what float16
-      rounds near its smallest numbers.
+    - **Smoothing** divides features of activations that are much larger than others by a scale, and
+      multiplies the weights that read them (SmoothQuant; Xiao et al., arXiv:2211.10438). The module before
+      takes the inverse: a norm, or a linear layer such as up_proj before down_proj. It is found by what
+      scaling does to the model, not by names. Scales are powers of two, so the model computes the same
+      before it is quantized; those that change what the model gives for any batch are left out, and the
+      report says so.
     - **Clipping** of the largest weights of an output feature, see `storage.quantize_weights`.
 
-    Scales of activations stay those of each token, found in every call: kernels take no others.
-
     With weights alone it rounds them one column after the other, and those behind make up for the error, as
-    in GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers", arXiv:2210.17323), within the kept blocks of each row. Each row of a block is clipped where
-    that costs least. Output features whose error would grow are rounded to the nearest, as `to_storage` does.
-    So are all weights of experts: which tokens an expert meets is not looked at.
+    in GPTQ (Frantar et al., arXiv:2210.17323), within the kept blocks of each row. Each row of a block is
+    clipped where that costs least. Output features whose error would grow are rounded to the nearest, as
+    `to_storage` does; so are all weights of experts.
 
-    A warning names layers that meet fewer tokens than they have inputs: their errors are then too small.
-
-    Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse, with all their blocks.
-    The model runs as in evaluation and is changed only at the very end: after an error it is as it was.
-    Build optimizers afterwards.
+    Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse. The model runs as in
+    evaluation and is changed only at the very end: after an error it is as it was. Build optimizers
+    afterwards.
 
     Args:
         model: with `BlockSparseLinear` in the storage "plain", not 2:4.
@@ -75,21 +67,20 @@ def quantize_(
             layers as they are. Its other fields are not looked at: layers keep their blocks.
         batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do;
             weights alone want several tokens for each of a layer's in_features.
-        layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers. Not with a
-            mapping in ``config``.
+        layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
         exclude: likewise, of layers that stay as they are.
         filter_fn: takes a layer and its name, and returns True to quantize it.
-        smooth: False scales nothing. Without 8-bit activations nothing is scaled.
+        smooth: False scales nothing.
         clip: False takes the scales that `to_storage` finds, by weights alone.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
-        device: where blocks of the model run and errors are computed; None is that of its first parameter.
+        device: where blocks of the model run and errors are computed; None is that of the model.
         strict: raise where no layer is left to quantize, or a name or expression finds none.
 
     Returns:
         The layers with their errors before and after, and what was left alone.
 
     Raises:
-        UnsupportedError: a layer is sharded. The model is as it was.
+        UnsupportedError: a layer is sharded.
 
     Examples:
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))

@@ -334,12 +334,9 @@ def distill_(
 ) -> DistillationHistory:
     """Train a model to give what its teacher gives, once through the batches.
 
-    The model stays in the mode it is in: ``model.train()`` before switches dropout on, which distillation on
-    much text does not need. The teacher is run in evaluation mode without gradients, on its own device. A
-    GPU is not waited for until the end, so that nothing stops where the loss becomes NaN; see ``callback``.
-
-    Patterns stay fixed unless a ``schedule`` moves them, and so do masks of 2:4 unless a
-    `tilesparse.train.MaskSchedule` chooses them, which hooks itself to the optimizer.
+    The model stays in the mode it is in; the teacher is run in evaluation mode without gradients, on its own
+    device. A GPU is not waited for until the end, so that nothing stops where the loss becomes NaN; see
+    ``callback``. Patterns and masks of 2:4 stay fixed unless a schedule moves them.
 
     To go on after an interruption, save ``state_dict()`` of model, optimizer, scheduler and schedule in a
     ``callback``, load them, and call this again with the batches that are left: there is no other state.
@@ -347,27 +344,22 @@ def distill_(
     Args:
         model: the student.
         teacher: the dense model; or a function of a batch that gives its outputs, as from a cache.
-        batches: mappings are passed as keywords, tuples and lists as arguments, anything else as the one
-            argument; model and teacher each get a copy on their device. ``attention_mask`` [batch, tokens] of
-            a mapping says which tokens count; of an encoder-decoder ``decoder_attention_mask`` does, or
-            ``labels`` other than -100. Both models compute their own loss where there are ``labels``.
+        batches: as of `prune_`; model and teacher each get a copy on their device. ``attention_mask`` says
+            which tokens count; of an encoder-decoder ``decoder_attention_mask`` does, or ``labels`` other
+            than -100. Both models compute their own loss where there are ``labels``.
         optimizer: has the model's parameters; made after the model was pruned. None is AdamW without weight
             decay on all parameters that are trained, at learning rate ``lr``.
         lr: learning rate, in place of an optimizer; for schedules and resumption give an optimizer.
         loss: what is to become small; None is the divergence of the logits, ``DistillationLoss(logits=1.0)``.
-        forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module as said above,
-            with ``output_hidden_states=True`` where the loss needs them.
+        forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module, with
+            ``output_hidden_states=True`` where the loss needs them.
         scheduler: a scheduler of the learning rate, or several, each stepped once per step of the optimizer.
-        schedule: of patterns: an object whose ``step()`` is called after each step of the optimizer, while
-            the gradients are still there.
+        schedule: of patterns: its ``step()`` is called after each step of the optimizer.
         steps: stop after so many steps of the optimizer; None takes all batches.
         accumulate: batches per step, whose gradients are averaged. The last step takes what is left.
         clip: largest norm of all gradients together; None leaves them.
         autocast: torch.bfloat16 to run the model in mixed precision; None does not.
-        graph: capture a step, teacher to optimizer, in a CUDA graph and replay it: small models are bound
-            by the host otherwise. Batches must have one form: others run as without it, and so do the first
-            three. Neither models nor loss may wait for the GPU; what they decide on the host is decided once.
-            The optimizer must be capturable, and its ``lr`` a tensor on the GPU where there is a scheduler.
+        graph: capture a step, teacher to optimizer, in a CUDA graph and replay it, see docs/recovery.md.
         callback: ``callback(step, terms)`` after each step, the first being 1. ``terms`` are scalars on the
             device: reading one waits for it.
 

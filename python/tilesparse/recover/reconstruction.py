@@ -60,22 +60,18 @@ def reconstruct_(
     epoch with the least error on the last eighth of the batches, which are not trained on, are kept if that
     error is less than before. They are written in place, so optimizers may go on; patterns and masks stay.
 
-    Blocks are the items of a `torch.nn.ModuleList` or `torch.nn.Sequential`, such as decoder layers, found as
-    by `prune_`; where there are several such stacks, as an encoder and a decoder, they are gone through
-    in the order in which they run. Where blocks do not take as their first argument what the one before them
-    gave, or take something else that a block gave, or where stacks hold no more than half of the block-sparse
-    layers, the whole model is one block. One block of each model is on ``device`` at a time, so that models
-    may be larger than it. Inputs and outputs of one block for all batches are kept where the models are.
-    Several processes that hold one model each give all of them the same batches.
+    Blocks are found as by `prune_`; of several stacks, as an encoder and a decoder, in the order in which
+    they run. Where they are no chain, or hold no more than half of the block-sparse layers, the whole model
+    is one block. One block of each model is on ``device`` at a time; inputs and outputs of one block for
+    all batches are kept where the models are. Several processes that hold one model each give all of them
+    the same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
-        batches: as of `distill_`; all are kept. Where the output of a submodule is
-            [batch, tokens, …], tokens count that an ``attention_mask`` of the batch does not leave out.
+        batches: as of `distill_`; all are kept.
         submodules: names; None takes the children of every block that have block-sparse layers, or the block
-            where it has no such child. A warning names other block-sparse layers, as it does what has no
-            parameter to train or does not run. They may not lie within each other.
+            where it has no such child. A warning names other block-sparse layers.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill_` does.

@@ -39,16 +39,11 @@ from .patterns import SCORES, Movement, check_states, magnitudes, states_by_slot
 class Gradual:
     """Schedule that removes blocks of `BlockSparseLinear` layers in training, down to a density.
 
-    Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density d falls
-    from that at the beginning, d₀, to the one asked for, d₁, as
-
-        d(t) = d₁ + (d₀ - d₁) (1 - t)³, where t goes from 0 to 1 (Zhu and Gupta, "To prune, or not to prune",
-        2017)
-
-    in a few events. Each removes the blocks of lowest score from every layer; of equal scores the later slot
-    goes. The defaults follow "The Journey Matters" (2025), in which pruning from 25 % to 75 % of the compute
-    did best and the loss followed the average number of parameters. Start with density 1 and the policy
-    "auto", which multiplies dense as long as that is faster.
+    Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density falls
+    from d₀ to d₁ as d(t) = d₁ + (d₀ - d₁) (1 - t)³, t from 0 to 1 (Zhu and Gupta, "To prune, or not to
+    prune", 2017), in a few events. Each removes the blocks of lowest score from every layer; of equal
+    scores the later slot goes. The defaults follow "The Journey Matters" (2025). Start with density 1 and
+    the policy "auto", which multiplies dense as long as that is faster.
 
     Removed blocks free their memory. Each weight stays the same Parameter, and its gradient and the
     optimizer's states are narrowed with it; a captured CUDA graph has to be captured again, and compiled code
@@ -57,15 +52,14 @@ class Gradual:
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights.
-        density: at the end, above 0 and at most that of the layer; or densities by regular expressions on
-            names of layers, matched as in the patcher, of which the first counts. Layers that none matches
-            stay as they are.
+        density: at the end, above 0 and at most that of the layer; or densities by regular expressions, as
+            the fractions of `PatternSchedule`.
         steps: of the whole training.
         begin: when blocks begin to go, in fractions of ``steps``.
         end: when the last ones do.
         events: how often blocks are removed.
-        score: "magnitude", the L1 norm of a block, or "movement", the sum of -weight · gradient over steps
-            so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
+        score: "magnitude", the L1 norm of a block, or "movement", the sum of -weight · gradient over all
+            steps so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
 
     Attributes:
         steps: how many steps were counted.

@@ -45,25 +45,17 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     recycled**, so that PyTorch's learning rate schedulers drive it.
 
     Every rewiring drops int(fraction · nnz) blocks of each layer, those of lowest score, and gives their
-    slots places that were free before, with zeros; fewer if there are fewer such places. It happens in place,
-    and no weight moves: captured graphs and compiled code go on, and the host does not wait for a GPU. Of
-    equal scores the first slot is dropped, and the first place in row order is taken.
+    slots places that were free before, with zeros. It happens in place, and no weight moves: captured graphs
+    and compiled code go on, and the host does not wait for a GPU. Of equal scores the first slot is dropped,
+    and the first place in row order is taken.
 
     ``drop`` is "magnitude": blocks of least L1 norm, as in SET and RigL; or "movement": blocks whose sum of
     -weight · gradient since the last rewiring is smallest (Sanh et al., "Movement Pruning", NeurIPS 2020).
-
-    ``grow`` is
-
-    - "random": SET (Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse
-      connectivity inspired by network science", Nature Communications 2018);
-    - "gradient": places with the largest norm of the dense gradient's block, in the step of the rewiring:
-      RigL (Evci et al., "Rigging the Lottery", ICML 2020).
-
-    The dense gradient's norms are computed in backward passes whose step needs them: that takes as long as
-    the weight gradient of a dense layer, but no more than 64 MiB, or one block row, of it lie in memory. They
-    are exact where a layer is called once in one backward pass; over several, the norms are added up. A layer
-    without norms, since it was not called, or whose norms are all zero or not finite, keeps its pattern in
-    that rewiring.
+    ``grow`` is "random": SET (Mocanu et al., Nature Communications 2018); or "gradient": places with the
+    largest L1 norm of the dense gradient's block, in the step of the rewiring: RigL (Evci et al., "Rigging
+    the Lottery", ICML 2020). Norms are computed in backward passes of steps that need them, with no more
+    than 64 MiB, or one block row, of the dense gradient in memory; over several passes or calls they are
+    added up. A layer whose norms are missing, all zero or not finite keeps its pattern in that rewiring.
 
     In several processes all that decides is equal: scores follow from equal weights and gradients, random
     numbers from ``seed`` and the number of the step, and norms are averaged over ``group``. Arguments and

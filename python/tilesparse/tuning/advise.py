@@ -68,19 +68,14 @@ def advise(
     """Measure whether block sparsity pays for a dense model, on its device and for its batch.
 
     Each product that a call of the model computes is measured once and counted as often as it is called:
-    dense, dense in 8 bits, and sparse at each density, in the dtype of the model, in 8 bits with activations
-    in 8 bits, and for decode with weights in int4. Dense 8 bits are what PyTorch has: on CUDA devices
-    `torch._scaled_mm` of float8 with scales of rows, on the CPU its dynamically quantized int8 layer; the
-    time to quantize x counts. Sparse layers have random blocks and values, as their time depends on neither.
-    A call of the whole model is measured as well, and one in which these layers return zeros: what that
-    takes counts as constant.
+    dense, dense in 8 bits as PyTorch has it, and sparse at each density, in the dtype of the model, in 8
+    bits with activations in 8 bits, and for decode with weights in int4. Blocks and values are random. A
+    call of the whole model is measured as well, and one in which these layers return zeros, which counts as
+    constant.
 
     The report recommends the highest density at which the model is estimated to be at least 1.1 times as
-    fast as the fastest dense one, 8 bits included, or to stay dense. It knows nothing of quality: that
-    depends on the model, and on pruning and training.
-
-    Nothing is changed, converted or written. It takes about a minute, longer where single calls take
-    seconds.
+    fast as the fastest dense one, or to stay dense. It knows nothing of quality. Nothing is changed,
+    converted or written. It takes about a minute, longer where single calls take seconds.
 
     Args:
         model: dense, on its device; experts of Transformers count, see `BlockSparseExperts.from_experts`.
