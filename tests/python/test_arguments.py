@@ -252,7 +252,7 @@ def loss() -> recover.DistillationLoss:
 
 
 def group() -> prune.PermutationGroup:
-    return prune.PermutationGroup(("0",), "2", 64)
+    return prune.PermutationGroup(("0",), "2")
 
 
 # By the name of an argument, in every function that requires it and has no other in `CASES`.
@@ -377,7 +377,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockSparseMatrix.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
     "BlockSparseMatrix.equal": lambda: {"other": matrix()},
     "BlockSparseMatrix.scale_rows": lambda: {"factors": torch.ones(matrix().shape[0])},
-    "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2", "units": 64},
+    "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2"},
     "prune.allocate": lambda: {
         "profiles": {"0": {CONFIG: 0.1}},
         "model": dense(),
