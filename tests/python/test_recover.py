@@ -38,8 +38,9 @@ from transformers.utils import logging
 from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.recover import DistillationLoss, losses, reconstruction
+from tilesparse.recover import DistillationLoss, reconstruction
 from tilesparse.recover import distillation as graphs
+from tilesparse.recover import distillation as losses
 from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
 
@@ -946,10 +947,11 @@ def test_many_logits_are_compared_some_texts_at_a_time(masked: bool, monkeypatch
     for at_once in (losses.AT_ONCE, 2 * 5 * 96, 1):
         monkeypatch.setattr(losses, "AT_ONCE", at_once)
         ours, kept = student.clone().requires_grad_(), 0
+        given = {ours.untyped_storage().data_ptr(), teacher.untyped_storage().data_ptr()}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def keep(tensor: Tensor, given: set[int] = given) -> Tensor:
             nonlocal kept
-            kept += tensor.nbytes
+            kept += 0 if tensor.untyped_storage().data_ptr() in given else tensor.nbytes
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -961,7 +963,7 @@ def test_many_logits_are_compared_some_texts_at_a_time(masked: bool, monkeypatch
     for value, other, kept in others:
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(other, gradient)
-        assert kept < 0.3 * all_kept  # the gradient, in the dtype of the logits
+        assert kept < 0.1 * all_kept  # masks, beside the logits themselves
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

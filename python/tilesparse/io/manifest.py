@@ -117,9 +117,6 @@ def is_method(quantization: object) -> bool:
     return isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers of its own, by their attributes."""
     for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -130,40 +127,6 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def joined(prefix: str, attribute: str) -> str:
     """Join the name of a module and an attribute's."""
     return f"{prefix}.{attribute}" if prefix else attribute
-
-
-def references(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield modules and tensors in plain attributes of modules, also in lists and mappings, by their names.
-
-    Modules that the model does not have otherwise give all their modules and tensors.
-    """
-    modules = set(model.modules())
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute not in _OF_MODULES:
-                yield from _inside(joined(name, attribute), value, modules, set())
-
-
-def _inside(
-    name: str, value: object, modules: set[nn.Module], seen: set[int]
-) -> Iterator[tuple[str, object]]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, Tensor | nn.Module):
-        yield name, value
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = enumerate(value)
-    elif isinstance(value, nn.Module) and value not in modules:
-        for own, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{own}", tensor
-        for own, module in value.named_modules(prefix=name):
-            yield own, module
-    for key, item in items:
-        yield from _inside(f"{name}[{key!r}]", item, modules, seen)
 
 
 def checked_folder(path: object) -> Path:

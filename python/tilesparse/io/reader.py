@@ -24,6 +24,7 @@ from ..model.modules import (
     layers_in,
     names_of_modules,
     reason_from_parents,
+    references,
     replace_modules,
     what_would_be_lost,
 )
@@ -45,7 +46,6 @@ from .manifest import (
     parsed_layers,
     read_headers,
     read_section,
-    references,
     state_of,
 )
 
@@ -175,27 +175,30 @@ def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
 
 
 def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
-    """Check that no plain attribute refers to what is replaced, or to a tensor without contents."""
-    kept = {id(place.kept) for place in places.values()}
-    gone: dict[int, str] = {}
+    """Check that no plain attribute goes on to hold what is replaced, or a tensor without contents."""
+    kept, inside = {id(place.kept) for place in places.values()}, {*model.modules()}
+    gone: dict[nn.Module | Tensor, str] = {}
     for target in targets:
         if not isinstance(target.module, BlockSparseLinear):
-            gone[id(target.module)] = repr(target.names[0])
-            for own, parameter in target.module.named_parameters():
-                gone[id(parameter)] = repr(joined(target.names[0], own))
-    for name, value in references(model):
-        if id(value) in kept:
-            continue
-        if id(value) in gone:
+            gone[target.module] = target.names[0]
+            gone |= {one: joined(target.names[0], own) for own, one in target.module.named_parameters()}
+    for held, (place, can_follow) in references(names_of_modules(model)).items():
+        if held in gone and not can_follow and id(held) not in kept:
             raise CheckpointError(
-                f"model: {name!r} refers to {gone[id(value)]}, which load replaces by a block-sparse layer; "
+                f"model: {place!r} refers to {gone[held]!r}, which load replaces by a block-sparse layer; "
                 "set this attribute after loading"
             )
-        if isinstance(value, Tensor) and value.is_meta:
-            raise CheckpointError(
-                f"model: {name!r} is on the meta device, and the checkpoint has no tensor for it; pass an "
-                "instance of the model whose tensors have contents"
-            )
+        tensors = {place: held} if isinstance(held, Tensor) else {}
+        if isinstance(held, nn.Module) and held not in inside:
+            tensors = {
+                joined(place, own): one for own, one in (*held.named_parameters(), *held.named_buffers())
+            }
+        for name, tensor in tensors.items():
+            if tensor.is_meta and id(tensor) not in kept:
+                raise CheckpointError(
+                    f"model: {name!r} is on the meta device, and the checkpoint has no tensor for it; pass "
+                    "an instance of the model whose tensors have contents"
+                )
 
 
 def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -196,7 +196,7 @@ def match_modules(
 
 
 def _reason_from(
-    held: Iterable[nn.Module | nn.Parameter], places: Mapping[nn.Module | nn.Parameter, Reference]
+    held: Iterable[nn.Module | Tensor], places: Mapping[nn.Module | Tensor, Reference]
 ) -> str | None:
     """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
     for one in held:

@@ -274,7 +274,7 @@ def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 class Reference(NamedTuple):
-    """A place where a model holds a module or a parameter, and whether `follow` can put another there."""
+    """A place where a model holds a module or a tensor, and whether `follow` can put another there."""
 
     place: str
     can_follow: bool
@@ -283,9 +283,9 @@ class Reference(NamedTuple):
 _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
-def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | nn.Parameter, Reference]:
+def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | Tensor, Reference]:
     """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold."""
-    found: dict[nn.Module | nn.Parameter, Reference] = {}
+    found: dict[nn.Module | Tensor, Reference] = {}
     seen: set[int] = set()
     for module, aliases in names.items():
         for attribute, value in vars(module).items():
@@ -308,8 +308,8 @@ def follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
 
 def _held(
     value: Any, place: str, can_follow: bool, seen: set[int]
-) -> Iterator[tuple[nn.Module | nn.Parameter, Reference]]:
-    if isinstance(value, nn.Module | nn.Parameter):
+) -> Iterator[tuple[nn.Module | Tensor, Reference]]:
+    if isinstance(value, nn.Module | Tensor):
         yield value, Reference(place, can_follow and isinstance(value, nn.Module))
         return
     parts: list[tuple[Any, str, bool]] = []

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .._checks import checked_count, checked_number, shown
 from .._runtime.torch_private import has_step_hooks
@@ -42,7 +42,7 @@ class DistillationLoss:
     Outputs are what models of Transformers give, or mappings or objects with such entries; a plain tensor
     stands for logits. Tokens that the attention mask leaves out do not count, whatever is computed for them.
     Everything is computed in float32, or in float64 where the student is in float64. More than 2^27 logits
-    are compared some texts at a time, without gradients of gradients: only those are in float32 at once.
+    are compared some texts at a time: only those are in float32 at once.
 
     Args:
         task: weight of the student's own ``loss``, which it gives where the batch has labels.
@@ -120,12 +120,16 @@ class DistillationLoss:
         ours, theirs = _output(student, "logits"), _output(teacher, "logits", "teacher")
         _check_shapes("logits", ours, theirs)
         _check_mask("logits", ours, mask)
+
+        def compare(ours: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
+            return _divergence(*_logarithms(ours, theirs, mask, self.temperature))
+
         if ours.numel() <= AT_ONCE or torch.compiler.is_compiling():  # which fuses what takes memory
-            divergence = _divergence(*_logarithms(ours, theirs, mask, self.temperature))
+            divergence = compare(ours, theirs, mask)
         else:
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             parts = _parts(ours, theirs, mask)
-            apply: Any = _DivergenceOfMany.apply
-            divergence = torch.stack([apply(*part, self.temperature) for part in parts]).sum()
+            divergence = torch.stack([checkpoint(compare, *part, **options) for part in parts]).sum()
         return torch.mul(divergence / _count(ours, mask), self.temperature**2)
 
 
@@ -149,24 +153,6 @@ def _parts(ours: Any, theirs: Any, mask: Any) -> Iterator[tuple[Tensor, Tensor, 
     parts = ours.split(texts), theirs.split(texts)
     masks = [None] * len(parts[0]) if mask is None else mask.split(texts)
     yield from zip(*parts, masks, strict=True)
-
-
-class _DivergenceOfMany(torch.autograd.Function):
-    """The divergence of some texts of many: its gradient comes with it, and nothing in float32 is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
-        log_ours, log_theirs = _logarithms(ours, theirs, mask, temperature)
-        if ctx.needs_input_grad[0]:
-            slope = (log_ours.exp() - log_theirs.exp()) / temperature
-            ctx.save_for_backward(slope.to(ours.dtype))
-        return _divergence(log_ours, log_theirs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (slope,) = ctx.saved_tensors
-        return (gradient * slope).to(slope.dtype), None, None, None
 
 
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
