@@ -39,7 +39,7 @@ from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.config import BlockSparseConfig as Config
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.prune import measure_errors, obs
+from tilesparse.prune import driver, measure_errors
 
 B = 16
 
@@ -86,9 +86,9 @@ def loss(weight: Tensor, other: Tensor, moment: Damped) -> float:
 def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) -> None:
     _, weight, second = layer_problem()
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.5, generator=seeded())
-    moment = obs.damped(second.to(device))
-    found = obs.solve(weight.to(device, dtype), moment, pattern.to(device)).cpu()
-    expected = least_squares(weight.to(dtype).double(), obs.damped(second), pattern.to_mask())
+    moment = driver.damped(second.to(device))
+    found = driver.solve(weight.to(device, dtype), moment, pattern.to(device)).cpu()
+    expected = least_squares(weight.to(dtype).double(), driver.damped(second), pattern.to_mask())
     assert float((found - expected).norm() / expected.norm()) < 1e-5
     assert found[~pattern.to_mask()].count_nonzero() == 0
 
@@ -96,9 +96,9 @@ def test_refit_is_the_least_squares_solution(device: str, dtype: torch.dtype) ->
 def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
     x, weight, second = layer_problem()
     pattern = BlockPattern.random(weight.shape, block_shape=B, density=0.4, generator=seeded())
-    added = obs.damped(second, 0.05).added
+    added = driver.damped(second, 0.05).added
     stacked = torch.cat([x / len(x) ** 0.5, added**0.5 * torch.eye(x.shape[1], dtype=torch.float64)])
-    found = obs.solve(weight, obs.damped(second, 0.05), pattern)
+    found = driver.solve(weight, driver.damped(second, 0.05), pattern)
     for row, kept in enumerate(pattern.to_mask()):
         right = (stacked @ weight[row])[:, None]
         expected = torch.linalg.lstsq(stacked[:, kept], right).solution[:, 0]
@@ -108,7 +108,7 @@ def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
 def test_empty_rows_and_all_blocks() -> None:
     _, weight, second = layer_problem()
     mask = torch.tensor([[False] * 5, [True] * 5, [False, True, False, False, True]])
-    found = obs.solve(weight, obs.damped(second), BlockPattern.from_block_mask(mask, block_shape=B))
+    found = driver.solve(weight, driver.damped(second), BlockPattern.from_block_mask(mask, block_shape=B))
     assert found[:B].count_nonzero() == 0
     torch.testing.assert_close(found[B : 2 * B], weight[B : 2 * B])
 
@@ -117,21 +117,21 @@ def test_empty_rows_and_all_blocks() -> None:
 def test_costs_add_up_to_what_the_refit_leaves(cols: int) -> None:
     """With 40 columns several blocks go together in a round."""
     _, weight, second = layer_problem(2, cols)
-    moment = obs.damped(second)
-    order, costs = obs.eliminate(weight.float(), moment, (B, B))
+    moment = driver.damped(second)
+    order, costs = driver.eliminate(weight.float(), moment, (B, B))
     assert [sorted(row) for row in order.tolist()] == [list(range(cols))] * 2
     for count in (1, 2, cols // 2, cols - 1, cols):
         mask = torch.ones(2, cols, dtype=torch.bool)
         mask.scatter_(1, order[:, :count], False)
-        left = obs.solve(weight, moment, BlockPattern.from_block_mask(mask, block_shape=B))
+        left = driver.solve(weight, moment, BlockPattern.from_block_mask(mask, block_shape=B))
         assert float(costs[:, :count].sum()) == pytest.approx(loss(weight, left, moment), rel=1e-4)
 
 
 def test_one_by_one_it_is_greedy_as_solved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obs, "GROUP", 0.01)
+    monkeypatch.setattr(driver, "GROUP", 0.01)
     _, weight, second = layer_problem(1, 6)
-    moment = obs.damped(second)
-    elimination = obs.eliminate(weight, moment, (B, B))
+    moment = driver.damped(second)
+    elimination = driver.eliminate(weight, moment, (B, B))
     order = elimination.order[0].tolist()
     mask = torch.ones(B, 6 * B, dtype=torch.bool)
     for gone in order:
@@ -150,12 +150,12 @@ def test_one_by_one_it_is_greedy_as_solved_anew(monkeypatch: pytest.MonkeyPatch)
 def test_rows_keep_blocks_where_they_cost_most_and_ties_are_cut_alike() -> None:
     order = torch.tensor([[0, 1, 2], [2, 1, 0]])
     costs = torch.tensor([[3.0, 1.0, 9.0], [1.0, 4.0, 8.0]], dtype=torch.float64)
-    elimination = obs.Elimination(order, costs)
+    elimination = driver.Elimination(order, costs)
     masks = {kept: elimination.pattern(kept, (B, B)).to_block_mask().tolist() for kept in range(7)}
     assert masks[5] == [[True, True, True], [True, True, False]]
     assert masks[3] == [[False, False, True], [True, True, False]]  # the cheap block behind the dear one
     assert masks[6] == [[True] * 3] * 2 and masks[0] == [[False] * 3] * 2
-    equal = obs.Elimination(order, torch.ones(2, 3, dtype=torch.float64))
+    equal = driver.Elimination(order, torch.ones(2, 3, dtype=torch.float64))
     assert equal.pattern(4, (B, B)).to_block_mask().tolist() == [[False, False, True], [True] * 3]
 
 
@@ -163,18 +163,18 @@ def test_elimination_is_the_same_whatever_the_memory_and_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, weight, second = layer_problem(4, 6)
-    moment = obs.damped(second)
-    plain = obs.eliminate(weight, moment, (B, B))
+    moment = driver.damped(second)
+    plain = driver.eliminate(weight, moment, (B, B))
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            found = obs.eliminate(weight, moment, (B, B))
+            found = driver.eliminate(weight, moment, (B, B))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(found.costs, plain.costs)
-    monkeypatch.setattr(obs, "_CPU_WORKSPACE", 1)
-    apart = obs.eliminate(weight, moment, (B, B))
+    monkeypatch.setattr(driver, "_CPU_WORKSPACE", 1)
+    apart = driver.eliminate(weight, moment, (B, B))
     assert torch.equal(plain.order, apart.order)
     torch.testing.assert_close(plain.costs, apart.costs, rtol=1e-4, atol=0)
 
@@ -182,18 +182,18 @@ def test_elimination_is_the_same_whatever_the_memory_and_the_settings(
 def test_where_float32_fails_float64_takes_over() -> None:
     _, weight, _ = layer_problem(2, 4)
     x = inputs(30, 64)  # fewer tokens than features: nearly singular
-    moment = obs.damped(x.T @ x / 30, 1e-9)
-    order, costs = obs.eliminate(weight, moment, (B, B))
+    moment = driver.damped(x.T @ x / 30, 1e-9)
+    order, costs = driver.eliminate(weight, moment, (B, B))
     assert bool(costs.isfinite().all()) and sorted(order[0].tolist()) == [0, 1, 2, 3]
     assert float(costs.sum()) == pytest.approx(loss(weight, torch.zeros_like(weight), moment), rel=1e-3)
 
 
 def test_damping_grows_where_it_is_too_weak() -> None:
     x = inputs(8, 64)
-    moment = obs.damped(x.T @ x / 8, 0.0)
+    moment = driver.damped(x.T @ x / 8, 0.0)
     assert moment.damping > 0 and bool(moment.inverse.isfinite().all())
-    assert obs.damped(x.T @ x / 8, 0.01).damping == 0.01
-    nothing = obs.damped(torch.zeros(32, 32))
+    assert driver.damped(x.T @ x / 8, 0.01).damping == 0.01
+    nothing = driver.damped(torch.zeros(32, 32))
     assert torch.equal(nothing.matrix, torch.eye(32, dtype=torch.float64))
 
 
@@ -204,41 +204,41 @@ def test_damping_grows_where_it_is_too_weak() -> None:
 )
 def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="second_moment"):
-        obs.damped(second)
+        driver.damped(second)
 
 
 def test_damping_is_a_finite_number() -> None:
     second = layer_problem()[2]
-    assert obs.damped(second, 1e9).damping == 1e9
+    assert driver.damped(second, 1e9).damping == 1e9
     for damping in (-1, float("nan"), "much"):
         with pytest.raises(InvalidArgumentError, match="damping must be"):
-            obs.damped(second, damping)  # type: ignore[arg-type]
+            driver.damped(second, damping)  # type: ignore[arg-type]
 
 
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
     x, weight, _ = layer_problem()
     x[:, : 2 * B] = 0
-    moment = obs.damped(x.T @ x / len(x))
-    pattern = obs.eliminate(weight, moment, (B, B)).pattern(9, (B, B))
+    moment = driver.damped(x.T @ x / len(x))
+    pattern = driver.eliminate(weight, moment, (B, B)).pattern(9, (B, B))
     assert not pattern.to_block_mask()[:, :2].any()
-    full = obs.solve(weight, moment, BlockPattern.full(weight.shape, block_shape=B))
+    full = driver.solve(weight, moment, BlockPattern.full(weight.shape, block_shape=B))
     torch.testing.assert_close(full, weight)
 
 
 def test_masked_rows_are_solved_exactly() -> None:
     _, weight, second = layer_problem(2, 4)
-    moment = obs.damped(second)
+    moment = driver.damped(second)
     mask = torch.rand(weight.shape, generator=seeded(4)) < 0.5
     mask[3] = False
-    found = obs.solve_masked(weight, moment, mask)
+    found = driver.solve_masked(weight, moment, mask)
     torch.testing.assert_close(found, least_squares(weight, moment, mask), rtol=1e-7, atol=1e-9)
 
 
 def test_two_of_four_are_chosen_in_kept_blocks_only() -> None:
     _, weight, second = layer_problem(2, 4)
-    moment = obs.damped(second)
+    moment = driver.damped(second)
     pattern = BlockPattern.random(weight.shape, block_shape=32, density=0.5, generator=seeded())
-    mask = obs.choose_two_of_four(obs.solve(weight, moment, pattern), moment, pattern)
+    mask = driver.choose_two_of_four(driver.solve(weight, moment, pattern), moment, pattern)
     groups = mask.view(32, -1, 4).sum(2)
     assert torch.equal(groups == 2, pattern.to_mask().view(32, -1, 4).all(2))
 
@@ -246,9 +246,9 @@ def test_two_of_four_are_chosen_in_kept_blocks_only() -> None:
 def test_scores_by_their_definitions() -> None:
     weight, norms = torch.randn(32, 48), torch.rand(48)
     w = weight[16:, :16]
-    assert obs.scores_of(weight, (B, B))[1, 0] == pytest.approx(float(w.norm()), rel=1e-5)
+    assert driver.scores_of(weight, (B, B))[1, 0] == pytest.approx(float(w.norm()), rel=1e-5)
     expected = float((w.abs() * norms[:16]).sum())
-    assert obs.scores_of(weight, (B, B), norms)[1, 0] == pytest.approx(expected, rel=1e-5)
+    assert driver.scores_of(weight, (B, B), norms)[1, 0] == pytest.approx(expected, rel=1e-5)
 
 
 # Models.

@@ -17,8 +17,7 @@ from .._reports import aligned
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..io.conversion import ConvertReport, convert
-from ..prune.driver import prune_
-from ..prune.obs import METHODS
+from ..prune.driver import METHODS, prune_
 from ..storage.traits import STORAGES
 from ..tuning.advise import DENSITIES, advise
 from ..tuning.product import choose, product_of_spec

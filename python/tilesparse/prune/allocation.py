@@ -45,7 +45,7 @@ from ..model.report import SkippedLayer
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.measure import LatencyTable
-from .obs import Pruner
+from .driver import Pruner
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
 

@@ -19,7 +19,7 @@ from ..model.match import block_shape_of, checked_config, checked_configs, shape
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..model.report import Report
 from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
-from .obs import Pruner
+from .driver import Pruner
 
 # Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
