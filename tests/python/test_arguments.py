@@ -40,7 +40,7 @@ from tilesparse import (
 from tilesparse.config import BlockSparseConfig
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ExpertsLinear, ReferenceBlockSparseLinear
-from tilesparse.tuning import AdviceReport, Device, LatencyTable, Product
+from tilesparse.tuning import AdviceReport, Device, Product
 from tilesparse.tuning.store import MeasuredLayers
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
@@ -58,7 +58,7 @@ NOT_CALLED = {
         "recover.trainer.DistillationTrainer": "compute_loss",
         "recover.trainer.PatternCallback": "on_optimizer_step on_save on_train_begin",
         "train.PatternSchedule": "add_param_group",
-        "tuning": "AdviceReport LatencyTable",
+        "tuning": "AdviceReport",
         "tuning.Device": "of",
         "tuning.Product": "descriptor",
         "tuning.advise": "Estimate",
@@ -208,10 +208,6 @@ def saved() -> str:
     return "saved"
 
 
-def table() -> LatencyTable:
-    return LatencyTable(CPU, 8, "float32", {}, {(64, 64): {None: 1.0, CONFIG: 0.5}})
-
-
 def advised() -> AdviceReport:
     measured = MeasuredLayers((64, 64), 80, "float32", {None: 1.0}, ("0",))
     return AdviceReport(CPU, {"torch": "2"}, (measured,), 2.0, None, 1.0, {})
@@ -320,7 +316,6 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "train.MaskSchedule": masked,
     "train.PatternSchedule": schedule,
     "tuning.AdviceReport": advised,
-    "tuning.LatencyTable": table,
     "tuning.store.MeasuredLayers": lambda: advised().layers[0],
 }
 
@@ -411,11 +406,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "tuning.Device": lambda: {"name": "a", "compute_capability": (9, 0), "multiprocessors": 8},
     "tuning.Device.find": lambda: {"what": "cpu"},
-    "tuning.LatencyTable.milliseconds": lambda: {"shape": (64, 64)},
-    "tuning.LatencyTable.total": lambda: {"model": dense(), "configs": {"0": None}},
     "tuning.Product": lambda: {"out_features": 64},
     "tuning.choose": lambda: {"product": Product(64, 64, 8, block_shape=32)},
-    "tuning.measure_latency": lambda: {"model": dense(), "repetitions": 1},
     "tuning.prefer": lambda: {"kernel": "cpu"},
     "tuning.store.MeasuredLayers.time": lambda: {"way": None},
     "tuning.tune": lambda: {

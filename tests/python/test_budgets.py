@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import pickle
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICES, seeded
+from helpers import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_docs import executed
@@ -22,7 +21,8 @@ from tilesparse.errors import InvalidArgumentError
 from tilesparse.prune import allocate, measure_errors
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve
-from tilesparse.tuning import Device, LatencyTable, measure_latency
+from tilesparse.tuning import AdviceReport, Device
+from tilesparse.tuning.store import MeasuredLayers
 
 PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
 OTHERS = [Config(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]
@@ -48,11 +48,14 @@ def profiles_of() -> dict[str, dict[Config, float]]:
     }
 
 
-def table_of(**changes: Any) -> LatencyTable:
-    own = {None: 1.0, **{config: 0.1 + config.density * (1 if config.nm else 1.5) for config in CONFIGS}}
-    about = {"device": Device("A device", None, 4), "tokens": 8, "dtype": "bfloat16"}
-    times = {"times": {(256, 128): own, (128, 256): own}, "versions": {"torch": "2"}}
-    return LatencyTable(**{**about, **times, **changes})
+def report_of(*configs: Config) -> AdviceReport:
+    """Times of these configs, else of all."""
+    own = {None: 1.0, **{one: 0.1 + one.density * (1 if one.nm else 1.5) for one in configs or CONFIGS}}
+    layers = (
+        MeasuredLayers((256, 128), 8, "bfloat16", own, ("up", "other"), 2),
+        MeasuredLayers((128, 256), 8, "bfloat16", own, ("down",), 1),
+    )
+    return AdviceReport(Device("A device", None, 4), {"torch": "2"}, layers, 9.0, None, 1.0, {})
 
 
 # The knapsack
@@ -135,8 +138,8 @@ def test_bytes_are_those_of_the_layers(config: Config) -> None:
 @given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
 @settings(max_examples=40)
 def test_budgets_are_met(part: float, unit: str) -> None:
-    model, profiles, table = Layers(), profiles_of(), table_of()
-    options: dict[str, Any] = {"table": table} if unit == "milliseconds" else {}
+    model, profiles, report = Layers(), profiles_of(), report_of()
+    options: dict[str, Any] = {"report": report} if unit == "milliseconds" else {}
     options[unit] = 1e9
     most = allocate(profiles, model, **options).cost
     with pytest.raises(InvalidArgumentError, match=rf"{unit} must be at least [\d.]+") as raised:
@@ -149,28 +152,27 @@ def test_budgets_are_met(part: float, unit: str) -> None:
 
 
 def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
-    table = table_of()
-    profiles = profiles_of()
-    plan = allocate(profiles, Layers(), milliseconds=2.0, table=table)
+    report, profiles = report_of(), profiles_of()
+    plan = allocate(profiles, Layers(), milliseconds=2.0, report=report)
     configs: list[Any] = [None, *CONFIGS]
     best = min(
         sum(profiles[name].get(config, 0.0) for name, config in zip(NAMES, chosen, strict=True))
         for chosen in product(configs, repeat=3)
-        if sum(table.milliseconds((256, 128), config) for config in chosen) <= 2.0
+        if sum(report.milliseconds("up", config) for config in chosen) <= 2.0
     )
     assert math.isclose(plan.error, best, rel_tol=1e-5)
-    assert plan.cost == pytest.approx(table.total(Layers(), plan))
+    assert plan.cost == pytest.approx(sum(report.milliseconds(name, plan[name]) for name in NAMES))
     # At density .75 these are slower than dense, and so never chosen.
     assert all(config is None or config.density < 0.75 for config in plan.values())
 
 
 def test_the_report_says_what_was_chosen_and_how_well() -> None:
-    text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, table=table_of()))
+    text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, report=report_of()))
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
     assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
     assert "no config has an error below" in lines[5]
-    assert lines[6] == "measured on A device with 8 tokens in bfloat16"
+    assert lines[6] == "measured on A device in bfloat16"
 
 
 ENOUGH = {"bytes": 500_000}
@@ -180,16 +182,16 @@ ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"bytes": -1}, "bytes must"),
     "nan": ({"parameters": math.nan}, "parameters must"),
     "a text": ({"parameters": "1"}, "parameters must"),
-    "no table": ({"milliseconds": 5.0}, "table must"),
-    "no need of one": ({**ENOUGH, "table": table_of()}, "table must"),
+    "no report": ({"milliseconds": 5.0}, "report must"),
+    "no need of one": ({**ENOUGH, "report": report_of()}, "report must"),
     "no profiles": ({**ENOUGH, "profiles": {}}, "profiles must have at least one"),
     "no layer": ({**ENOUGH, "profiles": {"in": {}}}, "profiles must .*'in': no layer"),
     "not dense": ({**ENOUGH, "profiles": {"": {}}}, "profiles must .*: Layers"),
     "nan error": ({**ENOUGH, "profiles": {"up": {PLAIN[0]: math.nan}}}, "profiles: .*'up'"),
     "none kept": ({**ENOUGH, "profiles": {"up": {Config(0.01, (64, 64)): 0.1}}}, "'up': density"),
     "no time": (
-        {"milliseconds": 9.0, "table": table_of(times={(256, 128): {None: 1.0}})},
-        "table: has no time of 256x128 0.25 32x32",
+        {"milliseconds": 9.0, "report": report_of(CONFIGS[-1])},
+        "report must have a time of layer 'up' for density 0.25, 32x32",
     ),
 }
 
@@ -208,20 +210,7 @@ def test_one_layer_under_two_names() -> None:
         allocate({"up": {}, "again": {}}, model, bytes=1 << 20)
 
 
-# Tables of times
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_measured_is_what_profiles_have(device: str) -> None:
-    wide = Config(1.0, (128, 32))
-    profiles = {"up": dict.fromkeys(CONFIGS, 0.1), "other": {wide: 0.1}, "down": {}}
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    table = measure_latency(Layers(), profiles, tokens=8, dtype=dtype, device=device, repetitions=3)
-    assert set(table.times) == {(256, 128), (128, 256)}
-    assert set(table.times[256, 128]) == {None, *CONFIGS, wide}
-    assert set(table.times[128, 256]) == {None}
-    assert all(0 < time < 1e3 for times in table.times.values() for time in times.values())
-    assert "256x128" in str(table) and pickle.loads(pickle.dumps(table)) == table
+# Configs
 
 
 @pytest.mark.parametrize(
@@ -242,50 +231,10 @@ def test_configs_are_refused_where_they_are_made(arguments: Any, text: str) -> N
 
 
 def test_configs_as_a_program_has_them() -> None:
-    """Numbers of NumPy, one number for both sides, and generators; random numbers stay the program's."""
+    """Numbers of NumPy, and one number for both sides."""
     loose: Any = Config(np.float32(0.5), 32)
-    state = torch.get_rng_state()
-    options: dict[str, Any] = {"tokens": np.int64(4), "device": "cpu", "repetitions": 1}
-    table = measure_latency(Layers(), {"up": (config for config in [loose])}, **options)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert set(table.times[256, 128]) == {None, Config(0.5, (32, 32))}
     plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
     assert plan == {"up": Config(0.5, (32, 32))}
-    assert table.total(Layers(), {"up": loose}) == table.milliseconds((256, 128), plan["up"])
-    for wrong in "half", {"up": "half"}:
-        with pytest.raises(InvalidArgumentError, match="config"):
-            table.total(Layers(), wrong)  # type: ignore[arg-type]
-
-
-def test_times_between_measured_densities_rise() -> None:
-    densities = {0.2: 1.0, 0.4: 3.0, 0.6: 2.0, 0.8: 5.0}
-    times = {None: 4.0, **{Config(density, (64, 64)): time for density, time in densities.items()}}
-    table = table_of(times={(128, 128): times})
-    assert table.milliseconds((128, 128), Config(0.6, (64, 64))) == 2.0
-    assert table.milliseconds((128, 128), Config(0.3, (64, 64))) == pytest.approx(2.0)
-    assert table.milliseconds((128, 128), Config(0.5, (64, 64))) == 3.0
-    assert table.milliseconds((128, 128), Config(0.7, (64, 64))) == pytest.approx(4.0)
-    for config in (Config(0.1, (64, 64)), Config(0.9, (64, 64)), Config(0.5, (32, 32)), OTHERS[0]):
-        with pytest.raises(InvalidArgumentError, match=r"table: has no time of 128x128 .*measured are dense"):
-            table.milliseconds((128, 128), config)
-    with pytest.raises(InvalidArgumentError, match=r"64x128.*measured are the shapes 128x128"):
-        table.milliseconds((64, 128), None)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"tokens": 0}, "tokens must be "),
-        ({"repetitions": 1.5}, "repetitions must be "),
-        ({"device": None}, "device must have memory"),
-        ({"device": "nowhere"}, "device(: | must )"),
-        ({"dtype": torch.int8}, "dtype must"),
-        ({"configs": {"nothing": []}}, "configs must .*'nothing'"),
-    ],
-)
-def test_what_measure_latency_refuses(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        measure_latency(**{"model": Layers(), "configs": {"up": []}, "tokens": 1, "device": "cpu", **options})
 
 
 # From profiles to a model
@@ -297,7 +246,7 @@ def test_the_page_on_budgets_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert allocation.unit == "bytes" and 60_000 < allocation.cost <= 70_000
     assert any(isinstance(module, BlockSparseLinear) for module in names["pruned"])
     assert fast.unit == "ms" and fast.cost <= fast.budget * (1 + 1e-9)
-    assert fast.error <= sum(profiles[name][config] for name, config in names["alike"].items())
+    assert fast.error <= sum(profile[names["alike"]] for profile in profiles.values())
     assert names["report"].layers[0].name == "2"
     assert "budget" in capsys.readouterr().out
 

@@ -26,7 +26,7 @@ from .._checks import check_block_shape, checked_number
 from .._reports import MOST, listed, warn_user
 from .._runtime.torch_private import exact_float32
 from ..config import BlockSparseConfig, check_of_experts
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from ..model.modules import names_of_modules, set_submodule
 from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import (
@@ -355,14 +355,6 @@ def projection_of(experts: Container[str], name: str) -> str | None:
     """Return the name of the projection of an expert's layer, which all experts share; None for others."""
     projection = name.rpartition(".")[0]
     return projection if projection.rpartition(".")[0] in experts else None
-
-
-def refuse_experts(model: nn.Module, names: Iterable[str], argument: str, why: str) -> None:
-    """Raise UnsupportedError where one of the layers is an expert of several."""
-    with expanded(model) as experts:
-        for name in names:
-            if projection_of(experts, name) is not None:
-                raise UnsupportedError(f"{argument}: {name!r} is one of several experts, {why}")
 
 
 def tokens_of_projections(experts: Container[str], tokens: Mapping[str, int]) -> dict[str, int]:

@@ -23,7 +23,6 @@ from ..calibrate.calibration import (
     collected,
     dense_layers,
     expanded,
-    refuse_experts,
     tokens_of_projections,
     warn_of_few_tokens,
 )
@@ -44,7 +43,7 @@ from ..model.match import (
 from ..model.report import SkippedLayer
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
-from ..tuning.measure import LatencyTable
+from ..tuning.advise import AdviceReport
 from .driver import Pruner
 
 INDEX_BYTES = 4  # of an entry of a pattern's tensors
@@ -135,7 +134,7 @@ def allocate(
     parameters: int | None = None,
     bytes: int | None = None,
     milliseconds: float | None = None,
-    table: LatencyTable | None = None,
+    report: AdviceReport | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
 
@@ -152,28 +151,24 @@ def allocate(
         parameters: how many weights the layers may multiply by: those of kept blocks, with 2:4 half of them.
         bytes: of what the layers may store: weights, masks, metadata, scales and patterns. Biases stay as
             they are and do not count.
-        milliseconds: for one call of each layer, as `table` has measured it. Exactly one of these three is
+        milliseconds: for one call of each layer, as ``report`` has measured it. Exactly one of these three is
             to be given.
-        table: from `tilesparse.tuning.measure_latency`, with ``milliseconds``.
+        report: from `tilesparse.advise`, with ``milliseconds``.
     """
     unit, budget = _budget(parameters, bytes, milliseconds)
-    if (table is not None) != (unit == "ms") or not isinstance(table, LatencyTable | None):
+    if (report is not None) != (unit == "ms") or not isinstance(report, AdviceReport | None):
         raise InvalidArgumentError(
-            f"table must be a LatencyTable with milliseconds, else None, got {type(table).__name__}"
+            f"report must be an AdviceReport with milliseconds, else None, got {type(report).__name__}"
         )
     layers = dense_layers("profiles", model, profiles)
-    if table is not None:
-        refuse_experts(
-            model, layers, "milliseconds", "of whose time no table knows; give parameters or bytes"
-        )
     options: dict[str, list[BlockSparseConfig | None]] = {}
     costs: list[list[float]] = []
     errors: list[list[float]] = []
     for name, layer in layers.items():
         shape = shape_of(layer)
         options[name] = [None, *checked_configs("profiles", name, profiles[name], shape)]
-        if table is not None:
-            costs.append([table.milliseconds(shape, config) for config in options[name]])
+        if report is not None:
+            costs.append([report.milliseconds(name, config) for config in options[name]])
         else:
             cost_of = _weights_of if unit == "weights" else _bytes_of
             costs.append([float(cost_of(layer, config)) for config in options[name]])
@@ -185,11 +180,12 @@ def allocate(
             f"{_ARGUMENTS[unit]} must be at least {rounded}, the sum of the cheapest configs, got {budget}"
         )
     found = solve(costs, errors, budget)
+    note = "" if report is None else f"measured on {report.device.name} in {report.dtype}"
     allocated = [
         AllocatedLayer(name, shape_of(layers[name]), options[name][item], error[item], cost[item], cost[0])
         for name, item, error, cost in zip(layers, found.items, errors, costs, strict=True)
     ]
-    return Allocation(allocated, unit, budget, found.bound, table.where() if table is not None else "")
+    return Allocation(allocated, unit, budget, found.bound, note)
 
 
 _ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  # by units

@@ -476,6 +476,16 @@ class AdviceReport:
                 return best
         return None
 
+    def milliseconds(self, name: str, config: BlockSparseConfig | None) -> float:
+        """Return milliseconds of one call of a layer that is stored by a config; None is dense."""
+        times = [one.milliseconds for one in self.layers if name in one.names]
+        if not times or not all(config in own for own in times):
+            raise InvalidArgumentError(
+                f"report must have a time of layer {name!r} for {describe_way(config)}: have advise measure "
+                "that density and block shape"
+            )
+        return sum(own[config] for own in times)
+
     def slower_than_dense(self, contender: BlockSparseConfig | torch.dtype | None) -> list[str]:
         """Return the names of layers that are no faster by a contender than by the fastest dense one."""
         return [

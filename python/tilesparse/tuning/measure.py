@@ -10,12 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
-from .._checks import DTYPES, as_integer, checked_count, checked_device, is_sequence, shown
+from .._checks import checked_count, checked_device
 from .._files import tune_file
-from .._reports import Progress
 from .._runtime import launch
 from .._runtime.launch import ask_for, gather
 from .._runtime.pattern_cache import prepared
 from .._runtime.select import DECODE_TOKENS, measurements_changed
-from ..calibrate.calibration import dense_layers
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..io import manifest
-from ..model.match import checked_config, checked_configs, described, shape_of
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 from ..storage.quantize import dequantize, row_scales
@@ -47,10 +41,8 @@ from .product import (
     Way,
     choose,
     default_device,
-    dtype_name,
     is_converted_in_calls,
     product_of_spec,
-    recorded,
 )
 from .store import (
     Measurement,
@@ -59,7 +51,6 @@ from .store import (
     kernel_number,
     measurements,
     read,
-    versions_of,
     write,
 )
 
@@ -383,144 +374,3 @@ def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = 
                     found[product_of_spec(spec, count, op, None)] = None
                 found[product_of_spec(spec, count, op, spec.activations)] = None
     return list(found)
-
-
-# ---- tables of layers ----
-
-
-@dataclass(frozen=True)
-class LatencyTable:
-    """Table of milliseconds of one call of a layer, by shape and config, measured on one device.
-
-    Attributes:
-        device: the device; a CPU by its marketing name.
-        tokens: rows of x.
-        dtype: of x and the weights, as "bfloat16".
-        versions: of tilesparse and torch, and how many threads the CPU used.
-        times: by (out_features, in_features) and config, None being the dense layer.
-    """
-
-    device: Device
-    tokens: int
-    dtype: str
-    versions: Mapping[str, str]
-    times: Mapping[tuple[int, int], Mapping[BlockSparseConfig | None, float]]
-
-    def milliseconds(self, shape: tuple[int, int], config: BlockSparseConfig | None) -> float:
-        """Return milliseconds of one call of a layer of this shape.
-
-        Between two measured densities of the same blocks and storage it is on the straight line between
-        them; where a time is below that of a lower density, that one counts for both, so that times rise with
-        density. Nothing is extrapolated.
-
-        Args:
-            shape: (out_features, in_features).
-            config: how the layer is stored, or None for dense.
-        """
-        if not is_sequence(shape) or len(shape) != 2:
-            raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shown(shape)}")
-        shape = as_integer(shape[0]), as_integer(shape[1])
-        measured = self.times.get(shape, {})
-        config = None if config is None else checked_config("config", config)
-        if config in measured:
-            return measured[config]
-        if config is not None:
-            times = {
-                other.density: time
-                for other, time in measured.items()
-                if other is not None and replace(other, density=config.density) == config
-            }
-            densities = sorted(times)
-            if densities and densities[0] < config.density < densities[-1]:
-                rising = list(accumulate((times[density] for density in densities), max))
-                right = bisect_left(densities, config.density)
-                slope = (rising[right] - rising[right - 1]) / (densities[right] - densities[right - 1])
-                return slope * (config.density - densities[right - 1]) + rising[right - 1]
-        what, *others = (" ".join(filter(None, described(one))) for one in (config, *measured))
-        if not others:
-            others = ["the shapes " + ", ".join(f"{rows}x{columns}" for rows, columns in self.times)]
-        raise InvalidArgumentError(
-            f"table: has no time of {shape[0]}x{shape[1]} {what} for {self.tokens} tokens; measured are "
-            f"{', '.join(others)}"
-        )
-
-    def total(self, model: nn.Module, configs: Mapping[str, BlockSparseConfig | None]) -> float:
-        """Return milliseconds of one call of each of these layers of a dense model, stored by their configs.
-
-        Args:
-            model: whose layers are meant; only their shapes are read.
-            configs: by name of a layer what it would be, or None for dense.
-        """
-        layers = dense_layers("configs", model, configs)
-        return sum(self.milliseconds(shape_of(layer), configs[name]) for name, layer in layers.items())
-
-    def where(self) -> str:
-        """Say what was measured."""
-        return f"measured on {self.device.name} with {self.tokens} tokens in {self.dtype}"
-
-    def __str__(self) -> str:
-        lines = [self.where()]
-        for (rows, columns), times in self.times.items():
-            lines.append(f"{rows}x{columns}")
-            for config, milliseconds_of in times.items():
-                density, block, storage = described(config)
-                lines.append(f"  {density:8}{block:>8}  {storage:18}{milliseconds_of:10.4f} ms")
-        return "\n".join(lines)
-
-
-@torch.no_grad()
-def measure_latency(
-    model: nn.Module,
-    configs: Mapping[str, Iterable[BlockSparseConfig]],
-    *,
-    tokens: int,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | int | None = None,
-    repetitions: int = 21,
-) -> LatencyTable:
-    """Measure the layers of a model, dense and by each config, on the device at hand.
-
-    Layers of one shape share their times. Each is a layer of its own with random blocks and values and
-    without a bias, packed for inference as `prepare_for_inference_` does; those of one shape take turns, so
-    that a device which changes its speed does so for all.
-
-    On CUDA devices this is the median time of the GPU between two events, with a cold L2 cache: flushing that
-    takes longer than the host needs for a call, whose time is therefore not part of it. On the CPU it is the
-    least time of a call by the clock, and weights may be in its caches.
-
-    Args:
-        model: its shapes are read, and dtype and device where they are not given.
-        configs: by layer name; the result of `measure_errors` is such a mapping.
-        tokens: rows of x in a call: batch times sequence length, or 1 for each sequence that is decoded.
-        dtype: of x and the weights; None is that of the first layer's weight.
-        device: None is that of the first layer's weight.
-        repetitions: number of times each call is measured.
-
-    Raises:
-        UnsupportedError: there is no kernel for one of the configs.
-    """
-    layers = dense_layers("configs", model, configs)
-    by_shape: dict[tuple[int, int], dict[BlockSparseConfig | None, None]] = {}
-    for name, layer in layers.items():
-        checked = checked_configs("configs", name, configs[name], shape_of(layer))
-        by_shape.setdefault(shape_of(layer), {None: None}).update(dict.fromkeys(checked))
-    like = next(iter(layers.values())).weight
-    tokens, repetitions = checked_count("tokens", tokens), checked_count("repetitions", repetitions)
-    on, dtype = device_to_measure(like.device if device is None else device), dtype or like.dtype
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype must be one of {[str(each) for each in DTYPES]}, got {dtype}")
-    progress, times = Progress(len(by_shape)), {}
-    for done, (shape, options) in enumerate(by_shape.items(), 1):
-        with own_numbers(on):
-            x = torch.randn(tokens, shape[1], device=on, dtype=dtype)
-            calls = [_call(config, shape, x) for config in options]
-        times[shape] = dict(zip(options, milliseconds(calls, on, repetitions), strict=True))
-        progress.show(done, f"shapes measured, {shape[0]}x{shape[1]} the last")
-    return LatencyTable(recorded(on), tokens, dtype_name(dtype), versions_of(on), times)
-
-
-def _call(config: BlockSparseConfig | None, shape: tuple[int, int], x: torch.Tensor) -> Call:
-    try:
-        return layer_call(config, shape, x)
-    except TileSparseError as error:
-        raise type(error)(f"configs: {config}: {error}") from error
