@@ -65,18 +65,10 @@ _MOST_DAMPING = 1e6
 class Moments:
     """Sums over the tokens that a layer has met, in float64.
 
-    They are sums of its inputs X, of X₀, which these are in the dense model, and of their products XᵀX and
-    X₀ᵀX.
-
-    Products are computed in float32, or float64 for inputs in that, and added up in float64. All are of
-    inputs less their mean in the first call, so that nothing is lost where these vary little about a large
-    mean.
-
-    Args:
-        features: the layer's in_features.
-        device: of the sums.
-        compare: whether there are X₀.
-        origin: what inputs are taken less, [features], in place of their mean in the first call.
+    They are sums of its inputs X, of X₀, which these are in the dense model, and with ``compare`` of their
+    products XᵀX and X₀ᵀX, computed in float32, or float64 for inputs in that. All are of inputs less
+    ``origin`` [features], else their mean in the first call: nothing is lost where these vary little about
+    a large mean.
     """
 
     def __init__(
@@ -92,15 +84,11 @@ class Moments:
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
-        """Add the inputs of one call; nothing waits for a GPU.
+        """Add the inputs x [..., features] of one call in a batch; nothing waits for a GPU.
 
-        Args:
-            x: [..., features].
-            dense: what it is in the dense model. Another shape, or None, means that there are other tokens:
-                x then counts in its place.
-            number: of the batch.
-            keep: bools [...], False for tokens that do not count, such as padding; those of another shape
-                are for other tokens.
+        ``dense`` is what x is in the dense model; of another shape, or None, it has other tokens, and x
+        counts in its place. ``keep`` are bools [...], False for tokens that do not count; of another shape
+        they are for other tokens.
         """
         if dense is None or dense.shape != x.shape:
             dense = x
@@ -210,15 +198,10 @@ class Damped(NamedTuple):
 
 
 def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
-    """XᵀX / tokens with its diagonal raised, and the inverse.
+    """Return XᵀX / tokens with ``damping`` times the mean of its diagonal added to that, and the inverse.
 
-    Where damping is too weak for a Cholesky factor in float64, as for inputs that depend on each other and no
-    damping at all, ten times as much is tried, and so on.
-
-    Args:
-        second_moment: [in_features, in_features], of any floating dtype.
-        damping: what is added to the diagonal, over the mean of the diagonal. If that is zero the matrix
-            becomes the identity: then nothing is known of the inputs.
+    Where that is too weak for a Cholesky factor in float64, ten times as much is tried, and so on. If the
+    mean is zero nothing is known of the inputs: the matrix becomes the identity.
     """
     checked_number("damping", damping)
     if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
@@ -465,19 +448,12 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 class Calibration:
-    """Calibration data on their way through a model, of which nothing changes.
+    """Calibration data on their way through a model in evaluation mode, of which nothing changes.
 
     Where the model has a stack of blocks, each of which takes what the one before gives, the data wait before
     the first block and go on block by block; each block is a unit. What lies outside is the last unit, and
     runs with the model as a whole. `units` and `groups` walk along; all other methods run the unit at hand.
-
-    Args:
-        model: in evaluation mode.
-        batches: what the model is called with.
-        forward: calls the model with a batch.
-        layers: names of the layers that are of interest.
-        device: where blocks of a stack compute, and where sums are kept.
-        compare: whether the data go through the dense model beside the changed one.
+    With ``compare`` the data go through the dense model beside the changed one.
     """
 
     def __init__(

@@ -30,22 +30,14 @@ _CACHES = ("past_key_values", "cache")
 class Stream:
     """The inputs of a model's next block, for every batch.
 
-    The batches run through the model once, up to the first block: what it is called with waits, and goes on
-    block by block. How the other blocks are called is recorded from the first batch of each shape, and only
-    where their arguments differ from those of the first block from every batch.
-
-    Args:
-        model: in evaluation mode.
-        blocks: names of modules, each of which hands its output on to the next; ("",) for the whole model.
-        batches: what `run` takes.
-        run: ``run(model, batch)``.
-        device: where blocks are computed.
-        keep: where the inputs of the next block wait; None is where the model is.
+    The batches run through the model once, up to the first block: what it is called with waits on ``keep``,
+    or where the model is, and goes on block by block. How the other blocks are called is recorded from the
+    first batch of each shape, and only where their arguments differ from those of the first block from
+    every batch. ``blocks`` are names of modules that hand their outputs on; ("",) is the whole model.
 
     Attributes:
         order: the blocks in the order in which they run.
-        is_chain: each block takes as its input what the one before it gave. Recording ends where one does
-            not.
+        is_chain: each block takes as its input what the one before it gave, else recording has ended.
         shares: a block takes something else, too, that another block gave, such as a position bias.
         repeated: a block that runs more than once in a forward pass, or None.
         cached: a block that was given keys and values of former calls, or None; they are left out.
@@ -450,10 +442,6 @@ def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None
     """Have a model hold other tensors in place of some parameters and buffers, under all of their names.
 
     `torch.func.functional_call` would leave them in a module that is registered under two names.
-
-    Args:
-        model: any; afterwards it holds the same objects as before, whatever happens.
-        tensors: new tensors by those that they replace; others than the model's are passed over.
     """
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, name, tensor)
@@ -558,15 +546,11 @@ class Input(NamedTuple):
 def recording(
     children: Mapping[nn.Module, Iterable[str]],
 ) -> Iterator[dict[nn.Module, dict[str, list[object]]]]:
-    """Record with what modules call their children.
+    """Record with what modules call their children, given by name.
 
-    Args:
-        children: names of children, by the module that has them.
-
-    Yields:
-        Of each module and each child an entry for every call of the module: equal for children that it called
-        once, with the same tensor as their only argument; None for a child that it did not call. Children
-        are in the order of their first calls; one that was called in any other way is left out.
+    Yields of each module and each child an entry for every call of the module: equal for children that it
+    called once, with the same tensor as their only argument; None for a child that it did not call. Children
+    are in the order of their first calls; one that was called in any other way is left out.
     """
     found: dict[nn.Module, dict[str, list[object]]] = {
         module: {name: [] for name in names} for module, names in children.items()

@@ -304,15 +304,9 @@ class LoraExperts(LoraLinear):
         activation: str = "none",
         adapter_names: list[str] | None = None,
     ) -> Tensor:
-        """Compute what `ExpertsLinear.forward` does, with the active adapters.
+        """Compute what `ExpertsLinear.forward` does, with the active adapters; arguments are its.
 
-        Args:
-            x: [tokens, in_features], sorted by expert.
-            offsets: int32 [experts + 1]: the tokens of expert e are offsets[e] to offsets[e + 1] - 1.
-            residual: [tokens, out], added to the result, or None.
-            gate: [tokens, out], by which the result is multiplied in the place of a residual, or None.
-            activation: of the result, or of the gate where there is one.
-            adapter_names: None; PEFT's adapters by row are not told which rows experts meet.
+        ``adapter_names`` are refused: PEFT's adapters by row are not told which rows experts meet.
         """
         if adapter_names is not None:
             raise UnsupportedError("adapter_names must be None: experts meet rows in another order")

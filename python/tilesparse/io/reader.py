@@ -422,34 +422,20 @@ def _layers(targets: Iterable[Target]) -> dict[str, BlockSparseLinear]:
 
 
 def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
-    """Give a model the layers that a section describes, empty on the meta device, to be loaded into.
+    """Give a model the layers that a section describes, empty on the meta device; return their names.
 
-    Experts of Transformers become `BlockSparseExperts`. A `torch.nn.Linear`, also of a subclass,
-    Transformers' ``Conv1D`` or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear` with the
-    block shape, number of blocks and storage of the section, whose weight, bias and pattern have sizes only.
-    It has a bias where the layer had one, and keeps its hooks, its mode and ``requires_grad``. A
-    `BlockSparseLinear` stays the same object.
-
-    Args:
-        model: changed in place, once all is checked.
-        section: see `section`.
-
-    Returns:
-        The names of the layers.
+    Experts of Transformers become `BlockSparseExperts`; a `torch.nn.Linear`, also of a subclass, ``Conv1D``
+    or `BlockSparseLinear` of the same shape becomes a `BlockSparseLinear`, whose weight, bias and pattern
+    have sizes only. It has a bias where the layer had one, and keeps its hooks, its mode and
+    ``requires_grad``. A `BlockSparseLinear` stays the same object. On an error the model is as it was.
     """
     return install(model, targets_of(model, parsed_layers(section)))
 
 
 def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Prepare a model for the checkpoint of a folder, which another library loads.
+    """Prepare a model for the checkpoint of a folder, which another library loads and casts to ``dtype``.
 
-    Args:
-        model: changed in place, once all is checked.
-        folder: with a ``config.json``.
-        dtype: what the other library casts all floating tensors to, if it does.
-
-    Returns:
-        The names of the layers; none if the checkpoint has none.
+    Return the names of the layers; none if the checkpoint has none.
     """
     config = read_json(folder / CONFIG)[0]
     if METHOD not in config and not is_method(config.get("quantization_config")):

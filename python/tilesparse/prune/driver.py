@@ -96,19 +96,12 @@ class Solution(NamedTuple):
 
 
 class Pruner:
-    """Pruning of one layer, by any number of configs.
+    """Pruning of one layer, by any number of configs, with moments of its inputs on the device that computes.
 
-    Where its inputs X differ from those in the dense model, X₀, the dense weight W₀ is replaced by the W that
-    minimises ‖X Wᵀ - X̄ W₀ᵀ‖² / tokens + λ ‖W - W₀‖² with X̄ = X + `CORRECTION` · (X₀ - X), and so makes up for
-    part of what was pruned before.
-
-    Where the layer has a bias the mean input counts separately: the bias makes up for what the weight changes
-    of the mean output, exactly.
-
-    Args:
-        linear: the dense layer; only read.
-        moments: of its inputs, on the device that computes.
-        damping: see `tilesparse.calibrate.calibration.damped`.
+    Where its inputs X differ from those in the dense model, X₀, the dense weight W₀ is replaced by the W
+    that minimises ‖X Wᵀ - X̄ W₀ᵀ‖² / tokens + λ ‖W - W₀‖² with X̄ = X + `CORRECTION` · (X₀ - X), and so
+    makes up for part of what was pruned before. Where the layer has a bias the mean input counts
+    separately: the bias makes up for what the weight changes of the mean output, exactly.
     """
 
     def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
@@ -238,15 +231,12 @@ class Elimination(NamedTuple):
 
 
 def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
-    """Remove all blocks of a weight, those that cost least first.
+    """Remove all blocks of a weight, those that cost least first; the result is on the host.
 
-    Block rows do not depend on each other: all lose as many blocks in a round, `GROUP` of what they have
-    left, and a number of them that fits into memory is computed together. Costs within a round come from one
-    factorisation, and so are exact: their sum over the first blocks of a row is what a refit without them
-    leaves.
-
-    It is computed in float32, and again in float64 for block rows where that fails. The result is on the
-    host.
+    All block rows lose as many blocks in a round, `GROUP` of what they have left, and a number of them that
+    fits into memory is computed together, in float32, or float64 where that fails. Costs within a round come
+    from one factorisation, and so are exact: their sum over the first blocks of a row is what a refit without
+    them leaves.
     """
     (_, in_features), (bn, bk), (rows, cols) = check_shapes(weight.shape, block_shape)
     block_rows = weight.float().reshape(rows, bn, in_features)

@@ -286,15 +286,10 @@ def round_weight(
     storage: QuantizedStorage,
     clip: bool,
 ) -> RoundedWeight:
-    """Round a weight by the moments of its inputs; no row is worse than rounded to the nearest.
+    """Round a weight W [out_features, in_features] float32 by the moments of its inputs, XᵀX / tokens.
 
-    Args:
-        weight: W [out_features, in_features] float32, zero outside of the pattern.
-        pattern: the kept blocks, on the device of the weight.
-        second: XᵀX / tokens [in_features, in_features] float64, by which errors are measured.
-        moment: the same, damped, by which columns make up for others.
-        storage: with scales.
-        clip: whether limits are those with the least error of the output; otherwise those of `to_storage`.
+    Errors are measured by ``second``; ``moment`` is the same, damped, by which columns make up for others. No
+    row is worse than rounded to the nearest. ``clip`` takes the limits with the least error of the output.
     """
     blocks = BlockSparseMatrix.from_dense(weight, pattern).values
     limits = storage.limits_of(blocks)
@@ -353,17 +348,10 @@ def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
 def _best_of(
     group: Tensor, limits: Tensor, root: Tensor, storage: QuantizedStorage
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round the rows of a block by each of some limits, and keep for each row what costs least.
+    """Round the rows of a block [n, bk] by each of some limits [tried, n]; keep for each what costs least.
 
-    Args:
-        group: float64 [n, bk].
-        limits: float32 [tried, n].
-        root: R of these columns [bk, bk].
-        storage: that rounds.
-
-    Returns:
-        Rounded rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column as it was when it was rounded, and
-        limits [n].
+    Returns rounded rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column as it was when it was rounded,
+    and limits [n]. ``root`` is R of these columns [bk, bk].
     """
     tried, (n, bk) = len(limits), group.shape
     left, each = group.T.repeat(1, tried), limits.flatten()  # columns lie in one piece so

@@ -351,17 +351,10 @@ def _dense_int8(weight: Tensor, x: Tensor) -> Call:
 
 
 def products_of(folder: str | Path, tokens: Iterable[int], ops: Iterable[str] = OPS) -> list[Product]:
-    """Return the products of a checkpoint's layers for each number of tokens; no weight is read.
+    """Return the products of a checkpoint's layers for each number of tokens, each once; no weight is read.
 
-    Layers that are not stored plain have no gradient of their weight, and so no product "wgrad".
-
-    Args:
-        folder: folder of the checkpoint.
-        tokens: numbers of rows of x.
-        ops: some of "forward", "dgrad" (the gradient of x) and "wgrad" (the gradient of W).
-
-    Returns:
-        Each product once, in the order of the layers.
+    ``ops`` are some of "forward", "dgrad" (the gradient of x) and "wgrad" (the gradient of W), which layers
+    that are not stored plain do not have.
     """
     tokens, ops = list(tokens), list(ops)
     found: dict[Product, None] = {}

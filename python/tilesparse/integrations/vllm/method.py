@@ -49,12 +49,7 @@ PLACES = {None: 0, "q": 0, "k": 1, "v": 2}  # of shards that vLLM does not numbe
 
 
 class TileSparseMethod(LinearMethodBase):
-    """The method of a layer of which at least one shard is block-sparse.
-
-    Args:
-        shards: spec of each shard by its name in the checkpoint; None for dense ones.
-        prefix: vLLM's name of the layer.
-        config: of the model.
+    """The method of a layer of which at least one shard, by its name in the checkpoint, is block-sparse.
 
     After loading the layer has a list of modules ``parts``, one where all shards are alike.
     """
@@ -332,13 +327,7 @@ INTERLEAVED = {"swigluoai"}
 
 
 class TileSparseExpertsMethod(FusedMoEMethodBase):
-    """The method of a layer of block-sparse experts.
-
-    Args:
-        layer: of vLLM.
-        specs: of both projections, by their names in the layer.
-        prefix: vLLM's name of the layer.
-        config: of the model.
+    """The method of a layer of block-sparse experts, with the specs of both projections by their names.
 
     After loading the layer has a module ``experts``, a `BlockSparseExperts`.
     """
@@ -483,14 +472,5 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """Compute the sum [tokens, hidden] of the results of each token's experts, times their weights.
-
-        Args:
-            layer: that vLLM has.
-            x: [tokens, hidden].
-            topk_weights: [tokens, k], of vLLM's router.
-            topk_ids: [tokens, k], the experts that it has chosen.
-            shared_experts: which vLLM computes by itself.
-            shared_experts_input: of these.
-        """
+        """Compute the sum [tokens, hidden] of the results of each token's experts, times their weights."""
         return layer.experts(x, topk_ids, topk_weights)  # type: ignore[no-any-return]
