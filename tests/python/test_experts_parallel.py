@@ -1,9 +1,8 @@
-"""Experts on several processes, divided by experts or by their features, against one process."""
+"""Experts on several processes, some for each, against one process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from zoo import ZOO
 
 import tilesparse as ts
-from tilesparse.distributed import ColwiseParallel, ExpertParallel, ExpertTensorParallel
+from tilesparse.distributed import ColwiseParallel, ExpertParallel
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
 from tilesparse.io.manifest import section
 from tilesparse.io.reader import prepare
 
-STYLES: dict[str, Callable[[], Any]] = {"experts": ExpertParallel, "features": ExpertTensorParallel}
 KINDS = ["mixtral", "gpt_oss", "nemotron_h"]
 if find_spec("transformers.models.muse_spark") is not None:  # not every version of Transformers 5 has it
     KINDS.append("muse_spark")
@@ -73,8 +71,8 @@ def make(kind: str, **options: Any) -> Any:
     return ts.BlockSparseExperts.from_experts(dense, patterns=patterns, **options).to(here())
 
 
-def shared(experts: nn.Module, style: str) -> Any:
-    return parallelize_module(experts, mesh(), STYLES[style]())
+def shared(experts: nn.Module) -> Any:
+    return parallelize_module(experts, mesh(), ExpertParallel())
 
 
 def unshared(experts: Any, kind: str) -> Any:
@@ -103,42 +101,37 @@ def inputs_of(kind: str, only: int | None = None) -> tuple[Tensor, ...]:
 
 def results_and_gradients(rank: int) -> None:
     for kind in KINDS if dist.get_world_size() == 2 else KINDS[:2]:
-        for style in STYLES:
-            if kind == "muse_spark" and style == "features":
-                with pytest.raises(UnsupportedError, match="norm behind each"):
-                    shared(make(kind), style)
-                continue
-            alone, model = make(kind), shared(make(kind), style)
-            for layer in model.projections().values():
-                assert layer.weight.to_local().shape[0] * dist.get_world_size() == layer.pattern.nnz
-            for only in (None, 1):
-                x, index, weights = inputs_of(kind, only)
-                x, weights = x.requires_grad_(), weights.requires_grad_()
-                y, expected = model(x, index, weights), alone(x, index, weights)
-                close(y, expected)
-                slope = torch.randn(y.shape, generator=seeded(3)).to(y)
-                for one, other in zip(
-                    torch.autograd.grad(y, [x, weights], slope, retain_graph=True),
-                    torch.autograd.grad(expected, [x, weights], slope, retain_graph=True),
-                    strict=True,
-                ):
-                    close(one, other)
-                y.backward(slope)
-                expected.backward(slope)
-                for own, layer in alone.projections().items():
-                    mine = model.projections()[own]
-                    kept = layer.pattern.to_block_mask()
-                    gradient = in_blocks(mine, whole(mine.weight.grad))
-                    close(gradient[kept], in_blocks(layer, layer.weight.grad)[kept])
-                    if layer.bias is not None:
-                        close(whole(mine.bias.grad), layer.bias.grad)
-                for experts in (model, alone):
-                    experts.zero_grad()
+        alone, model = make(kind), shared(make(kind))
+        for layer in model.projections().values():
+            assert layer.weight.to_local().shape[0] * dist.get_world_size() == layer.pattern.nnz
+        for only in (None, 1):
+            x, index, weights = inputs_of(kind, only)
+            x, weights = x.requires_grad_(), weights.requires_grad_()
+            y, expected = model(x, index, weights), alone(x, index, weights)
+            close(y, expected)
+            slope = torch.randn(y.shape, generator=seeded(3)).to(y)
+            for one, other in zip(
+                torch.autograd.grad(y, [x, weights], slope, retain_graph=True),
+                torch.autograd.grad(expected, [x, weights], slope, retain_graph=True),
+                strict=True,
+            ):
+                close(one, other)
+            y.backward(slope)
+            expected.backward(slope)
+            for own, layer in alone.projections().items():
+                mine = model.projections()[own]
+                kept = layer.pattern.to_block_mask()
+                gradient = in_blocks(mine, whole(mine.weight.grad))
+                close(gradient[kept], in_blocks(layer, layer.weight.grad)[kept])
+                if layer.bias is not None:
+                    close(whole(mine.bias.grad), layer.bias.grad)
+            for experts in (model, alone):
+                experts.zero_grad()
 
 
 def state_dicts_are_those_of_whole_layers(rank: int) -> None:
-    for kind, style in (("mixtral", "experts"), ("gpt_oss", "features")):
-        model = shared(make(kind), style)
+    for kind in ("mixtral", "gpt_oss"):
+        model = shared(make(kind))
         alone = unshared(model, kind)
         for name, tensor in make(kind).to_dense().items():
             assert torch.equal(alone.to_dense()[name], tensor), name
@@ -155,85 +148,71 @@ def storages(rank: int) -> None:
         {"nm": (2, 4), "block_shape": 32},
         {"nm": (2, 4), "storage": "compressed", "block_shape": 32},
     ):
-        for style in STYLES:
-            inputs = inputs_of("mixtral")
-            expected = make("mixtral", **options)(*inputs)
-            model = shared(make("mixtral", **options), style)
-            # Each process quantizes its own features of what down multiplies.
-            own = "activations" in options and style == "features"
-            close(model(*inputs), expected, 3e-2 if own else None)
+        inputs = inputs_of("mixtral")
+        expected = make("mixtral", **options)(*inputs)
+        model = shared(make("mixtral", **options))
+        close(model(*inputs), expected)
 
 
 def models_train_as_one(rank: int) -> None:
     (batch,) = calibration("qwen3_moe", 1)
     batch = {name: tensor.to(here()) for name, tensor in batch.items()}
-    for style in STYLES:
-        models = []
-        for _ in range(2):
-            model = ZOO["qwen3_moe"].make().to(here())
-            ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
-            models.append(model)
-        alone, model = models
-        parallelize_module(model, mesh(), {"model.layers.*.mlp.experts": STYLES[style]()})
-        # Blocks of zeros are trained as others are: the one process gets them, too.
-        alone.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()})
-        optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False) for one in (model, alone)]
-        for _ in range(3):
-            losses = []
-            for one, optimizer in zip((model, alone), optimizers, strict=True):
-                loss = one(**batch, labels=batch["input_ids"]).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    models = []
+    for _ in range(2):
+        model = ZOO["qwen3_moe"].make().to(here())
+        ts.sparsify_(model, {"experts": ts.BlockSparseConfig(0.5, BLOCK)})
+        models.append(model)
+    alone, model = models
+    parallelize_module(model, mesh(), {"model.layers.*.mlp.experts": ExpertParallel()})
+    # Blocks of zeros are trained as others are: the one process gets them, too.
+    alone.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()})
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False) for one in (model, alone)]
+    for _ in range(3):
+        losses = []
+        for one, optimizer in zip((model, alone), optimizers, strict=True):
+            loss = one(**batch, labels=batch["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
 
 
 def checkpoints(rank: int) -> None:
     """Saved by two processes; loaded by them, from the meta device, and by one."""
-    for style in STYLES:
-        folder = common_folder()
-        model = shared(make("mixtral"), style)
-        inputs = inputs_of("mixtral")
-        expected = model(*inputs)
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-        holder = nn.ModuleDict({"experts": model})
-        about = [json.dumps(section(holder)) if rank == 0 else None]
-        dist.broadcast_object_list(about)
-        again = unshared(model, "mixtral")
-        with torch.no_grad():
-            for parameter in again.parameters():
-                parameter.normal_()
-        again = shared(again, style)
-        state = get_model_state_dict(again)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(again, state)
-        assert torch.equal(again(*inputs), expected)
-        dense = nn.ModuleDict({"experts": wide("mixtral").to("meta")})
-        prepare(dense, json.loads(str(about[0])))
-        fresh: Any = shared(dense["experts"], style).to_empty(device=here())
-        for layer in fresh.projections().values():
-            layer.reset_parameters()
-            counts = layer._shard.padded(layer.pattern)[1]
-            assert int(counts.min()) >= 0  # equally many in each shard
-        state = get_model_state_dict(fresh)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(fresh, state)
-        assert torch.equal(fresh(*inputs), expected)
-        alone = unshared(model, "mixtral")
-        state = get_model_state_dict(alone)
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-        set_model_state_dict(alone, state)
-        close(alone(*inputs), expected)
-        # The order of slots is that of the other style's shards.
-        other = shared(alone, "features" if style == "experts" else "experts")
-        if {name: tensor.shape for name, tensor in other.state_dict().items()} == {
-            name: tensor.shape for name, tensor in state.items()
-        }:
-            state = get_model_state_dict(other)
-            dcp.load(state, checkpoint_id=folder)
-            with pytest.raises(RuntimeError, match="slots in the order"):
-                set_model_state_dict(other, state)
+    folder = common_folder()
+    model = shared(make("mixtral"))
+    inputs = inputs_of("mixtral")
+    expected = model(*inputs)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    holder = nn.ModuleDict({"experts": model})
+    about = [json.dumps(section(holder)) if rank == 0 else None]
+    dist.broadcast_object_list(about)
+    again = unshared(model, "mixtral")
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.normal_()
+    again = shared(again)
+    state = get_model_state_dict(again)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(again, state)
+    assert torch.equal(again(*inputs), expected)
+    dense = nn.ModuleDict({"experts": wide("mixtral").to("meta")})
+    prepare(dense, json.loads(str(about[0])))
+    fresh: Any = shared(dense["experts"]).to_empty(device=here())
+    for layer in fresh.projections().values():
+        layer.reset_parameters()
+        counts = layer._shard.padded(layer.pattern)[1]
+        assert int(counts.min()) >= 0  # equally many in each shard
+    state = get_model_state_dict(fresh)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(fresh, state)
+    assert torch.equal(fresh(*inputs), expected)
+    alone = unshared(model, "mixtral")
+    state = get_model_state_dict(alone)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(alone, state)
+    close(alone(*inputs), expected)
 
 
 def refusals(rank: int) -> None:
@@ -242,18 +221,14 @@ def refusals(rank: int) -> None:
         ts.nn.ExpertsLinear(16, 3 * 32, experts=3, block_shape=16),
     )
     with pytest.raises(InvalidArgumentError, match="multiple of 2 experts, got 3"):
-        shared(three, "experts")
-    with pytest.raises(
-        InvalidArgumentError, match="features between the projections must be a multiple of 2"
-    ):
-        shared(three, "features")
+        shared(three)
     with pytest.raises(InvalidArgumentError, match="must be given BlockSparseExperts, got Linear"):
-        shared(nn.Linear(2, 2), "experts")
-    with pytest.raises(UnsupportedError, match="ExpertParallel or ExpertTensorParallel"):
+        shared(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="ExpertParallel"):
         parallelize_module(make("mixtral").down, mesh(), ColwiseParallel())
-    model = shared(make("mixtral"), "experts")
+    model = shared(make("mixtral"))
     with pytest.raises(UnsupportedError, match="plain parameter"):
-        shared(model, "experts")
+        shared(model)
     with pytest.raises(UnsupportedError, match="sharded"):
         model.down.to_storage("int8")
     odd = ts.BlockSparseExperts(
@@ -269,7 +244,7 @@ def refusals(rank: int) -> None:
         )
     )
     with pytest.raises(InvalidPatternError, match="multiple of 2, the number of processes, got 3"):
-        shared(odd, "experts")
+        shared(odd)
 
 
 EVERYTHING = (

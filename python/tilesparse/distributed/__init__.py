@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from .sync import synchronize_patterns
 
 if TYPE_CHECKING:
-    from .parallel import ColwiseParallel, ExpertParallel, ExpertTensorParallel, RowwiseParallel
+    from .parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 
 __all__ = [
     "ColwiseParallel",
     "ExpertParallel",
-    "ExpertTensorParallel",
     "RowwiseParallel",
     "synchronize_patterns",
 ]

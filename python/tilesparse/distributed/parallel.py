@@ -22,7 +22,7 @@ from .._ops.linear import linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError
-from ..nn.experts import NORM, BlockSparseExperts, ExpertsLinear
+from ..nn.experts import BlockSparseExperts, ExpertsLinear
 from ..nn.linear import BlockSparseLinear, masked_linear
 from ..nn.weight import Stored, StoredWeight, become, declare_shared, hold_shard, layer_index, stored_of
 from ..pattern import BlockPattern, moved_index, overwrite_index
@@ -246,14 +246,10 @@ class TensorShard(PatternShard):
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         if self._dim == 0 or not isinstance(bias, DTensor):
             return local_of(bias)  # type: ignore[no-any-return]
-        return added_once(bias, self._mesh)
-
-
-def added_once(bias: DTensor, mesh: DeviceMesh) -> Tensor:
-    """Return a replicated bias that the first process adds to its share of a sum; all have its gradient."""
-    whole = bias.to_local(grad_placements=[Replicate()])
-    first = whole.new_full((), mesh.get_local_rank() == 0, dtype=torch.bool)
-    return straight_through(whole, first)
+        # The first process adds it to its share of the sum; all have its gradient.
+        whole = bias.to_local(grad_placements=[Replicate()])
+        first = whole.new_full((), self._mesh.get_local_rank() == 0, dtype=torch.bool)
+        return straight_through(whole, first)
 
 
 def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> BlockSparseLinear:
@@ -261,7 +257,7 @@ def _parallelize(layer: BlockSparseLinear, mesh: DeviceMesh, style: Any) -> Bloc
     if isinstance(layer, ExpertsLinear):
         raise UnsupportedError(
             "ColwiseParallel and RowwiseParallel shard one weight for all tokens, got those of experts; give "
-            "the experts themselves ExpertParallel or ExpertTensorParallel"
+            "the experts themselves ExpertParallel"
         )
     name = ("out_features", "in_features")[style.dim]
     check_multiple(name, layer.spec.shape[style.dim], mesh, layer.block_shape[style.dim])
@@ -346,36 +342,7 @@ def _distributed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, source:
     return distribute_tensor(tensor, mesh, [placement], **options)
 
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-_BETWEEN = "features between the projections"
-
-
-class _ExpertsStyle(ParallelStyle):
-    """Both styles of `BlockSparseExperts`: give each process its shard of both projections."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, BlockSparseExperts):
-            raise InvalidArgumentError(
-                f"{type(self).__name__} must be given BlockSparseExperts, got {type(module).__name__}"
-            )
-        check_mesh(device_mesh)
-        layers = list(module.projections().values())
-        shards = self._shards(module, device_mesh)
-        for layer, shard in zip(layers, shards, strict=True):
-            check_plain(layer, device_mesh)
-            shard.check_sizes(layer)
-        for layer, shard in zip(layers, shards, strict=True):
-            share(layer, device_mesh, shard, getattr(self, "src_data_rank", 0))
-        return module
-
-    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
-        raise NotImplementedError
-
-
-class ExpertParallel(_ExpertsStyle):
+class ExpertParallel(ParallelStyle):
     """A style of `parallelize_module` that divides `BlockSparseExperts` by their experts.
 
     Every process gets equally many experts. All processes compute with the same tokens, each with those that
@@ -391,42 +358,35 @@ class ExpertParallel(_ExpertsStyle):
         UnsynchronizedPatternError: the processes have other numbers of blocks, or block shapes.
     """
 
-    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
-        return [ShardOfExperts(mesh, module.num_experts) for _ in range(2)]
-
-
-class ExpertTensorParallel(_ExpertsStyle):
-    """A style of `parallelize_module` that divides each expert of `BlockSparseExperts` by its features.
-
-    Every process gets equally many rows of gate and up, and columns of down, of each expert. All processes
-    compute with the same tokens, and the results are summed. The bias of gate and up is replicated, that of
-    down too, and added once. All else is as in `ExpertParallel`.
-
-    Raises:
-        UnsupportedError: as `ExpertParallel`, or there is a norm behind each expert, which needs whole rows.
-        UnsynchronizedPatternError: as `ExpertParallel`.
-    """
-
-    def _shards(self, module: BlockSparseExperts, mesh: DeviceMesh) -> list[ExpertsShard]:
-        if NORM in module._modules:
-            raise UnsupportedError(
-                "ExpertTensorParallel needs experts without a norm behind each; use ExpertParallel"
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, BlockSparseExperts):
+            raise InvalidArgumentError(
+                f"ExpertParallel must be given BlockSparseExperts, got {type(module).__name__}"
             )
-        experts, halves = module.num_experts, module.halves
-        return [ShardOfRows(mesh, experts, halves), ShardOfColumns(mesh, experts)]
+        check_mesh(device_mesh)
+        if module.num_experts % device_mesh.size():
+            raise InvalidArgumentError(
+                f"module must have a multiple of {device_mesh.size()} experts, got {module.num_experts}"
+            )
+        layers = module.projections().values()
+        for layer in layers:
+            check_plain(layer, device_mesh)
+        for layer in layers:
+            shard = ExpertsShard(device_mesh, module.num_experts)
+            share(layer, device_mesh, shard, getattr(self, "src_data_rank", 0))
+        return module
 
 
 class ExpertsShard(PatternShard):
-    """This process's shard of one projection of experts.
+    """This process's share of one projection: some experts, and one without a block for all other tokens.
 
     Attributes:
         experts: how many weights this process multiplies by, below each other.
     """
 
-    experts: int
-
-    def check_sizes(self, layer: ExpertsLinear) -> None:
-        """Raise InvalidArgumentError unless the layer can be divided."""
+    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
+        super().__init__(mesh, 0)
+        self.experts = experts // mesh.size() + 1
 
     @torch.no_grad()
     def arrange(self, layer: Any, pattern: BlockPattern) -> None:
@@ -447,12 +407,14 @@ class ExpertsShard(PatternShard):
         found = {name: local_of(layer._buffers[name]) for name in STORED_NAMES}
         if layer.activations is not None:  # scales are those of rows
             found["scales"] = self._own_rows(found["scales"])
-        return {"weight": local_of(layer.weight), "bias": self._bias(layer.bias), **found}
+        bias = None if layer.bias is None else self._own_rows(local_of(layer.bias))
+        return {"weight": local_of(layer.weight), "bias": bias, **found}
 
     def entered(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return tokens, their experts and weights as this process computes with them, and how many experts.
 
-        All processes have the same ones, and their gradients are sums over the processes.
+        All processes have the same tokens, and their gradients are sums over the processes. Experts have this
+        process's numbers; the last one stands for all others.
         """
         x, weights = (
             DTensor.from_local(one, self._mesh, [Replicate()], run_check=False).to_local(
@@ -460,7 +422,10 @@ class ExpertsShard(PatternShard):
             )
             for one in (x, weights)
         )
-        return x, index, weights, self.experts
+        last = self.experts - 1
+        index = index - last * self._mesh.get_local_rank()
+        own = (index >= 0) & (index < last)
+        return x, torch.where(own, index, last), torch.where(own, weights, 0), self.experts
 
     def left(self, y: Tensor) -> Tensor:
         """Return the sum over all processes."""
@@ -472,19 +437,11 @@ class ExpertsShard(PatternShard):
 
         Experts have equally many, too, where the number of blocks allows it.
         """
-        nnz = like.col_indices.shape[0]
-        fine, coarse = self._divisions()
-        parts = fine if nnz % (fine[0] * fine[1]) == 0 else coarse
+        nnz, count = like.col_indices.shape[0], self._mesh.size()
+        experts = count * (self.experts - 1)
+        parts = (experts if nnz % experts == 0 else count), 1
         options: Any = {"block_shape": like.block_shape, "nnz": nnz, "generator": generator}
-        return self.arranged(self._unfolded(BlockPattern.random(like.shape, parts=parts, **options)))
-
-    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return parts of equally many blocks: each shard of each expert, and each shard."""
-        raise NotImplementedError
-
-    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
-        """Return a pattern whose parts are shards."""
-        return pattern
+        return self.arranged(BlockPattern.random(like.shape, parts=parts, **options))
 
     def padded(self, pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
         """Return the pattern with equally many blocks in each shard, and in their order.
@@ -512,125 +469,11 @@ class ExpertsShard(PatternShard):
         kept = pattern.to_block_mask().cpu()[blocks[:, 0], blocks[:, 1]]
         return blocks[(self._shard_of(every) == shard) & ~kept]
 
-    def _bias(self, bias: Tensor | None) -> Tensor | None:
-        raise NotImplementedError
-
-    def _own_rows(self, of_rows: Tensor) -> Tensor:
-        """Return what belongs to the rows that this process multiplies by, of its local tensor."""
-        raise NotImplementedError
-
-
-class ShardOfExperts(ExpertsShard):
-    """Some of the experts, and one more without any block: for the tokens of all others."""
-
-    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
-        super().__init__(mesh, 0)
-        self.experts = experts // mesh.size() + 1
-
-    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        count = self._mesh.size()
-        return (count * (self.experts - 1), 1), (count, 1)
-
-    def check_sizes(self, layer: ExpertsLinear) -> None:
-        """Raise InvalidArgumentError unless there are equally many experts for each process."""
-        if layer.experts % self._mesh.size():
-            raise InvalidArgumentError(
-                f"module must have a multiple of {self._mesh.size()} experts, got {layer.experts}"
-            )
-
-    def entered(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return what all have, with this process's numbers of experts; the last stands for all others."""
-        x, index, weights, experts = super().entered(x, index, weights)
-        index = index - (experts - 1) * self._mesh.get_local_rank()
-        own = (index >= 0) & (index < experts - 1)
-        return x, torch.where(own, index, experts - 1), torch.where(own, weights, 0), experts
-
     def _cut(self, pattern: BlockPattern) -> BlockPattern:
         own = super()._cut(pattern)
         rows = own.shape[0] // (self.experts - 1) * self.experts
         blocks = torch.stack(own.block_indices(), 1)
         return BlockPattern.from_blocks(blocks, shape=(rows, own.shape[1]), block_shape=own.block_shape)
 
-    def _bias(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else self._own_rows(local_of(bias))
-
     def _own_rows(self, of_rows: Tensor) -> Tensor:
         return F.pad(of_rows.view(self.experts - 1, -1), (0, 0, 0, 1)).flatten()
-
-
-class ShardOfRows(ExpertsShard):
-    """Some rows of each expert: equal shares of its gate and its up, which are halves unless interleaved."""
-
-    def __init__(self, mesh: DeviceMesh, experts: int, halves: int) -> None:
-        super().__init__(mesh, 0)
-        self.experts, self._halves = experts, halves
-
-    @property
-    def placement(self) -> Placement:
-        """Whole: the rows of a process lie apart."""
-        return Replicate()
-
-    def check_sizes(self, layer: ExpertsLinear) -> None:
-        """Raise InvalidArgumentError unless the features divide into shards of blocks."""
-        features = layer.out_features // layer.experts // self._halves
-        check_multiple(_BETWEEN, features, self._mesh, layer.block_shape[0])
-
-    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        count = self._mesh.size()
-        return (count * self.experts, 1), (count, 1)
-
-    def _unfolded(self, pattern: BlockPattern) -> BlockPattern:
-        """Return a pattern whose rows, given shard by shard, lie expert by expert."""
-        rows, columns = pattern.block_indices()
-        own = pattern.grid[0] // (self.experts * self._halves * self._mesh.size())
-        shard, rest = rows // (own * self.experts * self._halves), rows % (own * self.experts * self._halves)
-        rows = (rest // own * self._mesh.size() + shard) * own + rest % own
-        blocks = torch.stack((rows, columns), 1)
-        return BlockPattern.from_blocks(blocks, shape=pattern.shape, block_shape=pattern.block_shape)
-
-    def _along(self, pattern: BlockPattern) -> tuple[Tensor, int]:
-        length = pattern.grid[0] // (self.experts * self._halves)
-        return pattern.block_indices()[0] % length, length
-
-    def _cut(self, pattern: BlockPattern) -> BlockPattern:
-        count, rank = self._mesh.size(), self._mesh.get_local_rank()
-        each, (position, length) = pattern.nnz // count, self._along(pattern)
-        rows, columns = pattern.block_indices()
-        own = length // count
-        local = rows // length * own + position - rank * own
-        blocks = torch.stack((local, columns), 1)[rank * each : (rank + 1) * each]
-        shape = pattern.shape[0] // count, pattern.shape[1]
-        return BlockPattern.from_blocks(blocks, shape=shape, block_shape=pattern.block_shape)
-
-    def _bias(self, bias: Any) -> Tensor | None:
-        if bias is None or not isinstance(bias, DTensor):
-            return bias
-        return self._own_rows(bias.to_local(grad_placements=[Partial()]))
-
-    def _own_rows(self, of_rows: Tensor) -> Tensor:
-        parts = of_rows.view(self.experts * self._halves, self._mesh.size(), -1)
-        return parts[:, self._mesh.get_local_rank()].flatten()
-
-
-class ShardOfColumns(ExpertsShard):
-    """Some columns of every expert."""
-
-    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
-        super().__init__(mesh, 1)
-        self.experts = experts
-
-    def _divisions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        count = self._mesh.size()
-        return (self.experts, count), (1, count)
-
-    def check_sizes(self, layer: ExpertsLinear) -> None:
-        """Raise InvalidArgumentError unless the features divide into shards of blocks."""
-        check_multiple(_BETWEEN, layer.in_features, self._mesh, layer.block_shape[1])
-
-    def _bias(self, bias: Any) -> Tensor | None:
-        if bias is None or not isinstance(bias, DTensor):
-            return bias
-        return added_once(bias, self._mesh)
-
-    def _own_rows(self, of_rows: Tensor) -> Tensor:
-        return of_rows
