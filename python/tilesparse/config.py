@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -59,15 +59,7 @@ class BlockSparseConfig:
         activations: None, or the name of the storage, "int8" or "float8_e4m3fn": x is then multiplied in 8
             bits as well, see `functional.quantized_linear`; not with ``nm`` where scales are those
             of blocks.
-
-    Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
-    then makes block-sparse as `sparsify_` does.
-
-    Raises:
-        InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
-
-    quant_method: ClassVar[str] = METHOD  # as Transformers names it
 
     density: float = 0.5
     block_shape: int | Sequence[int] = (64, 64)
@@ -90,25 +82,6 @@ class BlockSparseConfig:
         vars(self).update(
             density=density, block_shape=block_shape, nm=as_nm(self.nm), granularity=granularity
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {"quant_method": METHOD, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> BlockSparseConfig:
-        """Return the config that `to_dict` describes; what is left out has its default.
-
-        Raises:
-            InvalidArgumentError: a field is unknown, or has a value that is not allowed.
-        """
-        own = {**entry}
-        method = own.pop("quant_method", METHOD)
-        if "scales" in own:  # the field's name in files of earlier versions
-            own["granularity"] = own.pop("scales")
-        if method != METHOD or not own.keys() <= {field.name for field in fields(cls)}:
-            raise InvalidArgumentError(f"entry must have the fields of `to_dict` alone, got {shown(entry)}")
-        return cls(**own)
 
     @classmethod
     def w8a8(cls, storage: str = "int8", **options: Any) -> BlockSparseConfig:

@@ -354,7 +354,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "sparsify_": lambda: {"model": dense()},
     "convert": lambda: {"source": DATA / "int8", "folder": "new"},
     "quantize_": lambda: {"config": BlockSparseConfig.w8a16()},
-    "BlockSparseConfig.from_dict": lambda: {"entry": CONFIG.to_dict()},
     "model.BlockSparseModelPatcher.is_patchable": lambda: {"name": "a", "module": nn.Linear(64, 32)},
     "model.BlockSparseModelPatcher.get_patchable_layers": lambda: {"model": dense()},
     "model.BlockSparseModelPatcher.patch_model": lambda: {"model": dense()},

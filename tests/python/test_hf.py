@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from helpers import SIZES
 from huggingface_hub import PyTorchModelHubMixin
 from peft import LoraConfig, get_peft_model
@@ -50,7 +50,7 @@ from transformers import (
 from transformers.utils import logging
 
 import tilesparse
-from tilesparse import BlockSparseConfig, BlockSparseLinear, densify_
+from tilesparse import BlockSparseLinear, densify_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow
 from tilesparse.model import BlockSparseModelPatcher
@@ -555,21 +555,6 @@ def test_a_save_that_was_cut_off_is_refused_by_transformers(
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
 
 
-@pytest.mark.parametrize("storage", ["plain", "int8"])
-def test_a_config_makes_a_dense_checkpoint_block_sparse(tmp_path: Path, storage: str) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path / "dense")
-    config = BlockSparseConfig(0.5, 16, storage=storage)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
-    tilesparse.sparsify_(model, config)
-    assert_same(loaded, model)
-    assert loaded.config.quantization_config.to_dict() == model.config.quantization_config.to_dict()
-    assert loaded.is_quantized == (storage != "plain")
-    assert not isinstance(loaded.lm_head, BlockSparseLinear)
-    loaded.save_pretrained(tmp_path / "sparse")
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "sparse"), model)
-
-
 def _load(folder: Path, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
     return kind.from_pretrained(folder, **options)
 
@@ -597,15 +582,10 @@ def _of_another_method(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "a config that fits no layer": (
-        lambda folder: _load(folder / "dense", quantization_config=BlockSparseConfig(0.5, 128)),
-        InvalidArgumentError,
-        "patterns must each make a layer",
-    ),
     "a section for a dense checkpoint": (
         lambda folder: _load(folder / "dense", quantization_config=TileSparseConfig(version=1, layers={})),
         InvalidArgumentError,
-        "quantization_config must be a BlockSparseConfig for a dense",
+        "quantization_config must not be given for a dense",
     ),
     "another method": (_of_another_method, UnsupportedError, "quantised by gptq"),
     "tensor parallel plans": (_with_a_plan, UnsupportedError, "cannot split block-sparse layers"),
@@ -714,43 +694,15 @@ def test_layers_are_offloaded_to_disk(tmp_path: Path, storage: str, offload_buff
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 
-ON_DISK = {
-    **dict.fromkeys(
-        ["model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"], "cpu"
-    ),
-    "model.layers.1": "disk",
-}
-
-
-@pytest.mark.parametrize("storage", ["plain", "2:4 float8"])
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, ON_DISK], ids=["auto", "cpu", "disk"])
-def test_accelerate_dispatches_into_dense_skeletons(device_map: Any, storage: str, tmp_path: Path) -> None:
-    model = patched("llama", **STORAGES[storage])
-    model.save_pretrained(tmp_path / "model")
+def test_accelerate_refuses_block_sparse_checkpoints(tmp_path: Path) -> None:
+    model = patched("llama")
+    model.save_pretrained(tmp_path)
     with init_empty_weights():
         empty = llama()
-    folders = {"offload_folder": tmp_path / "disk", "offload_buffers": True}
-    loaded: Any = load_checkpoint_and_dispatch(empty, tmp_path / "model", device_map, **folders)
-    assert torch.equal(logits(loaded), logits(model)) and len(sparse_layers(loaded)) == LAYERS["llama"]
-    if device_map != ON_DISK:
-        assert_saved(loaded, tmp_path / "again")
-
-
-def test_what_accelerate_cannot_dispatch_is_refused_by_name(tmp_path: Path) -> None:
-    patched("llama", storage="int8").save_pretrained(tmp_path)
-    for build, options, error, text in (
-        (llama, {"dtype": torch.bfloat16}, UnsupportedError, r"^dtype must be None or torch\.float32, got"),
-        (gpt2, {}, CheckpointError, r"layers: 'model\.layers\.0.*': missing in the model"),
-    ):
-        with init_empty_weights():
-            empty = build()
-        with pytest.raises(error, match=text):
-            load_checkpoint_and_dispatch(empty, tmp_path, "auto", **options)
-        assert not sparse_layers(empty)
-    llama().save_pretrained(tmp_path / "dense")  # of which nothing is asked
-    with init_empty_weights():
-        empty = llama()
-    assert not sparse_layers(load_checkpoint_and_dispatch(empty, tmp_path / "dense", "auto"))
+    with pytest.raises(ValueError, match="shape"):
+        load_checkpoint_and_dispatch(empty, tmp_path, "auto")
+    loaded = dispatch_model(tilesparse.load(llama, tmp_path), {"": "cpu"})
+    assert torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.gpu

@@ -8,10 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._hooks import adapt, layers_changed, when_imported
+from .._hooks import adapt, when_imported
 from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ _HF = "tilesparse.integrations.transformers"
 def register() -> None:
     """Have each library call back, now or as soon as it is imported."""
     for module, callback, otherwise in (
-        (
-            "accelerate.big_modeling",
-            lambda module: adapt(module, "load_checkpoint_in_model", _prepare_and_load),
-            "load_checkpoint_and_dispatch needs a model on which tilesparse.io.load was called",
-        ),
         (
             "diffusers.models.modeling_utils",
             lambda module: adapt(module.ModelMixin, "save_pretrained", _refuse_to_save),
@@ -129,7 +123,7 @@ def _compare_and_plan(
     return plan(state_dict, metadata, *args, **kwargs)
 
 
-# ---- Transformers, Accelerate and Diffusers ----
+# ---- Transformers and Diffusers ----
 
 
 _DROPPED = ("sparse-bitmask", "sparse-24-bitmask", "marlin-24")  # formats of compressed-tensors
@@ -173,24 +167,6 @@ def _describe_and_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _follow_to_save(model: Any) -> None:
     if _HF in sys.modules:
         sys.modules[_HF].follow_to_save(model)
-
-
-def _prepare_and_load(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a dense model block-sparse before Accelerate loads such a checkpoint into it."""
-    from ..io.manifest import CONFIG
-    from ..io.reader import prepare_for
-
-    given = signature(load).bind(*args, **kwargs).arguments
-    model, path = given["model"], Path(given["checkpoint"])
-    folder = path if path.is_dir() else path.parent
-    layers = prepare_for(model, folder, given.get("dtype")) if (folder / CONFIG).exists() else []
-    result = load(*args, **kwargs)
-    for layer in map(model.get_submodule, layers):
-        if not layer.slot.is_meta:  # else it is offloaded
-            _ = layer.pattern  # which looks at what was loaded
-    if layers:
-        layers_changed(model)
-    return result
 
 
 def _refuse_to_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

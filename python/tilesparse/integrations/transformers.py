@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from .._checks import DTYPES, check_module
 from .._files import StoredTensor, read_header
 from .._hooks import add_listener, layers_changed
-from ..config import METHOD, BlockSparseConfig
+from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..io.manifest import VERSION, check_belongs, parsed_layers, section
 from ..io.reader import prepare
-from ..model.replace import densify_, sparsify_
+from ..model.replace import densify_
 from ..nn.linear import BlockSparseLinear
 from ..nn.parameters import align
 from ..nn.weight import INDEX_NAMES
@@ -57,17 +57,13 @@ class TileSparseHfQuantizer(HfQuantizer):
     ``is_quantized`` is False. Other storages are trained by adapters alone, so such a model keeps it.
     """
 
-    def __init__(self, quantization_config: TileSparseConfig | BlockSparseConfig, **kwargs: Any) -> None:
-        """Take the section of a checkpoint, or a config by which a dense one becomes block-sparse."""
-        self._wanted: BlockSparseConfig | None = None
-        if isinstance(quantization_config, BlockSparseConfig):
-            self._wanted = quantization_config
-            quantization_config = TileSparseConfig(version=VERSION, layers={})
+    def __init__(self, quantization_config: TileSparseConfig, **kwargs: Any) -> None:
+        """Take the section of a checkpoint."""
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized and self._wanted is None:
+        if not self.pre_quantized:
             raise InvalidArgumentError(
-                "quantization_config must be a BlockSparseConfig for a dense checkpoint, got "
-                f"{type(quantization_config).__name__}"
+                "quantization_config must not be given for a dense checkpoint; call tilesparse.sparsify_ on "
+                "the model"
             )
 
     def is_serializable(self) -> bool:
@@ -102,8 +98,6 @@ class TileSparseHfQuantizer(HfQuantizer):
                 "distributed_config, tp_plan: Transformers cannot split block-sparse layers; load the model "
                 "without, and see tilesparse.distributed"
             )
-        if self._wanted is not None:
-            return
         given = self.quantization_config.to_dict()
         layers = named_as_in(model, given["layers"])
         prepare(model, {"version": VERSION, "layers": {own: entry for own, (_, entry) in layers.items()}})
@@ -117,9 +111,6 @@ class TileSparseHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.pre_quantized = True
-        if self._wanted is not None:
-            sparsify_(model, self._wanted)
-            return
         for name, tensor in tensors_of(model):
             if name in self._shapes and tensor.shape != self._shapes[name]:  # which 5.17 does not compare
                 raise CheckpointError(

@@ -15,10 +15,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import DTYPES, Index, checked_device
-from .._files import StoredTensor, few, in_threads, named, read_header, read_json, read_tensor, shown
+from .._files import StoredTensor, few, in_threads, named, read_tensor, shown
 from .._hooks import check_can_change, layers_changed
-from ..config import METHOD, LayerSpec
-from ..errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from ..config import LayerSpec
+from ..errors import CheckpointError, InvalidArgumentError
 from ..model.modules import (
     Target,
     layers_in,
@@ -37,10 +37,7 @@ from ..nn.weight import INDEX_NAMES, declare_shared, take_over, update_spec
 from ..storage.formats import STORED_NAMES, storage_of
 from .manifest import (
     CONFIG,
-    INDEX,
-    check_belongs,
     checked_folder,
-    is_method,
     joined,
     own_tensors,
     parsed_layers,
@@ -430,29 +427,6 @@ def prepare(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
     ``requires_grad``. A `BlockSparseLinear` stays the same object. On an error the model is as it was.
     """
     return install(model, targets_of(model, parsed_layers(section)))
-
-
-def prepare_for(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Prepare a model for the checkpoint of a folder, which another library loads and casts to ``dtype``.
-
-    Return the names of the layers; none if the checkpoint has none.
-    """
-    config = read_json(folder / CONFIG)[0]
-    if METHOD not in config and not is_method(config.get("quantization_config")):
-        return []
-    forms, _, files = read_section(folder)
-    scaled = [name for name, form in forms.items() if form.granularity is not None]
-    if scaled and dtype not in (None, torch.float32):
-        raise UnsupportedError(
-            f"dtype must be None or torch.float32, got {dtype}: layer {scaled[0]!r} has scales "
-            "that it would round"
-        )
-    for name in files or ():
-        read = read_json if name == INDEX else read_header
-        check_belongs(name, read(folder / name)[1], files)
-    with named(CONFIG):
-        targets = targets_of(model, forms)
-    return install(model, targets)
 
 
 def targets_of(model: nn.Module, forms: Mapping[str, LayerSpec]) -> list[Target]:

@@ -33,8 +33,6 @@ def quantize_(
     layers: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    smooth: bool = True,
-    clip: bool = True,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | int | None = None,
     strict: bool = True,
@@ -70,8 +68,6 @@ def quantize_(
         layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
         exclude: likewise, of layers that stay as they are.
         filter_fn: takes a layer and its name, and returns True to quantize it.
-        smooth: False scales nothing.
-        clip: False takes the scales that `to_storage` finds, by weights alone.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of the model.
         strict: raise where no layer is left to quantize, or a name or expression finds none.
@@ -86,8 +82,7 @@ def quantize_(
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
         >>> print(tilesparse.quantize_(model, tilesparse.BlockSparseConfig.w8a8(), batches))
     """
-    for name, flag in (("smooth", smooth), ("clip", clip), ("strict", strict)):
-        check_flag(name, flag)
+    check_flag("strict", strict)
     check_model(model)
     data = collected(batches)
     targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
@@ -97,9 +92,7 @@ def quantize_(
     by_plan = _by_plan(model, targets)
     weights = by_plan[WeightPlan]
     with observing(model):
-        task = Task(
-            model, {}, data, forward or call_model, chosen_device(model, device), smooth, clip, weights
-        )
+        task = Task(model, {}, data, forward or call_model, chosen_device(model, device), weights)
         plans = [kind(task._replace(configs=own)) for kind, own in by_plan.items() if own]
         # Everything that can fail comes before the first change.
         with torch.inference_mode(False), torch.no_grad():

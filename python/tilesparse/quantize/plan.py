@@ -101,8 +101,6 @@ class Task(NamedTuple):
     data: Sequence[Any]
     forward: Forward
     device: torch.device
-    smooth: bool
-    clip: bool
     fixed: Container[str] = ()  # layers that other plans quantize, and whose weights nothing may scale
 
     def layer(self, name: str) -> Any:
@@ -239,7 +237,7 @@ class WeightPlan(Plan):
     def _round(self, name: str, weight: Tensor, moments: Moments) -> None:
         second, storage = moments.second(), self._task.storage(name)
         pattern = self._task.layer(name).pattern.to(self._task.device)
-        found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage, self._task.clip)
+        found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage)
         self._rounded[name] = found
         nearest = float(found.nearest.float().mean())
         errors = found.error_before, found.error
@@ -284,18 +282,17 @@ def round_weight(
     second: Tensor,
     moment: Damped,
     storage: QuantizedStorage,
-    clip: bool,
 ) -> RoundedWeight:
     """Round a weight W [out_features, in_features] float32 by the moments of its inputs, XᵀX / tokens.
 
     Errors are measured by ``second``; ``moment`` is the same, damped, by which columns make up for others. No
-    row is worse than rounded to the nearest. ``clip`` takes the limits with the least error of the output.
+    row is worse than rounded to the nearest.
     """
     blocks = BlockSparseMatrix.from_dense(weight, pattern).values
     limits = storage.limits_of(blocks)
     plain = _Rounded(storage.rounded(blocks, limits), limits, limits < blocks.abs().amax(-1))
     with exact_products(weight.device):
-        found = _in_order(weight, pattern, moment, storage, clip)
+        found = _in_order(weight, pattern, moment, storage)
         before, after = (_errors(weight, each.values, pattern, second) for each in (plain, found))
         size = float(_output(weight, second).sum())
     nearest = before < after
@@ -311,9 +308,7 @@ def round_weight(
     )
 
 
-def _in_order(
-    weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage, clip: bool
-) -> _Rounded:
+def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage) -> _Rounded:
     """Return the weight rounded column by column."""
     bk = pattern.block_shape[1]
     rounded = torch.zeros_like(weight)
@@ -328,8 +323,8 @@ def _in_order(
             own, behind = slice(start, start + bk), slice(start + bk, None)
             group, number = left[:, own], int(columns[start]) // bk
             of_rows = group.abs().amax(1).float()
-            tried = [of_rows * ratio for ratio in CLIP_RATIOS] if clip else [storage.limits_of(group)]
-            stored, errors, chosen = _best_of(group, torch.stack(tried), root[own, own], storage)
+            tried = torch.stack([of_rows * ratio for ratio in CLIP_RATIOS])
+            stored, errors, chosen = _best_of(group, tried, root[own, own], storage)
             rounded[rows, columns[own]] = stored
             largest[rows, number], limits[rows, number] = of_rows[:, None], chosen[:, None]
             left[:, behind] -= errors @ inverse[own, behind]

@@ -72,16 +72,15 @@ class GroupFinder:
             self._inputs[name] = x.detach().clone()
         self._calls.setdefault(name, []).append(Input.of(x))
 
-    def groups(self, targets: Container[str], search: bool) -> Iterator[ScaleGroup]:
-        """Yield the inputs of target layers that run; `search` for modules that may take their scales."""
+    def groups(self, targets: Container[str]) -> Iterator[ScaleGroup]:
+        """Yield the inputs of target layers that run, with modules that may take their scales."""
         alike: dict[object, list[str]] = {}
         for name, calls in self._calls.items():
             if is_linear(self._model.get_submodule(name)):
                 alike.setdefault(tuple(call.key for call in calls), []).append(name)
         for layers in alike.values():
-            if not any(name in targets for name in layers):
-                continue
-            yield self._found(tuple(layers)) if search else ScaleGroup(tuple(layers))
+            if any(name in targets for name in layers):
+                yield self._found(tuple(layers))
 
     def _found(self, layers: tuple[str, ...]) -> ScaleGroup:
         for name in layers:
@@ -209,7 +208,7 @@ class SmoothPlan(Plan):
 
     def _make(self, layers: Sequence[str]) -> None:
         finder = GroupFinder(self._task.model, self._calibration, layers, self._against)
-        found = finder.groups(self._task.configs, self._task.smooth)
+        found = finder.groups(self._task.configs)
         groups = [self._refused.get(group.layers, group) for group in found]
         samples = {group.layers[0]: Samples(self._task.device) for group in groups}
         self._calibration.visit(
@@ -223,7 +222,7 @@ class SmoothPlan(Plan):
     def _solve(self, group: ScaleGroup, samples: Samples) -> None:
         storages = {name: self._task.storage(name) for name in self._task.configs if name in group.layers}
         weights = {name: self._task.weight(name) for name in group.layers if name in storages}
-        found = Search(samples, weights, storages).best(group.source, clip=self._task.clip)
+        found = Search(samples, weights, storages).best(group.source)
         if found.columns is not None:
             self._scaled.append(replace(group, columns=found.columns))
         self._limits |= found.limits
@@ -238,7 +237,7 @@ class SmoothPlan(Plan):
                 clipped=float(clipped.float().mean()),
                 smoothed_by=None if found.columns is None else group.producer,
                 alpha=found.alpha,
-                reason=group.reason if self._task.smooth else None,
+                reason=group.reason,
             )
 
     def _harmful(self, groups: Sequence[ScaleGroup]) -> list[tuple[ScaleGroup, str]]:
@@ -321,7 +320,7 @@ class Search:
             self._outputs = {name: self._x @ weight.T for name, weight in weights.items()}
         self._sizes = inverse_norms(torch.cat(list(self._outputs.values()), 1))
 
-    def best(self, source: Tensor | None, *, clip: bool) -> Found:
+    def best(self, source: Tensor | None) -> Found:
         """Return the best of all strengths, and then of all clippings; without a source nothing is scaled."""
         before = self._errors(None)
         alpha, columns, least = None, None, sum(before.values())
@@ -331,7 +330,7 @@ class Search:
                 error = sum(self._errors(factors).values())
                 if error < least:
                     alpha, columns, least = candidate, factors, error
-        limits = {name: self._limits(name, columns, clip) for name in self._weights}
+        limits = {name: self._limits(name, columns) for name in self._weights}
         return Found(alpha, columns, limits, before, self._errors(columns, limits))
 
     def factors(self, alpha: float, source: Tensor) -> Tensor:
@@ -357,10 +356,8 @@ class Search:
     def _largest_weights(self) -> Tensor:
         return torch.stack([weight.abs().amax(0) for weight in self._weights.values()]).amax(0)
 
-    def _limits(self, name: str, columns: Tensor | None, clip: bool) -> Tensor:
+    def _limits(self, name: str, columns: Tensor | None) -> Tensor:
         weight, storage = self._weight(name, columns), self._storages[name]
-        if not clip:
-            return weight.abs().amax(-1)
         with exact_products(weight.device):
             inputs = self._quantized(columns)[storage] * self._sizes
             return clip_limits(weight, inputs, storage.rounded)

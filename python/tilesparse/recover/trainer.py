@@ -82,24 +82,20 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
             one, as `tilesparse.train.MaskSchedule`, it is saved and loaded alone. Make it for the optimizer
             that you give to the Trainer as ``optimizers``.
         scheduler: of the schedule's own rate, stepped along and saved along; None for none.
-        resume_from: the checkpoint's folder where ``train(resume_from_checkpoint=…)`` is given one outside of
-            ``output_dir``, of which callbacks are not told.
 
     Raises:
         CheckpointError: when training resumes, there is no such file, it is damaged, or the folder's
             checkpoint is not the one that is resumed.
     """
 
-    def __init__(
-        self, schedule: Any, *, scheduler: Any = None, resume_from: str | Path | None = None
-    ) -> None:
+    def __init__(self, schedule: Any, *, scheduler: Any = None) -> None:
         for name, one in {"schedule": schedule, "scheduler": scheduler}.items():
             for method in ("state_dict", "load_state_dict"):
                 if one is not None and not callable(getattr(one, method, None)):
                     raise InvalidArgumentError(f"{name} must have {method}(), got {type(one).__name__}")
         if schedule is None:
             raise InvalidArgumentError("schedule must not be None")
-        self.schedule, self.scheduler, self._resume_from = schedule, scheduler, resume_from
+        self.schedule, self.scheduler = schedule, scheduler
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step schedule and scheduler, while gradients are still there."""
@@ -122,7 +118,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         """Read that file back where training resumes."""
         if state.global_step == 0:
             return
-        checkpoint = Path(self._resume_from or _folder(args, state))
+        checkpoint = _folder(args, state)
         _check_resumed(checkpoint, state)
         try:
             states = torch.load(checkpoint / FILE, map_location="cpu", weights_only=True)
@@ -153,5 +149,5 @@ def _check_resumed(checkpoint: Path, state: Any) -> None:
     if not there or not same:
         raise CheckpointError(
             f"{checkpoint / FILE}: {'another run' if there else 'missing'}, while training resumes at step "
-            f"{state.global_step}; give PatternCallback the folder of that checkpoint as resume_from"
+            f"{state.global_step}; resume from a checkpoint in output_dir, of which alone callbacks know"
         )
