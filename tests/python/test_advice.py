@@ -18,8 +18,7 @@ from tilesparse.cli import command
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.tuning import AdviceReport, Device
 from tilesparse.tuning import advise as advising
-from tilesparse.tuning.advise import Estimate, call_of, contenders_for, left_out
-from tilesparse.tuning.store import MeasuredLayers
+from tilesparse.tuning.advise import Estimate, MeasuredLayers, call_of, contenders_for, left_out
 
 DENSE, INT8 = None, torch.int8
 CPU = torch.device("cpu")

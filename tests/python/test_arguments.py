@@ -41,7 +41,7 @@ from tilesparse.config import BlockSparseConfig
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ExpertsLinear, ReferenceBlockSparseLinear
 from tilesparse.tuning import AdviceReport, Device, Product
-from tilesparse.tuning.store import MeasuredLayers
+from tilesparse.tuning.advise import MeasuredLayers
 
 API = Path(__file__).resolve().parents[2] / "docs/api"
 
@@ -61,9 +61,9 @@ NOT_CALLED = {
         "tuning": "AdviceReport",
         "tuning.Device": "of",
         "tuning.Product": "descriptor",
-        "tuning.advise": "Estimate",
+        "tuning.advise": "Estimate MeasuredLayers",
         "tuning.product": "Candidate KernelChoice KernelInfo",
-        "tuning.store": "MeasuredLayers Measurement",
+        "tuning.store": "Measurement",
     }.items()
     for name in names.split()
 }
@@ -316,7 +316,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "train.MaskSchedule": masked,
     "train.PatternSchedule": schedule,
     "tuning.AdviceReport": advised,
-    "tuning.store.MeasuredLayers": lambda: advised().layers[0],
+    "tuning.advise.MeasuredLayers": lambda: advised().layers[0],
 }
 
 # By name: other arguments, or more; "self" is what a method is called on.
@@ -408,7 +408,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tuning.Product": lambda: {"out_features": 64},
     "tuning.choose": lambda: {"product": Product(64, 64, 8, block_shape=32)},
     "tuning.prefer": lambda: {"kernel": "cpu"},
-    "tuning.store.MeasuredLayers.time": lambda: {"way": None},
+    "tuning.AdviceReport.milliseconds": lambda: {"name": "0", "config": None},
+    "tuning.advise.MeasuredLayers.time": lambda: {"way": None},
     "tuning.tune": lambda: {
         "products": [Product(64, 64, 8, block_shape=32)],
         "candidates": 1,

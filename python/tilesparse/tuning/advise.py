@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from .._checks import check_block_shape, checked_fraction, shown
 from .._files import replacing, write_json
 from .._reports import Progress, aligned, listed, without_numbers
@@ -34,7 +35,6 @@ from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, evaluating
 from .measure import Call, device_to_measure, layer_call, milliseconds, own_numbers
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, is_converted_in_calls, recorded
-from .store import MeasuredLayers, versions_of
 
 DENSITIES = (0.5, 0.25, 0.1)
 WORTH = 1.1  # times as fast as dense, from which sparse layers are recommended
@@ -111,7 +111,7 @@ def advise(
         fused, apart = _fused(model, batch, groups, contenders) if device.type == "cpu" else ({}, {})
     return AdviceReport(
         recorded(device),
-        versions_of(device),
+        _versions(device),
         tuple(measured),
         whole,
         busy,
@@ -395,7 +395,51 @@ def _candidates(
     return found
 
 
+def _versions(device: torch.device) -> dict[str, str]:
+    """Return the versions that times depend on, and the number of threads of a CPU."""
+    found = {"tilesparse": _C.version(), "torch": torch.__version__}
+    return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
+
+
 # ---- report ----
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Layers of one shape that are called with as many tokens, and the time of one of their calls.
+
+    Attributes:
+        shape: (out_features, in_features); of experts (experts, out_features, in_features) of the first
+            projection.
+        tokens: rows of x.
+        dtype: of x and the weights, as "bfloat16".
+        milliseconds: time by the way to compute the layer: a `BlockSparseConfig`, None for dense, or
+            torch.int8 or torch.float8_e4m3fn for dense with both factors in 8 bits; without those that do
+            not fit.
+        names: names of the layers in a model; none for a shape alone.
+        calls: how often a call of the model computes it.
+    """
+
+    shape: tuple[int, ...]
+    tokens: int
+    dtype: str
+    milliseconds: Mapping[Way, float]
+    names: tuple[str, ...] = ()
+    calls: int = 1
+
+    def time(self, way: BlockSparseConfig | torch.dtype | None) -> float:
+        """Return milliseconds of a call.
+
+        Without a measurement of that way for this shape it is the time of the same blocks in the dtype of the
+        model, or of the dense layer.
+        """
+        times = self.milliseconds
+        return times.get(way, times.get(in_own_dtype(way), times[None]))
+
+    @property
+    def is_experts(self) -> bool:
+        """True for all projections of a mixture of experts together."""
+        return len(self.shape) == 3
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The file that keeps the measured times of kernels for later programs, and times of layers.
+"""The file that keeps the measured times of kernels for later programs.
 
 A document has sections. Each has the device and the versions that it was measured with, and "products".
 """
@@ -16,15 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import _C
 from .._checks import DTYPES, checked_number
 from .._files import VARIABLE, replacing, tune_file
 from .._runtime.select import add_measurement, measurements_changed
-from ..config import BlockSparseConfig
 from ..errors import TileSparseError, TuneFileError
-from .product import Device, Product, Way, dtype_name, in_own_dtype, kernels, recorded
+from .product import Device, Product, dtype_name, kernels, recorded
 
 FORMAT, VERSION = "tilesparse measurements", 1
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
@@ -55,44 +52,6 @@ class Measurement:
     def __str__(self) -> str:
         times = [*self.microseconds.items(), ("dense", self.dense_microseconds)]
         return "\n".join([f"{self.product}:", *(f"  {name:34}{time:12.1f} us" for name, time in times)])
-
-
-@dataclass(frozen=True)
-class MeasuredLayers:
-    """Layers of one shape that are called with as many tokens, and the time of one of their calls.
-
-    Attributes:
-        shape: (out_features, in_features); of experts (experts, out_features, in_features) of the first
-            projection.
-        tokens: rows of x.
-        dtype: of x and the weights, as "bfloat16".
-        milliseconds: time by the way to compute the layer: a `BlockSparseConfig`, None for dense, or
-            torch.int8 or torch.float8_e4m3fn for dense with both factors in 8 bits; without those that do
-            not fit.
-        names: names of the layers in a model; none for a shape alone.
-        calls: how often a call of the model computes it.
-    """
-
-    shape: tuple[int, ...]
-    tokens: int
-    dtype: str
-    milliseconds: Mapping[Way, float]
-    names: tuple[str, ...] = ()
-    calls: int = 1
-
-    def time(self, way: BlockSparseConfig | torch.dtype | None) -> float:
-        """Return milliseconds of a call.
-
-        Without a measurement of that way for this shape it is the time of the same blocks in the dtype of the
-        model, or of the dense layer.
-        """
-        times = self.milliseconds
-        return times.get(way, times.get(in_own_dtype(way), times[None]))
-
-    @property
-    def is_experts(self) -> bool:
-        """True for all projections of a mixture of experts together."""
-        return len(self.shape) == 3
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -164,9 +123,6 @@ def _origin_of(section: Mapping[str, Any]) -> tuple[Device, dict[str, str]]:
 def _section(device: Device, versions: Mapping[str, str], **content: Any) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(device).items() if name != "max_cluster"}
     return {"device": fields, "versions": dict(versions), **content}
-
-
-# ---- kernels ----
 
 
 def measurements(path: Path) -> tuple[list[Measurement], int]:
@@ -296,12 +252,3 @@ def status() -> str:
     counts = ", ".join(f"{count} products on {name}" for name, count in devices.items()) or "none that count"
     ignored = f"; {others} of other CPUs or versions of the library do not count" if others else ""
     return f"measured kernels: {counts}{ignored}; {path}"
-
-
-# ---- layers ----
-
-
-def versions_of(device: torch.device) -> dict[str, str]:
-    """Return the versions that times of layers depend on, and the number of threads of a CPU."""
-    found = {"tilesparse": _C.version(), "torch": torch.__version__}
-    return found | ({"threads": str(torch.get_num_threads())} if device.type == "cpu" else {})
