@@ -1,7 +1,7 @@
 """A tile is one row, and an architecture one folder and its line in cmake/Architectures.cmake.
 
-A copy of the sources gets one more architecture, whose kernels have no GPU code, and is built for it alone: without
-the kernels of every architecture and of the CPU, which no choice of a kernel calls.
+A copy of the sources gets one more architecture, whose kernels have no GPU code, and is built for it alone,
+without the kernels of every architecture and of the CPU, which no choice of a kernel calls.
 """
 
 from __future__ import annotations

@@ -170,9 +170,11 @@ def masks() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", masks())
-@pytest.mark.parametrize("name", sorted(MAKERS.keys() - IMAGES))
-def test_masks_that_are_no_lengths_are_right(name: str, kind: str) -> None:
-    model, twin, encoder = prepared(name)
+@pytest.mark.parametrize("pair", [name for name in MAKERS if name not in IMAGES], indirect=True)
+def test_masks_that_are_no_lengths_are_right(
+    pair: tuple[str, Any, Any, BlockSparseEncoder], kind: str
+) -> None:
+    name, model, twin, encoder = pair
     mask = masks()[kind]
     batch, count = text([9, 9]) | {"attention_mask": mask}, encoder.count
     found = hidden(twin, batch).where(mask.bool()[..., None], 0)
