@@ -33,8 +33,11 @@ extern int failures;
         CHECK(strstr(ts_last_error(), (mention)) != NULL, "no mention of \"%s\"", (mention)); \
     } while (0)
 
+#define INVALID(call, mention) FAILS(call, TS_INVALID_ARGUMENT, mention)
+
 /* After `change` the product fails with that status, its text mentions a word, and nothing is written. */
-#define REFUSES(op_, change, expected, mention)                                               \
+#define REFUSES(op, change, mention) REFUSES_WITH(TS_INVALID_ARGUMENT, op, change, mention)
+#define REFUSES_WITH(expected, op_, change, mention)                                          \
     do {                                                                                      \
         static operands o, before;                                                            \
         init_operands(&o, (op_), TS_FLOAT32, TS_ROW_MAJOR, TS_ROW_MAJOR);                     \

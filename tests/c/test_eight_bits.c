@@ -58,10 +58,10 @@ static void test_forward(int32_t dtype, int32_t y_layout, int32_t kernel) {
 }
 
 /* The product of int8 is refused after a change. */
-#define REFUSES_EIGHT_BITS(change, mention)                                                             \
-    do {                                                                                                \
-        static stored s;                                                                                \
-        REFUSES(TS_DDS_NT, (give_eight_bits(&o, &s, TS_INT8), change), TS_INVALID_ARGUMENT, (mention)); \
+#define REFUSES_EIGHT_BITS(change, mention)                                        \
+    do {                                                                           \
+        static stored s;                                                           \
+        REFUSES(TS_DDS_NT, (give_eight_bits(&o, &s, TS_INT8), change), (mention)); \
     } while (0)
 
 static void test_refusals(void) {
@@ -85,8 +85,7 @@ static void test_refusals(void) {
                        "pattern.in_features must be below 131072 for x of int8, got 131072");
     REFUSES_EIGHT_BITS((o.desc.op = TS_DDS_NN, o.desc.y.dtype = TS_INT8), "y.dtype must be 1 to 4, got 5");
     REFUSES_EIGHT_BITS(o.desc.op = TS_SDD_TN, "x.dtype must be 1 to 4, got 5");
-    REFUSES(TS_DDS_NT, o.desc.x.scales = x_scales, TS_INVALID_ARGUMENT,
-            "x.scales must be null for x of float32");
+    REFUSES(TS_DDS_NT, o.desc.x.scales = x_scales, "x.scales must be null for x of float32");
 }
 
 /* Scales inside of the sums: four blocks of 128 x 128, one of which is not kept. */
@@ -170,7 +169,7 @@ static void test_scales_inside(void) {
     }
 #define REFUSES_INSIDE(change, mention) \
     (init_inside(&p), change);          \
-    FAILS(run_inside(&p), TS_INVALID_ARGUMENT, mention)
+    INVALID(run_inside(&p), mention)
     REFUSES_INSIDE(p.desc.x.scales_ld = TOKENS - 1, "x.scales_ld must be 5 to 2147483647, got 4");
     REFUSES_INSIDE(p.desc.x.scales_ld = -1, "x.scales_ld must be 5 to 2147483647, got -1");
     REFUSES_INSIDE(p.desc.x.granularity = TS_SCALES_PER_TOKEN, "x.scales_ld must be 0, got 7");

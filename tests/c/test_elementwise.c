@@ -6,54 +6,52 @@
 static void test_bad_gradients_of_activations(void) {
     static float z[16 * 16], workspace[64];
     size_t bytes = 0;
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 16, NULL), TS_INVALID_ARGUMENT, "bytes");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 16, NULL), "bytes");
     FAILS(ts_activation_gradient_workspace_size(TS_FLOAT64, 4, 16, &bytes), TS_UNSUPPORTED,
           "dtype must not be 0: no kernel computes this in float64");
-    FAILS(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), TS_INVALID_ARGUMENT,
-          "dtype must be 1 to 4, got 5");
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, -1, 16, &bytes), TS_INVALID_ARGUMENT, "tokens");
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 24, &bytes), TS_INVALID_ARGUMENT, "features");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_NO_ACTIVATION, 4, 16, z, z + 64, z + 64, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "activation must be 1 to 3, got 0");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, NULL, z + 64, z + 64, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "z must not be null");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 65, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "result must be aligned to 16 bytes");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "z and result must not overlap in memory");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, NULL, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "bias_gradient must not be null");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, z + 100, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "gradient and bias_gradient must not overlap in memory");
+    INVALID(ts_activation_gradient_workspace_size(TS_INT8, 4, 16, &bytes), "dtype must be 1 to 4, got 5");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, -1, 16, &bytes), "tokens");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, 24, &bytes), "features");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_NO_ACTIVATION, 4, 16, z, z + 64, z + 64, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "activation must be 1 to 3, got 0");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, NULL, z + 64, z + 64, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "z must not be null");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 65, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "result must be aligned to 16 bytes");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "z and result must not overlap in memory");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, NULL, workspace,
+                                   sizeof workspace, NULL),
+            "bias_gradient must not be null");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, z, z + 64, z + 64, z + 100, workspace,
+                                   sizeof workspace, NULL),
+            "gradient and bias_gradient must not overlap in memory");
     const int64_t most = (INT64_C(1) << 31) - (1 << 16), many = INT64_C(1) << 30;
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most + 1, 16, &bytes), TS_INVALID_ARGUMENT,
-          "tokens must be 0 to 2147418112 on a CUDA device, got 2147418113");
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, most + 16, &bytes), TS_INVALID_ARGUMENT,
-          "features must be 0 to 2147418112 on a CUDA device, got 2147418128");
-    FAILS(ts_activation_gradient_workspace_size(TS_FLOAT32, most, most, &bytes), TS_INVALID_ARGUMENT,
-          "z must have at most 140737488355328 elements, got 2147418112 tokens of 2147418112 features");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, most, most, z, z + 64, z + 64, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT, "elements");
-    FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, many, 4096, z, z, z, z + 128, workspace,
-                                 sizeof workspace, NULL),
-          TS_INVALID_ARGUMENT,
-          "z must have at most 4398046511104 bytes on a CUDA device, got 17592186044416");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, most + 1, 16, &bytes),
+            "tokens must be 0 to 2147418112 on a CUDA device, got 2147418113");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, 4, most + 16, &bytes),
+            "features must be 0 to 2147418112 on a CUDA device, got 2147418128");
+    INVALID(ts_activation_gradient_workspace_size(TS_FLOAT32, most, most, &bytes),
+            "z must have at most 140737488355328 elements, got 2147418112 tokens of 2147418112 features");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, most, most, z, z + 64, z + 64, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "elements");
+    INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, many, 4096, z, z, z, z + 128, workspace,
+                                   sizeof workspace, NULL),
+            "z must have at most 4398046511104 bytes on a CUDA device, got 17592186044416");
     ts_device_info info = {.struct_size = sizeof info};
     if (ts_device_get(TS_CUDA, -1, &info) != TS_SUCCESS) return;
     static _Alignas(256) float scratch[1 << 16]; /* refused before the device sees any of this */
     for (int operand = 0; operand < 4; ++operand) {
         float* operands[] = {z, z + 64, z + 128, z + 192};
         operands[operand] = scratch + 16;
-        FAILS(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, operands[0], operands[1], operands[2],
-                                     operands[3], scratch, sizeof scratch, NULL),
-              TS_INVALID_ARGUMENT, "and workspace overlap");
+        INVALID(ts_activation_gradient(TS_FLOAT32, TS_GELU, 4, 16, operands[0], operands[1], operands[2],
+                                       operands[3], scratch, sizeof scratch, NULL),
+                "and workspace overlap");
     }
 }
 
@@ -64,42 +62,34 @@ static void test_bad_gates(void) {
     ts_matrix of_factor = {memory[3] + 16, 32, TS_ROW_MAJOR, 0}, other;
 #define GATE(dtype, activation, ...) ts_gate(dtype, activation, 2, 16, __VA_ARGS__, NULL)
 #define GRADIENT(...) ts_gate_gradient(TS_FLOAT32, TS_SILU, 2, 16, __VA_ARGS__, NULL)
-    FAILS(ts_gate(TS_FLOAT32, TS_SILU, -1, 16, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
-          "tokens must be 0 to 2147418112 on a CUDA device, got -1");
-    FAILS(ts_gate(TS_FLOAT32, TS_SILU, 2, 24, &gate, &factor, &of_result, NULL), TS_INVALID_ARGUMENT,
-          "features must be a multiple of 16, got 24");
+    INVALID(ts_gate(TS_FLOAT32, TS_SILU, -1, 16, &gate, &factor, &of_result, NULL),
+            "tokens must be 0 to 2147418112 on a CUDA device, got -1");
+    INVALID(ts_gate(TS_FLOAT32, TS_SILU, 2, 24, &gate, &factor, &of_result, NULL),
+            "features must be a multiple of 16, got 24");
     FAILS(GATE(TS_FLOAT64, TS_SILU, &gate, &factor, &of_result), TS_UNSUPPORTED,
           "dtype must not be 0: no kernel computes this in float64");
-    FAILS(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "dtype must be 1 to 4, got 5");
-    FAILS(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "activation must be 0 to 3, got 4");
-    FAILS(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "activation must be 0 to 3, got -1");
-    FAILS(GATE(TS_FLOAT32, TS_SILU, NULL, &factor, &of_result), TS_INVALID_ARGUMENT, "gate must not be null");
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &factor), TS_INVALID_ARGUMENT,
-          "factor and result must not overlap in memory");
+    INVALID(GATE(TS_INT8, TS_SILU, &gate, &factor, &of_result), "dtype must be 1 to 4, got 5");
+    INVALID(GATE(TS_FLOAT32, 4, &gate, &factor, &of_result), "activation must be 0 to 3, got 4");
+    INVALID(GATE(TS_FLOAT32, -1, &gate, &factor, &of_result), "activation must be 0 to 3, got -1");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, NULL, &factor, &of_result), "gate must not be null");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &factor),
+            "factor and result must not overlap in memory");
     other = gate, other.data = NULL;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &other, &of_result), TS_INVALID_ARGUMENT,
-          "factor.data must not be null");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &gate, &other, &of_result), "factor.data must not be null");
     other = gate, other.ld = 8;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "gate.ld must be at least 16, got 8");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), "gate.ld must be at least 16, got 8");
     other = gate, other.ld = 17;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "gate.ld must be a multiple of 16 bytes, got 17 elements of 4 bytes");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result),
+            "gate.ld must be a multiple of 16 bytes, got 17 elements of 4 bytes");
     other = gate, other.layout = TS_COLUMN_MAJOR;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), TS_INVALID_ARGUMENT,
-          "result.layout must be 0, got 1");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &gate, &factor, &other), "result.layout must be 0, got 1");
     other = gate, other.data = memory[0] + 1;
-    FAILS(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), TS_INVALID_ARGUMENT,
-          "gate must be aligned to 16 bytes");
-    FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, NULL), TS_INVALID_ARGUMENT,
-          "factor_gradient must not be null");
-    FAILS(GRADIENT(&gate, &factor, &of_result, &gate, &of_factor), TS_INVALID_ARGUMENT,
-          "gate and gate_gradient must not overlap in memory");
-    FAILS(GRADIENT(&gate, &factor, &of_result, &of_gate, &of_gate), TS_INVALID_ARGUMENT,
-          "gate_gradient and factor_gradient must not overlap in memory");
+    INVALID(GATE(TS_FLOAT32, TS_SILU, &other, &factor, &of_result), "gate must be aligned to 16 bytes");
+    INVALID(GRADIENT(&gate, &factor, &of_result, &of_gate, NULL), "factor_gradient must not be null");
+    INVALID(GRADIENT(&gate, &factor, &of_result, &gate, &of_factor),
+            "gate and gate_gradient must not overlap in memory");
+    INVALID(GRADIENT(&gate, &factor, &of_result, &of_gate, &of_gate),
+            "gate_gradient and factor_gradient must not overlap in memory");
 #undef GATE
 #undef GRADIENT
 }
@@ -122,20 +112,20 @@ static void test_quantization(void) {
     SUCCEEDS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 0, 32, &from, &to, NULL, NULL));
     FAILS(ts_quantize(TS_CPU, TS_FLOAT64, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_UNSUPPORTED,
           "dtype must not be 1: float64");
-    FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_FLOAT16, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
-          "quantized_dtype must be 5 or 6, got 3");
-    FAILS(ts_quantize(2, TS_FLOAT32, TS_INT8, 2, 32, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
-          "device must be 0 or 1, got 2");
-    FAILS(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 2, 24, &from, &to, scales, NULL), TS_INVALID_ARGUMENT,
-          "features must be a multiple of 16, got 24");
-    FAILS(QUANTIZE(NULL, &to, scales), TS_INVALID_ARGUMENT, "x must not be null");
-    FAILS(QUANTIZE(&from, &to, NULL), TS_INVALID_ARGUMENT, "scales must not be null");
-    FAILS(QUANTIZE(&from, &to, x[1]), TS_INVALID_ARGUMENT, "x and scales must not overlap in memory");
+    INVALID(ts_quantize(TS_CPU, TS_FLOAT32, TS_FLOAT16, 2, 32, &from, &to, scales, NULL),
+            "quantized_dtype must be 5 or 6, got 3");
+    INVALID(ts_quantize(2, TS_FLOAT32, TS_INT8, 2, 32, &from, &to, scales, NULL),
+            "device must be 0 or 1, got 2");
+    INVALID(ts_quantize(TS_CPU, TS_FLOAT32, TS_INT8, 2, 24, &from, &to, scales, NULL),
+            "features must be a multiple of 16, got 24");
+    INVALID(QUANTIZE(NULL, &to, scales), "x must not be null");
+    INVALID(QUANTIZE(&from, &to, NULL), "scales must not be null");
+    INVALID(QUANTIZE(&from, &to, x[1]), "x and scales must not overlap in memory");
     other = from, other.layout = TS_COLUMN_MAJOR;
-    FAILS(QUANTIZE(&other, &to, scales), TS_INVALID_ARGUMENT, "x.layout must be 0, got 1");
+    INVALID(QUANTIZE(&other, &to, scales), "x.layout must be 0, got 1");
     other = to, other.ld = 31;
-    FAILS(QUANTIZE(&from, &other, scales), TS_INVALID_ARGUMENT, "quantized.ld must be at least 32, got 31");
-    FAILS(QUANTIZE(&from, &from, scales), TS_INVALID_ARGUMENT, "x and quantized must not overlap in memory");
+    INVALID(QUANTIZE(&from, &other, scales), "quantized.ld must be at least 32, got 31");
+    INVALID(QUANTIZE(&from, &from, scales), "x and quantized must not overlap in memory");
 #undef QUANTIZE
 }
 
@@ -156,15 +146,11 @@ static void test_quantization_of_groups(void) {
     CHECK(values[0][100] == 0x7e && values[0][0] == 0x36 && values[0][128] == 0, "got %d", values[0][0]);
     CHECK(values[1][5] == 0xfe && values[1][255] == 0 && values[1][130] == 0, "got %d", values[1][5]);
     SUCCEEDS(QUANTIZE(TS_FLOAT8_E4M3FN, 0, 256, NULL, 1));
-    FAILS(QUANTIZE(TS_INT8, 2, 256, scales, 3), TS_INVALID_ARGUMENT,
-          "quantized_dtype must be 6 for scales of groups, got 5");
-    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 192, scales, 3), TS_INVALID_ARGUMENT,
-          "features must be a multiple of 128, got 192");
-    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, scales, 1), TS_INVALID_ARGUMENT,
-          "scales_ld must be 2 to 2147483647, got 1");
-    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, NULL, 3), TS_INVALID_ARGUMENT, "scales must not be null");
-    FAILS(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, x[1], 3), TS_INVALID_ARGUMENT,
-          "x and scales must not overlap in memory");
+    INVALID(QUANTIZE(TS_INT8, 2, 256, scales, 3), "quantized_dtype must be 6 for scales of groups, got 5");
+    INVALID(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 192, scales, 3), "features must be a multiple of 128, got 192");
+    INVALID(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, scales, 1), "scales_ld must be 2 to 2147483647, got 1");
+    INVALID(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, NULL, 3), "scales must not be null");
+    INVALID(QUANTIZE(TS_FLOAT8_E4M3FN, 2, 256, x[1], 3), "x and scales must not overlap in memory");
 #undef QUANTIZE
 }
 
@@ -198,41 +184,37 @@ static void test_combination(void) {
     SUCCEEDS(GRADIENT(NULL, rows, NULL, &to, &gradient, NULL)); /* copies */
     for (int i = 0; i < 4; ++i) CHECK(of_y[rows[i]][3] == result[i / 2][3], "got %g", of_y[rows[i]][3]);
     SUCCEEDS(ts_combine(TS_CPU, TS_FLOAT32, 0, 2, 16, &from, NULL, NULL, &to, NULL));
-    FAILS(ts_combine(2, TS_FLOAT32, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "device must be 0 or 1, got 2");
-    FAILS(ts_combine(TS_CPU, TS_INT8, 2, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "dtype must be 1 to 4, got 5");
-    FAILS(ts_combine(TS_CPU, TS_FLOAT32, -1, 2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "tokens must be 0 to 2147483647, got -1");
-    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 2, -2, 16, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "choices must be 0 to 2147483647, got -2");
-    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 1 << 20, 1 << 20, 16, &from, rows, weights, &to, NULL),
-          TS_INVALID_ARGUMENT, "tokens * choices must be 0 to 2147483647, got 1099511627776");
-    FAILS(ts_combine(TS_CPU, TS_FLOAT32, 2, 2, 24, &from, rows, weights, &to, NULL), TS_INVALID_ARGUMENT,
-          "features must be a multiple of 16, got 24");
-    FAILS(COMBINE(NULL, rows, weights, &to), TS_INVALID_ARGUMENT, "y must not be null");
-    FAILS(COMBINE(&from, NULL, weights, &to), TS_INVALID_ARGUMENT, "rows must not be null");
-    FAILS(COMBINE(&from, rows, weights, NULL), TS_INVALID_ARGUMENT, "result must not be null");
-    FAILS(COMBINE(&from, wrong, weights, &to), TS_INVALID_ARGUMENT, "rows[2] must be 0 to 3, got 4");
-    FAILS(COMBINE(&from, rows, (char*)weights + 1, &to), TS_INVALID_ARGUMENT,
-          "weights must be aligned to 4 bytes");
-    FAILS(COMBINE(&from, rows, result, &to), TS_INVALID_ARGUMENT,
-          "weights and result must not overlap in memory");
-    FAILS(COMBINE(&from, rows, weights, &from), TS_INVALID_ARGUMENT, "y and result must not overlap");
+    INVALID(ts_combine(2, TS_FLOAT32, 2, 2, 16, &from, rows, weights, &to, NULL),
+            "device must be 0 or 1, got 2");
+    INVALID(ts_combine(TS_CPU, TS_INT8, 2, 2, 16, &from, rows, weights, &to, NULL),
+            "dtype must be 1 to 4, got 5");
+    INVALID(ts_combine(TS_CPU, TS_FLOAT32, -1, 2, 16, &from, rows, weights, &to, NULL),
+            "tokens must be 0 to 2147483647, got -1");
+    INVALID(ts_combine(TS_CPU, TS_FLOAT32, 2, -2, 16, &from, rows, weights, &to, NULL),
+            "choices must be 0 to 2147483647, got -2");
+    INVALID(ts_combine(TS_CPU, TS_FLOAT32, 1 << 20, 1 << 20, 16, &from, rows, weights, &to, NULL),
+            "tokens * choices must be 0 to 2147483647, got 1099511627776");
+    INVALID(ts_combine(TS_CPU, TS_FLOAT32, 2, 2, 24, &from, rows, weights, &to, NULL),
+            "features must be a multiple of 16, got 24");
+    INVALID(COMBINE(NULL, rows, weights, &to), "y must not be null");
+    INVALID(COMBINE(&from, NULL, weights, &to), "rows must not be null");
+    INVALID(COMBINE(&from, rows, weights, NULL), "result must not be null");
+    INVALID(COMBINE(&from, wrong, weights, &to), "rows[2] must be 0 to 3, got 4");
+    INVALID(COMBINE(&from, rows, (char*)weights + 1, &to), "weights must be aligned to 4 bytes");
+    INVALID(COMBINE(&from, rows, result, &to), "weights and result must not overlap in memory");
+    INVALID(COMBINE(&from, rows, weights, &from), "y and result must not overlap");
     other = from, other.layout = TS_COLUMN_MAJOR;
-    FAILS(COMBINE(&other, rows, weights, &to), TS_INVALID_ARGUMENT, "y.layout must be 0, got 1");
-    FAILS(GRADIENT(&from, rows, weights, &to, NULL, NULL), TS_INVALID_ARGUMENT,
-          "y_gradient must not be null where weights_gradient is");
-    FAILS(GRADIENT(NULL, rows, weights, &to, &gradient, of_weights), TS_INVALID_ARGUMENT,
-          "y must not be null");
-    FAILS(GRADIENT(&from, wrong, weights, &to, &gradient, of_weights), TS_INVALID_ARGUMENT,
-          "rows[2] must be 0 to 3, got 4");
-    FAILS(GRADIENT(&from, rows, weights, &to, &to, of_weights), TS_INVALID_ARGUMENT,
-          "gradient and y_gradient must not overlap in memory");
-    FAILS(GRADIENT(&from, rows, weights, &to, &gradient, of_y), TS_INVALID_ARGUMENT,
-          "y_gradient and weights_gradient must not overlap in memory");
-    FAILS(GRADIENT(&from, rows, weights, &to, &gradient, rows), TS_INVALID_ARGUMENT,
-          "rows and weights_gradient must not overlap in memory");
+    INVALID(COMBINE(&other, rows, weights, &to), "y.layout must be 0, got 1");
+    INVALID(GRADIENT(&from, rows, weights, &to, NULL, NULL),
+            "y_gradient must not be null where weights_gradient is");
+    INVALID(GRADIENT(NULL, rows, weights, &to, &gradient, of_weights), "y must not be null");
+    INVALID(GRADIENT(&from, wrong, weights, &to, &gradient, of_weights), "rows[2] must be 0 to 3, got 4");
+    INVALID(GRADIENT(&from, rows, weights, &to, &to, of_weights),
+            "gradient and y_gradient must not overlap in memory");
+    INVALID(GRADIENT(&from, rows, weights, &to, &gradient, of_y),
+            "y_gradient and weights_gradient must not overlap in memory");
+    INVALID(GRADIENT(&from, rows, weights, &to, &gradient, rows),
+            "rows and weights_gradient must not overlap in memory");
 #undef COMBINE
 #undef GRADIENT
 }

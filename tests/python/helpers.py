@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilesparse
 from tilesparse import BlockPattern, storage
 from tilesparse._checks import PACKED
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
@@ -358,6 +363,45 @@ def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: 
         ["tilesparse", "pytest", *(f"torch.distributed.{m}" for m in imported)]
     )
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
+
+
+_FORKS = """
+import __main__, json, os, sys, torch
+for line in sys.stdin:
+    program, arguments, folder = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number in range(3):
+        os.dup2(os.open(f"{folder}/{number}", os.O_RDWR | os.O_CREAT), number)
+    sys.argv[1:] = arguments
+    exec(program, vars(__main__))
+    sys.exit()
+"""
+
+
+@cache
+def _process_that_forks() -> subprocess.Popen[str]:
+    """With PyTorch imported, which takes longer than what most programs do with it."""
+    folders = Path(tilesparse.__file__).parents[1], Path(__file__).parent, os.environ.get("PYTHONPATH", "")
+    env, pipe = os.environ | {"PYTHONPATH": ":".join(map(str, folders))}, subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", _FORKS], stdin=pipe, stdout=pipe, env=env, text=True)
+
+
+def run_anew(program: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new process, which has imported nothing but PyTorch and finds the tests' modules."""
+    process = _process_that_forks()
+    assert process.stdin is not None and process.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        process.stdin.write(json.dumps([program, [str(each) for each in arguments], folder]) + "\n")
+        process.stdin.flush()
+        status = int(process.stdout.readline())
+        output, errors = (Path(folder, number).read_text() for number in "12")
+    done = subprocess.CompletedProcess([program], status, output, errors)
+    if check and status:
+        print(errors)  # pytest shows it where a test fails
+        done.check_returncode()
+    return done
 
 
 # Backends and numbers of processes; starting them takes longer than most scenes, so that all are in one test.

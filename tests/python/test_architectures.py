@@ -1,6 +1,7 @@
 """A tile is one row, and an architecture one folder and its line in cmake/Architectures.cmake.
 
-A copy of the sources gets one more architecture, whose kernels have no GPU code, and is built for it alone.
+A copy of the sources gets one more architecture, whose kernels have no GPU code, and is built for it alone,
+without the kernels of every architecture and of the CPU, which no choice of a kernel calls.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TEGRA = ("AGX Orin",)
 # All that the build looks at before it compiles.
 CUTLASS = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
 ASK = """
-import importlib.util, json, sys
+import importlib.util, json, os, sys
+sys.setdlopenflags(os.RTLD_LAZY)
 spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
 _C = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_C)
@@ -76,11 +78,23 @@ struct Stub {
     }                                                                   \\
     }
 """
+# In place of portable.cpp, and the other units that are left out.
+NO_STEPS = """
+#include "cpu/steps.h"
+
+namespace ts::cpu {
+const InstructionSet portable{};
+const InstructionSet& widest() { return portable; }
+}  // namespace ts::cpu
+"""
 
 
 def copy_sources(target: Path) -> None:
     """Copy the files that CMake reads, and add an architecture."""
     copy_for_any_processor(target)
+    for file in (*target.glob("cuda/*/*.cu"), *target.glob("cpp/src/cpu/*_portable.cpp")):
+        file.write_text("")
+    (target / "cpp/src/cpu/portable.cpp").write_text(NO_STEPS)
     folder = target / "cuda" / "sm86"
     folder.mkdir()
     for name, text in {"tiles.def": TILES, "stub.cuh": STUB}.items():
@@ -101,6 +115,8 @@ def build(sources: Path) -> None:
         "CMAKE_BUILD_TYPE": "Debug",  # which compiles sooner, and soonest so:
         "CMAKE_CXX_FLAGS_DEBUG": "-O0",
         "CMAKE_CUDA_FLAGS_DEBUG": "-Xcicc -O0 -Xptxas -O0",
+        "CMAKE_SHARED_LINKER_FLAGS": "-Wl,-z,lazy",
+        "TILESPARSE_STATIC": "OFF",
     }
     definitions = (f"-D{name}={value}" for name, value in options.items())
     run("cmake", "-G", "Ninja", "-S", sources, "-B", folder, *definitions)

@@ -6,17 +6,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, seeded, shuffled
+from helpers import DEVICES, run_anew, seeded, shuffled
 from mutilations import FIRST, SECOND, Bases, mutilations
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -139,7 +138,7 @@ def test_files_are_alike_in_a_fresh_process(tmp_path: Path) -> None:
         "    model = tilesparse.load(Net, f'{sys.argv[1]}/{name}')\n"
         "    tilesparse.save(model, f'{sys.argv[1]}/{name} again', max_shard_size=size)\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, cwd=Path(__file__).parent)
+    run_anew(code, tmp_path)
     for name in ("one", "several"):
         assert contents(tmp_path / name) == contents(tmp_path / f"{name} again")
 
@@ -417,16 +416,11 @@ def constant_in(folder: Path) -> float:
     return value
 
 
-PROGRAM = """
-import os, signal, sys
-import torch
-import tilesparse
-sys.path.insert(0, {tests!r})
-from test_checkpoint import constant
-folder, value, size = sys.argv[1:]
-model = constant(float(value))
-"""
 KILLED = """
+import os, signal, sys, tilesparse
+from test_checkpoint import constant
+folder, size = sys.argv[1:]
+model = constant(2)
 for step in range(1000):
     def traced(event, arguments, left=[step]):
         if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.chmod"):
@@ -444,17 +438,17 @@ for step in range(1000):
         break
 """
 SAVING = """
-sys.stdin.readline()
-for _ in range(10):
-    tilesparse.save(model, folder, max_shard_size=size)
+import os, sys, tilesparse
+from test_checkpoint import constant
+children = []
+for value, size in ((1, "5GB"), (2, "10KB")):
+    children.append(os.fork())
+    if children[-1] == 0:
+        for _ in range(10):
+            tilesparse.save(constant(value), sys.argv[1], max_shard_size=size)
+        os._exit(0)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
 """
-
-
-def running(program: str, *arguments: object) -> subprocess.Popen[str]:
-    source = PROGRAM.format(tests=str(Path(__file__).parent)) + program
-    env = os.environ | {"PYTHONPATH": str(Path(tilesparse.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", source, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
 
 
 @pytest.mark.parametrize("size", ["10KB", "5GB"])
@@ -463,7 +457,7 @@ def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
     tilesparse.save(constant(1), tmp_path / "old", max_shard_size="10KB" if size == "5GB" else "5GB")
     for step in range(100):
         shutil.copytree(tmp_path / "old", tmp_path / str(step))
-    steps = int(running(KILLED, tmp_path, 2, size).communicate(timeout=240)[0])
+    steps = int(run_anew(KILLED, tmp_path, size).stdout)
     found = [constant_in(tmp_path / str(step)) for step in range(steps + 1)]
     assert found == sorted(found) and set(found) == {1.0, 2.0} and steps > 10
     tilesparse.save(constant(3), tmp_path / str(steps - 1))
@@ -472,16 +466,13 @@ def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
 
 def test_saves_at_the_same_time(tmp_path: Path) -> None:
     """Of processes that are no ranks of each other: one is loaded, whole, meanwhile and afterwards."""
-    processes = [running(SAVING, tmp_path, *one) for one in ((1, "5GB"), (2, "10KB"))]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
     seen = set()
-    while any(process.poll() is None for process in processes):
-        if (tmp_path / CONFIG).exists():
-            seen.add(constant_in(tmp_path))
-    assert [process.wait() for process in processes] == [0, 0]
+    with ThreadPoolExecutor() as pool:
+        saving = pool.submit(run_anew, SAVING, tmp_path)
+        while not saving.done():
+            if (tmp_path / CONFIG).exists():
+                seen.add(constant_in(tmp_path))
+        saving.result()
     assert seen <= {1.0, 2.0} and constant_in(tmp_path) in seen
     assert all(path.is_file() and not path.name.startswith(".") for path in tmp_path.iterdir())
 
@@ -978,8 +969,7 @@ def test_peak_of_memory(size: str, tmp_path: Path) -> None:
         "before = peak(); tilesparse.load(build, sys.argv[1]); print(peak() - before)"
     )
     tilesparse.save(nn.Linear(2, 2), tmp_path / "small")
-    command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "small")]
-    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    grown = int(run_anew(code, tmp_path, tmp_path / "small").stdout)
     assert held * 0.9 < grown < held * 1.1 + 2e6
 
 

@@ -12,8 +12,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import pytest
 import scipy.io
 import scipy.sparse
 import torch
-from helpers import seeded
+from helpers import run_anew, seeded
 from mutilations import FIRST, SECOND
 from mutilations import damaged as damaged_at_random
 from safetensors.torch import load_file, save_file
@@ -475,8 +473,7 @@ def test_texts_are_not_in_memory(tmp_path: Path) -> None:
         "def peak(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
         "convert(sys.argv[1], None); before = peak(); convert(sys.argv[2], None); print(peak() - before)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "small.mtx"), str(path)]
-    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    grown = int(run_anew(code, tmp_path / "small.mtx", path).stdout)
     assert path.stat().st_size > 40e6 and grown < 5e6
 
 
@@ -776,8 +773,7 @@ for path in sys.argv[1:]:
     except Exception as error:
         print(error)
 """
-    folders = [str(DATA / kind) for kind in kinds]
-    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=True)
+    done = run_anew(code, *(DATA / kind for kind in kinds))
     assert done.stdout.count("tilesparse convert") == len(kinds)
     assert all(kind.split("+")[0] in done.stdout for kind in kinds)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from itertools import product
-from typing import Any
+from itertools import cycle, product
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 
+Case = TypeVar("Case")
 ROWS = [row for row in rows_of(CPU) if row.storage is None]
 
 
@@ -75,64 +76,45 @@ def random_pattern(grid: tuple[int, int], block_shape: tuple[int, int], density:
     return shuffled(pattern)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 7, 8])
-def test_few_tokens(row: Row, tokens: int) -> None:
-    """Of rows with more blocks than are multiplied in a row."""
-    draw = random.Random(f"{row} {tokens}")
-    for name in PATTERNS:
-        pattern = make_pattern(name, (3, 40), draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3]))))
-        options = draw.choice(OPTIONS[row.op])
-        check(
-            row,
-            Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), gap=draw.choice((0, 3)), **options),
-        )
-
-
 def only(*dtypes: torch.dtype, results: Iterable[torch.dtype] = ()) -> pytest.MarkDecorator:
     """Takes the rows of these dtypes alone, of results too unless others are given."""
     rows = [row for row in ROWS if row.dtype in dtypes and row.result in (results or dtypes)]
     return pytest.mark.parametrize("row", rows, ids=str, indirect=True)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 127])
-def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
-    draw = random.Random(f"{row} {tokens}")
-    for block_shape in product(BLOCK_SIZES, BLOCK_SIZES):
+def test_tokens_and_block_shapes(row: Row) -> None:
+    """Every shape with two of the numbers of tokens; which, differs from kernel to kernel."""
+    draw = random.Random(f"{row} tokens")
+    numbers = cycle(draw.sample((0, 1, 3, 17, 127), 5))
+    for block_shape in (*product(BLOCK_SIZES, BLOCK_SIZES),) * 2:
         pattern = random_pattern(draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)]), block_shape, 0.6)
         gap, options = draw.choice((0, 1, 5)), draw.choice(OPTIONS[row.op])
-        check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), gap=gap, **options))
+        check(row, Problem(pattern, next(numbers), *draw.choice(accepted_layouts(row)), gap=gap, **options))
 
 
-@pytest.mark.parametrize("more", [-1, 0, 17, 500])
-def test_chunks_of_tokens_for_each_thread(row: Row, more: int) -> None:
+def test_chunks_of_tokens_for_each_thread(row: Row) -> None:
     """From 96 tokens for each processor on."""
-    draw = random.Random(f"{row} {more}")
+    draw = random.Random(f"{row} chunks")
     processors = _C.device_info(CPU).multiprocessors
-    for block_shape in ((16, 32), (32, 16), (128, 64)):
-        pattern = random_pattern((2, 3), block_shape, 0.6)
-        options = draw.choice(OPTIONS[row.op])
+    shapes = cycle(draw.sample(((16, 32), (32, 16), (128, 64)), 3))
+    for more in (-1, 0, 17, 500):
+        pattern, options = random_pattern((2, 3), next(shapes), 0.6), draw.choice(OPTIONS[row.op])
         check(row, Problem(pattern, 96 * processors + more, *draw.choice(accepted_layouts(row)), **options))
 
 
-@only(torch.float64, torch.float32)
-@pytest.mark.parametrize("block_shape", [(16, 128), (128, 16)])
-def test_panels_beyond_the_cache(row: Row, block_shape: tuple[int, int]) -> None:
-    """They are multiplied in slices, of which some block rows have no entries."""
-    draw, tokens = random.Random(f"{row}"), 96 * _C.device_info(CPU).multiprocessors + 17
-    shape = (8192, 1152) if row.op == DDS_NN else (1152, 8192)
-    pattern = random_pattern((shape[0] // block_shape[0], shape[1] // block_shape[1]), block_shape, 0.03)
-    check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **draw.choice(OPTIONS[row.op])))
+def test_adversarial_patterns(row: Row) -> None:
+    """With two numbers of few tokens, in rows of more blocks than are multiplied in a row, and with many.
 
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_adversarial_patterns(row: Row, name: str) -> None:
-    draw = random.Random(f"{row} {name}")
-    for block_shape in draw.sample(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3])), 2):
-        pattern = make_pattern(name, (7, 10), block_shape)
-        options = draw.choice(OPTIONS[row.op])
-        check(
-            row, Problem(pattern, draw.choice((8, 40, 130)), *draw.choice(accepted_layouts(row)), **options)
-        )
+    Of the twelve patterns, four have the same number of few tokens.
+    """
+    draw = random.Random(f"{row} patterns")
+    few = draw.sample((1, 2, 4, 5, 7, 8), 6)
+    for place, name in enumerate(PATTERNS):
+        numbers = few[place % 6], few[(place + 1 + place // 6) % 6], draw.choice((40, 130))
+        for tokens, grid in zip(numbers, ((3, 40), (3, 40), (7, 10)), strict=True):
+            pattern = make_pattern(name, grid, draw.choice(list(product(BLOCK_SIZES[:3], BLOCK_SIZES[:3]))))
+            gap, options = draw.choice((0, 3)), draw.choice(OPTIONS[row.op])
+            check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), gap=gap, **options))
 
 
 def test_layouts_and_options(row: Row) -> None:
@@ -143,12 +125,29 @@ def test_layouts_and_options(row: Row) -> None:
         check(row, Problem(pattern, tokens, x_layout, y_layout, gap, **options))
 
 
+def share(row: Row, cases: list[Case], *dtypes: torch.dtype) -> list[Case]:
+    """The cases of a row where all dtypes of an instruction set and product divide them."""
+    same = [other for other in ROWS if (other.name, other.op) == (row.name, row.op)]
+    same = [other for other in same if not dtypes or other.dtype in dtypes]
+    return cases[same.index(row) % len(cases) :: min(len(same), len(cases))]
+
+
 def test_more_than_one_wave(row: Row) -> None:
     """More tokens and features than are packed at a time, in every order of sizes."""
     draw = random.Random(f"{row} waves")
-    for grid in ((3, 40), (40, 3), (20, 20)):
+    for grid in share(row, [(3, 40), (40, 3), (20, 20)]):
         check(row, Problem(random_pattern(grid, (32, 32), 0.1), 1000, *draw.choice(accepted_layouts(row))))
     check(row, Problem(random_pattern((65, 70), (16, 16), 0.05), 600, *draw.choice(accepted_layouts(row))))
+
+
+@only(torch.float64, torch.float32)
+def test_panels_beyond_the_cache(row: Row) -> None:
+    """They are multiplied in slices, of which some block rows have no entries."""
+    draw, tokens = random.Random(f"{row}"), 96 * _C.device_info(CPU).multiprocessors + 17
+    shape = (8192, 1152) if row.op == DDS_NN else (1152, 8192)
+    for bn, bk in share(row, [(16, 128), (128, 16)], torch.float64, torch.float32):
+        pattern = random_pattern((shape[0] // bn, shape[1] // bk), (bn, bk), 0.03)
+        check(row, Problem(pattern, tokens, *draw.choice(LAYOUTS), **draw.choice(OPTIONS[row.op])))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.of_any_block], ids=str, indirect=True)

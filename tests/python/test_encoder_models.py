@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,14 @@ def made(name: str, density: float = 0.5, **options: Any) -> Any:
     return model
 
 
-def prepared(name: str, density: float = 0.5) -> tuple[Any, Any, BlockSparseEncoder]:
-    """A model, the same one prepared, and its encoder."""
-    model = made(name, density)
+def prepared(name: str) -> tuple[Any, Any, BlockSparseEncoder]:
+    """Copies of a model, of the same one prepared, and of its encoder."""
+    return copy.deepcopy(original(name))
+
+
+@cache
+def original(name: str) -> tuple[Any, Any, BlockSparseEncoder]:
+    model = made(name)
     twin = copy.deepcopy(model)
     report = prepare_for_inference_(twin, batch_of(name))
     assert len(report.facts["encoders"]) == 1, str(report)
@@ -109,7 +115,7 @@ def prepared(name: str, density: float = 0.5) -> tuple[Any, Any, BlockSparseEnco
 
 @pytest.fixture(scope="module", params=MAKERS)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any, Any, BlockSparseEncoder]]:
-    yield (request.param, *prepared(request.param))
+    yield (request.param, *original(request.param))
 
 
 @torch.no_grad()
@@ -170,9 +176,11 @@ def masks() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", masks())
-@pytest.mark.parametrize("name", sorted(MAKERS.keys() - IMAGES))
-def test_masks_that_are_no_lengths_are_right(name: str, kind: str) -> None:
-    model, twin, encoder = prepared(name)
+@pytest.mark.parametrize("pair", [name for name in MAKERS if name not in IMAGES], indirect=True)
+def test_masks_that_are_no_lengths_are_right(
+    pair: tuple[str, Any, Any, BlockSparseEncoder], kind: str
+) -> None:
+    name, model, twin, encoder = pair
     mask = masks()[kind]
     batch, count = text([9, 9]) | {"attention_mask": mask}, encoder.count
     found = hidden(twin, batch).where(mask.bool()[..., None], 0)

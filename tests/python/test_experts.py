@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, seeded
+from helpers import DEVICES, run_anew, seeded
 from torch import Tensor, nn
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from zoo import ZOO
@@ -631,7 +629,6 @@ def test_experts_are_not_spread_over_processes() -> None:
 
 RELOAD = """
 import sys, torch, tilesparse as ts, transformers
-sys.path.insert(0, {tests!r})
 from zoo import ZOO
 for path in sys.argv[1:]:
     kind, how = path.rpartition("/")[2].split("-")[:2]
@@ -651,8 +648,7 @@ def come_back(models: dict[str, Any], path: Path) -> None:
             ts.save(model, path / name, max_shard_size="100KB")
         else:
             model.save_pretrained(path / name, max_shard_size="100KB")
-    script = RELOAD.format(tests=str(Path(__file__).parent))
-    subprocess.run([sys.executable, "-c", script, *(str(path / name) for name in models)], check=True)
+    run_anew(RELOAD, *(path / name for name in models))
     for own, model in models.items():
         state, logits = torch.load(path / own / "out.pt")
         assert set(state) == set(model.state_dict())

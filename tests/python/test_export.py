@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, randn, seeded
+from helpers import DEVICES, randn, run_anew, seeded
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,7 +95,7 @@ def loads_packages_for_gpus(tmp_path: Path) -> bool:
     x = torch.ones(3, 64, device="cuda")
     aoti_compile(exported_for_any_batch(nn.Linear(64, 64, device="cuda"), x), tmp_path, None)
     script = "import sys, torch; torch.ones(1, device='cuda'); torch._inductor.aoti_load_package(sys.argv[1])"
-    return subprocess.run([sys.executable, "-c", script, str(tmp_path / "program.pt2")]).returncode == 0
+    return run_anew(script, tmp_path / "program.pt2", check=False).returncode == 0
 
 
 def in_a_new_process(
@@ -116,7 +115,7 @@ def in_a_new_process(
         loads=loads,
     )
     arguments = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "results.pt")]
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    done = run_anew(script, *arguments, check=False)
     if done.returncode == -signal.SIGSEGV and x.is_cuda and not loads_packages_for_gpus(tmp_path):
         pytest.skip(
             f"PyTorch {torch.__version__} crashes here when it loads a package of nn.Linear for a GPU"

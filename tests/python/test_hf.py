@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from helpers import SIZES
+from helpers import SIZES, run_anew
 from huggingface_hub import PyTorchModelHubMixin
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -147,14 +144,6 @@ def written(folder: Path) -> dict[str, Any]:
     return config
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """In a new process."""
-    source = Path(tilesparse.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_are_saved_and_loaded_bit_for_bit(tmp_path: Path, kind: str, storage: str) -> None:
@@ -228,8 +217,7 @@ def test_importing_tilesparse_first_suffices_in_a_fresh_process(tmp_path: Path) 
     model = patched("gpt2", nm=(2, 4), storage="int8")
     model.save_pretrained(tmp_path)
     torch.save(inputs(), tmp_path / "inputs")
-    done = run(TILESPARSE_FIRST, tmp_path, tmp_path / "inputs", tmp_path / "logits")
-    assert done.returncode == 0, done.stderr
+    run_anew(TILESPARSE_FIRST, tmp_path, tmp_path / "inputs", tmp_path / "logits")
     assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
 
 
@@ -247,8 +235,7 @@ assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64, block_shape=32)
 
 @pytest.mark.parametrize("name", ["base.HfQuantizer._dequantize"])
 def test_another_transformers_without_these_names_costs_a_warning(name: str) -> None:
-    done = run(RENAMED.format(name=name))
-    assert done.returncode == 0, done.stderr
+    done = run_anew(RENAMED.format(name=name))
     assert done.stdout.startswith("tilesparse does not know this release of transformers.quantizers.auto: ")
     assert "from_pretrained will not load block-sparse layers" in done.stdout
     assert name.rpartition(".")[2] in done.stdout
@@ -277,8 +264,7 @@ print(sum(isinstance(layer, tilesparse.BlockSparseLinear) for layer in model.mod
 
 def test_without_tilesparse_loading_is_refused(tmp_path: Path) -> None:
     patched("llama", storage="int8").save_pretrained(tmp_path)
-    done = run(WITHOUT_TILESPARSE, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_anew(WITHOUT_TILESPARSE, tmp_path)
     assert done.stdout.split() == [*["RuntimeError"] * 3, "ValueError", str(LAYERS["llama"])]
     assert "Unknown quantization type, got tilesparse" in done.stderr
 

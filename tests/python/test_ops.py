@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, random_values, seeded
+from helpers import DEVICE_DTYPES, DEVICES, Recorder, make_pattern, randn, random_values, run_anew, seeded
 from torch import Tensor, func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -448,9 +447,7 @@ def test_private_names_of_pytorch_may_be_missing(_reading: None) -> None:
         "_C._dispatch_tls_local_include_set",
         "profiler._is_profiler_enabled",
     )
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT, *names]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_anew(WITHOUT, *names)
 
 
 def test_hessians_by_reverse_mode_and_what_forward_mode_says() -> None:

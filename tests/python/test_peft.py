@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import DEVICES, dense_weight, randn, seeded
+from helpers import DEVICES, dense_weight, randn, run_anew, seeded
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -147,8 +145,7 @@ def test_a_saved_adapter_works_in_a_fresh_process(
     torch.save({"x": x, "y": model(x), "state": Network(**options).state_dict()}, tmp_path / "expected.pt")
     program = f"""
 {first}
-import sys, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
 expected = torch.load({str(tmp_path / "expected.pt")!r})
 from test_peft import Network
 model = Network(**{options!r})
@@ -156,7 +153,7 @@ model.load_state_dict(expected["state"])
 model = peft.PeftModel.from_pretrained(model, {str(tmp_path)!r})
 assert torch.equal(model(expected["x"]), expected["y"])
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_anew(program)
 
 
 RENAMED = """
@@ -188,7 +185,7 @@ print(*(str(warning.message) for warning in caught), sep="\\n")
 @pytest.mark.parametrize("first", ["tilesparse", "peft.tuners.lora.model, peft.tuners.tuners_utils"])
 def test_another_peft_without_these_names_is_imported_with_warnings(first: str) -> None:
     program = RENAMED.replace("ORDER", first)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_anew(program)
     text = done.stdout.splitlines()
     assert len(text) == 3 and all("tilesparse does not know this release of peft" in line for line in text)
     for consequence in ("LoRA of block-sparse layers will be refused", '"all-linear"', "merging may end"):

@@ -23,7 +23,7 @@ from tilesparse import _C, BlockPattern, BlockSparseLinear
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(_C.__file__).parent
 IN, OUT = 128, 64
-FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -g -fsanitize=address,undefined"
+FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -g1 -fsanitize=address,undefined"
 FOUND = {  # by a sanitizer; beside a GPU's driver, which takes addresses for itself
     "ASAN_OPTIONS": "exitcode=99:protect_shadow_gap=0",
     "UBSAN_OPTIONS": "halt_on_error=1:exitcode=99",

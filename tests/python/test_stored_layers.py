@@ -44,6 +44,10 @@ MASKED = ["masked", "transposable"]
 STORED = [name for name in LAYERS if name != "plain" and name not in MASKED]
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
+# Masked layers also as where a kernel reads compressed values: the fixture `compressed` changes no others.
+in_every_way = pytest.mark.parametrize(
+    ("name", "compressed"), [*product(LAYERS, [False]), *product(MASKED, [True])], indirect=["compressed"]
+)
 
 
 def make(name: str, seed: int = 0, **options: Any) -> Any:
@@ -642,7 +646,7 @@ def test_moves_to_another_device_and_back(name: str) -> None:
     assert torch.equal(layer(x), expected)
 
 
-@every_layer
+@in_every_way
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
 @on_every_device
 @pytest.mark.usefixtures("compressed")
@@ -663,7 +667,7 @@ def test_autocast(device: str, policy: str, name: str) -> None:
 # ---- compiled, exported and transformed ----
 
 
-@every_layer
+@in_every_way
 @on_every_device
 @pytest.mark.usefixtures("compressed")
 def test_compiles_without_graph_breaks_and_follows_what_is_loaded(device: str, name: str) -> None:
@@ -689,7 +693,7 @@ def test_exports(name: str) -> None:
     torch.testing.assert_close(module(x), other(x))
 
 
-@every_layer
+@in_every_way
 @pytest.mark.usefixtures("compressed")
 def test_transforms(name: str) -> None:
     dtype = torch.float32 if "W8A8" in name else torch.float64
