@@ -22,7 +22,6 @@ import bench_cpu
 import bench_cpu_eight_bits
 import bench_experts
 import bench_host
-import bench_looks
 import bench_models
 import bench_parallel
 import bench_storages
@@ -291,12 +290,6 @@ def check_host(cases: list[dict[str, Any]]) -> None:
         assert result["ratio"] == pytest.approx(result["host_us"] / result["dense_host_us"], rel=1e-2)
 
 
-def check_looks(cases: list[dict[str, Any]]) -> None:
-    for case in cases:
-        assert [result["contender"] for result in case["results"]] == ["with", "without"]
-        assert all(result[name] > 0 for result in case["results"] for name in bench_looks.TIMES)
-
-
 def check_experts(cases: list[dict[str, Any]]) -> None:
     layers, cases = cases[16:], cases[:16]
     assert [[result["op"] for result in case["results"]] for case in layers] == [
@@ -353,9 +346,6 @@ SMOKE = {
     "host": Smoke(bench_host, "--device cpu --rounds 3", {}, check_host),
     "host in int8": Smoke(
         bench_host, "--device cpu --rounds 3 --activations int8 --tokens 4", {}, check_host
-    ),
-    "looks": Smoke(
-        bench_looks, "--device cpu --rounds 1", {"LAYERS": [(64, 96, 32)], "SECONDS": 0.01}, check_looks
     ),
     "experts": Smoke(
         bench_experts, f"--device cpu --repetitions 1 {EXPERTS}", {"LAYER": LAYER}, check_experts
