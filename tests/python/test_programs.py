@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_cpu
-import bench_cpu_eight_bits
 import bench_experts
 import bench_host
 import bench_models
@@ -27,7 +26,6 @@ import bench_parallel
 import bench_storages
 import bench_two_four
 import bench_vllm
-import break_even
 import documents
 import harness
 import kernel_cases
@@ -301,7 +299,7 @@ def check_experts(cases: list[dict[str, Any]]) -> None:
 
 
 def check_cpu(cases: list[dict[str, Any]]) -> None:
-    assert len(cases) == 5 * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
+    assert len(cases) == (5 + 3) * len(bench_cpu.BLOCKS) * len(bench_cpu.DENSITIES)
     assert all(case["kernel"].startswith("cpu_") and not case["wrong"] for case in cases)
 
 
@@ -356,7 +354,7 @@ SMOKE = {
     "storages": Smoke(
         bench_storages, "--device cpu --repetitions 1", {"CASES": one_of_each_section()}, check_storages
     ),
-    "cpu": Smoke(bench_cpu, "--dtypes float32 --repetitions 1", {"LAYERS": ((128, 192),)}, check_cpu),
+    "cpu": Smoke(bench_cpu, "--dtypes float32 int8 --repetitions 1", {"LAYERS": ((128, 192),)}, check_cpu),
 }
 
 
@@ -369,24 +367,6 @@ def test_benchmarks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "results.json"
     assert program.main([*arguments.split(), "--output", str(path)]) == 0
     check(json.loads(path.read_text())["cases"])
-
-
-def test_products_of_int8_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_cpu_eight_bits, "SHAPES", ((128, 192),))
-    path = tmp_path / "int8.json"
-    sizes = "--repetitions 1 --tokens 3 --blocks 32 64 --densities 0.5"
-    bench_cpu_eight_bits.main([*sizes.split(), "--output", str(path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and lines[3].startswith("| 128 → 192 | 3 | 0.5 | 32 | cpu_")
-    assert len({line.count("|") for line in lines[1:]}) == 1
-    cases = json.loads(path.read_text())["cases"]
-    assert all(case["speedup"] > 0 and set(case["own_us"]) == {"float32", "bfloat16"} for case in cases)
-    report.main([str(path)])
-    assert re.search(
-        r"\| 128 → 192 \| 0.5 \| .* ms \(\w+\) \|.*×, .*× \|.*×, .*× \|", capsys.readouterr().out
-    )
 
 
 @pytest.mark.parametrize(
@@ -402,13 +382,13 @@ def test_products_of_int8_on_a_cpu(
     ],
 )
 def test_break_even_is_where_times_cross(times: dict[float, float], density: float) -> None:
-    assert break_even.crossing(times) == pytest.approx(density)
+    assert report.crossing(times) == pytest.approx(density)
 
 
 def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
     names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
     documents = [stored.document(RESULTS / name) for name in names]
-    assert json.loads(info.BREAK_EVEN.read_text()) == break_even.break_even(documents)
+    assert json.loads(info.BREAK_EVEN.read_text()) == report.break_even(documents)
 
 
 def test_parallel_training_is_measured(tmp_path: Path) -> None:

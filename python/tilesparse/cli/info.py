@@ -26,7 +26,7 @@ STORED = tuple(  # all but dense blocks in the dtype of the activations: a stora
     for storage in (0, 1)
     if (storage or dtype) and not (storage and dtype == _checks.SCALED[_checks.PACKED])
 )
-BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
+BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/report.py --break-even
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
