@@ -37,8 +37,7 @@ EXPERT_FORMS = ((128, 1.0), (64, 0.5))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = result_parser(__doc__, "activations.json", 60)
-    parser.add_argument("--repetitions", type=int, default=30, help="(%(default)s)")
+    parser = result_parser(__doc__, "activations.json", repetitions=30)
     add_names(parser, "--sections", ("mlp", "experts"))
     return run_benchmark(parsed(parser, argv), run)
 

@@ -16,11 +16,11 @@ OpenVINO's. Memory is the most that a process takes in a call, above what it too
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -52,26 +52,6 @@ DENSE = (
     "openvino int8",
 )
 SPARSE = "tilesparse int8"
-# Settings that keep libraries from newer instructions than these, and the libraries that have one: OpenVINO
-# 2026.4 fails with less than AVX-512.
-LIMITS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "avx2": (
-        ("torch",),
-        {
-            "TILESPARSE_KERNEL": "cpu_avx2",
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "ATEN_CPU_CAPABILITY": "avx2",
-        },
-    ),
-    "avx512_vnni": (
-        ("torch", "openvino"),
-        {
-            "TILESPARSE_KERNEL": "cpu_avx512_vnni",
-            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
-            "ATEN_CPU_CAPABILITY": "avx512",
-        },
-    ),
-}
 CASES: dict[str, dict[str, list[int]]] = {  # of each model: lengths of texts, or patches of images
     "minilm": {
         "1 × 32": [32],
@@ -284,27 +264,20 @@ class Process:
         command = [sys.executable, __file__, "--contender", name, "--folder", str(arguments.folder)]
         command += ["--model", model, "--threads", str(arguments.threads)]
         command += [] if density is None else ["--density", str(density)]
-        pipe, settings = subprocess.PIPE, LIMITS[arguments.limit][1] if arguments.limit else {}
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | settings,
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
         )
 
     def answer(self, turn: dict[str, Any] | None = None) -> Any:
         """Return the answer to a turn, or None of a process that has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             if turn is not None:
                 print(json.dumps(turn), file=self._process.stdin, flush=True)
             while line := self._process.stdout.readline():
                 if line.startswith(("[", '"')):
                     return json.loads(line)
-        except BrokenPipeError:
-            pass
         return None
 
     def end(self) -> None:
@@ -315,8 +288,6 @@ class Process:
 def compare(arguments: argparse.Namespace) -> None:
     document: dict[str, Any] = {"environment": machine(arguments.commit)}
     document["arguments"] = {"threads": arguments.threads, "turn": arguments.turn, "rounds": {}}
-    if arguments.limit:
-        document["arguments"]["limit"] = arguments.limit
     document["cases"] = []
     for model in arguments.models:
         processes = started(arguments, model)
@@ -346,8 +317,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def started(arguments: argparse.Namespace, model: str) -> list[Process]:
     """Start the contenders one after the other."""
-    limited = LIMITS[arguments.limit][0] if arguments.limit else ("",)
-    names: list[tuple[str, float | None]] = [(name, None) for name in DENSE if name.startswith(limited)]
+    names: list[tuple[str, float | None]] = [(name, None) for name in DENSE]
     names += [(SPARSE, density) for density in arguments.densities]
     processes = []
     for name, density in names:
@@ -385,9 +355,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepare", action="store_true", help="write the models, and nothing else")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--densities", type=float, nargs="+", default=(1.0, 0.5, 0.25))
-    parser.add_argument(
-        "--limit", choices=LIMITS, help="instructions; libraries without a limit are left out"
-    )
     parser.add_argument("--threads", type=int, default=2, help="of each contender (%(default)s)")
     parser.add_argument("--turn", type=float, default=0.4, help="seconds of a turn (%(default)s)")
     parser.add_argument("--seconds", type=float, default=70, help="of a model's rounds, about (%(default)s)")

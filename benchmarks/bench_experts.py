@@ -33,6 +33,7 @@ from harness import (
     relative_error,
     result_parser,
     run_benchmark,
+    sizes,
     steady_times,
     subset,
     warm_up,
@@ -239,16 +240,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(SHAPES[name] if name in SHAPES else _custom_shape(name) for name in name_list(text))
-
-
-def _custom_shape(text: str) -> Shape:
-    sizes = text.split("x")
-    if len(sizes) != 5 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(
-            f"{text} is neither a named shape nor experts x out x in x top_k x tokens"
-        )
-    return Shape(text, *map(int, sizes))
+    names = "experts x out x in x top_k x tokens"
+    return tuple(SHAPES.get(name) or Shape(name, *sizes(name, names)) for name in name_list(text))
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -8,13 +8,12 @@ measurement, so that all see the same machine; those that wait take no processor
 since others may share the machine. Prefill is four prompts of 500 tokens at once; decode is the time of 33
 tokens of each sequence less that of the first.
 
-Results are added to what the file has: --only measures some models, always beside the dense one.
+--only measures some models, always beside the dense one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -141,19 +140,17 @@ def measure_round(servers: dict[str, Server], measures: Sequence[str]) -> dict[t
     return {(name, measure): server.ask(measure) for measure in measures for name, server in servers.items()}
 
 
-def added(
-    cases: list[dict[str, Any]], rounds: Sequence[dict[tuple[str, str], float]]
-) -> list[dict[str, Any]]:
-    """Return the cases with those of these rounds in place of older ones of the same model and measure."""
+def cases_of(rounds: Sequence[dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
+    """Return the best of the rounds for each model and measure, beside the dense one's."""
     best = {key: max(each[key] for each in rounds) for key in rounds[0]}
-    found = {(case["model"], case["measure"]): case for case in cases}
+    found = []
     for (name, measure), rate in best.items():
         if name != DENSE:
             dense = best[DENSE, measure]
             case = {"model": name, "measure": measure, "tokens_per_second": rate}
             case |= {"dense_tokens_per_second": dense, "speedup": rate / dense}
-            found[name, measure] = case
-    return list(found.values())
+            found.append(case)
+    return found
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -161,7 +158,6 @@ def compare(arguments: argparse.Namespace) -> None:
     names = [DENSE, *(name for name in MODELS if name != DENSE and name in (arguments.only or MODELS))]
     folders = {name: make_checkpoint(arguments.folder, name, arguments) for name in names}
     output = arguments.output
-    cases = json.loads(output.read_text())["cases"] if output and output.exists() else []
     with ExitStack() as stack:
         servers = {name: Server(folder, stack) for name, folder in folders.items()}
         for server in servers.values():
@@ -175,7 +171,7 @@ def compare(arguments: argparse.Namespace) -> None:
                 "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
                 "rounds": len(rounds),
                 "load_average": os.getloadavg(),  # of which this takes its threads
-                "cases": added(cases, rounds),
+                "cases": cases_of(rounds),
             }
             if output:
                 write_json(output, document)

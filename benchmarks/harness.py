@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import time
 import warnings
@@ -150,17 +149,15 @@ def within_budget(
 
 
 def run_benchmark(
-    arguments: argparse.Namespace,
-    run: Callable[[argparse.Namespace, dict[str, Any]], None],
-    **sections: list[dict[str, Any]],
+    arguments: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], None]
 ) -> int:
     """Lets ``run`` fill a document and writes it; exit status 1 if an output was wrong, the GPU gave up or
     nothing could be measured.
 
-    The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
-    which shall have "results".
+    The document describes the machine and the arguments and has empty "cases", each of which shall have
+    "results".
     """
-    document = described(arguments, **sections)
+    document = described(arguments)
     lost = False
     try:
         run(arguments, document)
@@ -348,11 +345,6 @@ def judged(error: float | None, tolerance: float) -> dict[str, Any]:
     return {"error": error, "wrong": error is None or error > tolerance}
 
 
-def host_microseconds(call: Callable[[], Tensor], batches: int = 9) -> float:
-    """Median time in which the host issues one call; the GPU's work must be shorter than that."""
-    return statistics.median(host_batch(call) for _ in range(batches))
-
-
 def host_batch(call: Callable[[], object]) -> float:
     """Microseconds of the host for one of many calls in a row."""
     if torch.cuda.is_available():
@@ -379,6 +371,14 @@ def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 def name_list(text: str) -> tuple[str, ...]:
     """The names in an argument like ``a,b``."""
     return tuple(part for part in text.split(",") if part)
+
+
+def sizes(text: str, names: str) -> tuple[int, ...]:
+    """The sizes in an argument like ``8x1024``, of which there are names like ``out x in``."""
+    parts = text.split("x")
+    if len(parts) != len(names.split(" x ")) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is neither a known name nor {names}")
+    return tuple(map(int, parts))
 
 
 def block_list(text: str) -> tuple[tuple[int, int], ...]:

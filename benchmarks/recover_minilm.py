@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import packaged, rate_of
-from harness import block_list, positive, run_benchmark
+from harness import block_list, positive, result_parser, run_benchmark
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -302,10 +302,7 @@ def fitted(report: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, required=True)
+    parser = result_parser(__doc__, "minilm.json", seed=True)
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--kinds", type=Path, help="a folder that texts.py has written")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
@@ -320,9 +317,7 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=512, help="texts per step")
     parser.add_argument("--steps", type=positive, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
-    parser.add_argument("--commit")
     return run_benchmark(parser.parse_args(), measure)
 
 

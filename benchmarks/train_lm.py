@@ -13,16 +13,15 @@ time and ends at 0.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import rate_of
 from documents import sources
-from harness import run_benchmark, write_json
+from harness import result_parser, run_benchmark, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -188,7 +187,7 @@ class Contender:
 
 def cosine(progress: float) -> float:
     """Return the cosine schedule, from 1 down to 0."""
-    return (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return rate_of(progress, 0.0)
 
 
 def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -266,9 +265,8 @@ def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser. Its defaults are for one H200."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = result_parser(__doc__, "train_lm.json", device=True)
     add = made.add_argument
-    add("--output", type=Path, default=Path("train_lm.json"), help="results as JSON (%(default)s)")
     add(
         "--contenders",
         type=lambda names: names.split(","),
@@ -286,20 +284,13 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="(%(default)s)")
     add("--block", type=int, default=128, help="rows and columns of a block (%(default)s)")
     add("--lr", type=float, default=6e-4, help="of dense weights (%(default)s)")
-    add(
-        "--rule",
-        choices=("fitted", "mup"),
-        default="fitted",
-        help="for sparse weights (%(default)s)",
-    )
+    add("--rule", choices=("fitted", "mup"), default="fitted", help="for sparse weights (%(default)s)")
     add("--fraction", type=float, default=0.3, help="of blocks that each update moves (%(default)s)")
     add("--updates", type=int, default=80, help="of patterns, in three quarters of the time (%(default)s)")
     add("--events", type=int, default=8, help="at which gradual removes blocks (%(default)s)")
     add("--evaluations", type=int, default=10, help="validations during training (%(default)s)")
     add("--megabytes", type=int, default=400, help="of text, at most (%(default)s)")
     add("--no-compile", dest="compile", action="store_false", help="train eagerly")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    add("--commit", help="of the sources (default: ask git)")
     return made
 
 
