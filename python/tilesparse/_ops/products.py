@@ -180,7 +180,6 @@ _EXPAND = _of_one_factor(launch.expand), schemas.expand_fake, _expand_gradients
 EXPAND = differentiable("expand", 1, _EXPAND, looks=True)
 _GATHER = _of_one_factor(launch.gather), schemas.gather_fake, _gather_gradients
 GATHER = differentiable("gather", 1, _GATHER)
-SDD_TN_INTO = register("sdd_tn_into", 2, launch.sdd_into, schemas.sdd_tn_into_fake)
 _ROW_SCALES = register("row_scales", 1, _of_one_factor(launch.row_scales), schemas.row_scales_fake)
 _GROUP_SUMS = register_plainly(
     "group_sums", launch.group_sums, _group_sums_fake, gradients=(_gradient_of_sums, _keep_offsets)
@@ -203,7 +202,6 @@ for _name, _takes in (
     ("dds_nn", schemas.OF_DDS_NN),
     ("sdd_tn", schemas.OF_SDD_TN),
     ("sdd_tn_with_bias", ()),
-    ("sdd_tn_into", ()),
 ):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(partial(_flops, _takes))
 
