@@ -42,7 +42,7 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseExperts, functional, storage
+from tilesparse import BlockPattern, BlockSparseExperts, BlockSparseMatrix, functional, storage
 from tilesparse import _checks as products
 from tilesparse._runtime.device import DDS_NT
 from tilesparse._runtime.launch import dds
@@ -147,10 +147,7 @@ class Operands:
 
     def dense(self, case: Case) -> Tensor:
         """[E, out, in] of the same values, so that the dense products check the sparse ones."""
-        (bn, bk), (rows, columns) = case.block_shape, self.pattern.grid
-        weight = self.values.new_zeros(rows, columns, bn, bk)
-        weight[self.pattern.block_indices()] = self.values
-        whole = weight.transpose(1, 2).reshape(self.pattern.shape)
+        whole = BlockSparseMatrix(self.values, self.pattern).to_dense()
         return whole.view(case.shape.experts, case.shape.out_features, case.shape.in_features)
 
     def randomize_weight(self) -> None:
@@ -477,9 +474,7 @@ def _exact(op: str, operands: Operands) -> Tensor:
         results.append(left.float() @ right.float())
     if op != "dw":
         return torch.cat(results)
-    (bn, bk), (rows, columns) = operands.pattern.block_shape, operands.pattern.grid
-    blocks = torch.cat(results).view(rows, bn, columns, bk).transpose(1, 2)
-    return blocks[operands.pattern.block_indices()]
+    return BlockSparseMatrix.from_dense(torch.cat(results), operands.pattern).values
 
 
 def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -27,6 +27,7 @@ from harness import (
     name_list,
     parsed,
     poisoned,
+    print_result,
     recording,
     relative_error,
     result_parser,
@@ -130,7 +131,8 @@ def _measure_case(
         for name, prepare in prepares.items():
             with measuring(record, contender=name) as result:
                 result |= _measure(problem, prepare, timer, arguments.repetitions)
-                _print_result(result)
+                notes = (str(result[key]) for key in ("kernel", "meta") if key in result)
+                print_result(name, result, f"eta {result['efficiency']:.2f}", *notes)
 
 
 def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int) -> dict[str, Any]:
@@ -145,18 +147,6 @@ def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int)
         **judged(error, PRECISIONS[problem.case.precision].tolerance),
         **prepared.details,
     }
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    notes = [str(result[key]) for key in ("kernel", "meta") if key in result]
-    error = "not finite" if result["error"] is None else f"{result['error']:.1e}"
-    notes += [flag.upper() for flag in ("unsteady", "wrong") if result[flag]]
-    print(
-        f"  {result['contender']:24}{result['t_us']:10.1f} us  eta {result['efficiency']:.2f}  "
-        f"{result['speedup']:6.2f}x dense  {result['tflops']:6.1f} TFLOP/s  {result['gb_per_s']:7.1f} GB/s  "
-        f"error {error}  {' '.join(notes)}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

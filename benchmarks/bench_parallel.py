@@ -190,7 +190,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 ]
                 compare(document["cases"], record)
             if first:
-                _print(record)
+                print(contender, way, record["results"], flush=True)
                 write_json(arguments.output, document)
 
 
@@ -206,22 +206,6 @@ def compare(cases: Sequence[dict[str, Any]], record: dict[str, Any]) -> None:
         apart = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], alone, strict=True))
         result["loss_difference"] = apart
         result["wrong"] = not apart <= TOLERANCE
-
-
-def _print(record: dict[str, Any]) -> None:
-    if not record["results"]:
-        return
-    slowest = max(record["results"], key=lambda result: float(result["step_ms"]))
-    peak = slowest["peak_bytes"]
-    figures = {
-        "ms": slowest["step_ms"],
-        "GB at the peak": None if peak is None else peak / 1e9,
-        "first loss": slowest["losses"][0],
-        "last loss": slowest["losses"][-1],
-        "apart": slowest.get("loss_difference"),
-    }
-    text = ", ".join(f"{figure:.4g} {name}" for name, figure in figures.items() if figure is not None)
-    print(f"{record['contender']:6} {record['way']:4} {text}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

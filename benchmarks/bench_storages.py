@@ -26,6 +26,7 @@ from harness import (
     measuring,
     parsed,
     poisoned,
+    print_result,
     recording,
     relative_error,
     result_parser,
@@ -223,7 +224,8 @@ def _measure(
                 **judged(error, TOLERANCE),
                 **contender.details,
             }
-            _print_result(result)
+            notes = [f"{result['speedup_over_plain']:.2f}x plain", result.get("kernel", "")]
+            print_result(name, result, *notes)
 
 
 def _stored(layer: Layer, x: Tensor, name: str) -> Contender:
@@ -259,19 +261,6 @@ def _tinygemm(layer: Layer, x: Tensor) -> Contender:
         lambda: torch.ops.aten._weight_int4pack_mm(x, packed, TINYGEMM_GROUP, with_zeros),
         exact,
         {"stored_bytes": packed.nbytes + with_zeros.nbytes},
-    )
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    notes = [result["kernel"]] if "kernel" in result else []
-    notes += [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
-    if "stored_bytes" in result:
-        notes.append(f"{result['stored_bytes'] / result['t_us'] / 1e6:.2f} TB/s of stored bytes")
-    error = "not finite" if result["error"] is None else f"{result['error']:.1e}"
-    print(
-        f"  {result['contender']:24}{result['t_us']:10.1f} us  {result['speedup_over_plain']:6.2f}x plain  "
-        f"{result['speedup']:6.2f}x dense  error {error}  {' '.join(notes)}",
-        flush=True,
     )
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -267,6 +268,17 @@ class Times(NamedTuple):
         return {**own, "speedup": round(self.speedup, 4), "repetitions": self.repetitions}
 
 
+def print_result(name: str, result: dict[str, Any], *notes: str) -> None:
+    """Print a line about a result that has `Times.record`, and perhaps what `judged` returns."""
+    flags = [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
+    error = f"error {result['error']:.1e}" if result.get("error") is not None else ""
+    t_us, speedup = result["t_us"], result["speedup"]
+    print(
+        f"  {name:24}{t_us:12.1f} us {speedup:6.2f}x dense  {error}  {'  '.join((*notes, *flags))}",
+        flush=True,
+    )
+
+
 def steady_times(
     sparse: Callable[[], Tensor],
     dense: Callable[[], Tensor],
@@ -353,6 +365,46 @@ def host_batch(call: Callable[[], object]) -> float:
     for _ in range(HOST_CALLS):
         call()
     return 1e6 * (time.perf_counter() - start) / HOST_CALLS
+
+
+ANSWER = "ANSWER "  # begins the lines of a worker that are its own
+
+
+class Worker:
+    """A contender in a process of its own, which waits while others are timed."""
+
+    def __init__(self, *command: str) -> None:
+        self._process: Any = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.answer()
+
+    def ask(self, turn: Any) -> Any:
+        """Return the answer to a turn."""
+        print(json.dumps(turn), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next thing that the process says."""
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"{self._process.args} ended with status {self._process.wait()}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def answer_turns(answer: Callable[[Any], Any]) -> None:
+    """Answer the turns that a `Worker` is asked for; once it is ready."""
+    print(f"{ANSWER}0", flush=True)
+    for line in sys.stdin:
+        print(f"{ANSWER}{json.dumps(answer(json.loads(line)))}", flush=True)
 
 
 def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
