@@ -68,15 +68,8 @@ def run_mlps(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 if density == 1:
                     pairs += [(tokens, off) for tokens in (2, 4, 8) for off in (HALF, 0.9)]
                 for tokens, off in pairs:
-                    case: dict[str, Any] = {
-                        "model": name,
-                        "block": block,
-                        "density": density,
-                        "storage": storage,
-                        "tokens": tokens,
-                        "off": off,
-                        "results": [],
-                    }
+                    own: dict[str, Any] = {"model": name, "block": block, "density": density}
+                    case = {**own, "storage": storage, "tokens": tokens, "off": off, "results": []}
                     document["cases"].append(case)
                     with recording(case, str({**case, "results": None})), torch.no_grad():
                         case["results"] += mlp.measured(tokens, off, arguments.repetitions)
