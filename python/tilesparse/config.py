@@ -62,9 +62,6 @@ class BlockSparseConfig:
 
     Transformers takes one as ``quantization_config`` for a dense checkpoint, whose layers `from_pretrained`
     then makes block-sparse as `sparsify_` does.
-
-    Raises:
-        InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
 
     quant_method: ClassVar[str] = METHOD  # as Transformers names it
@@ -97,11 +94,7 @@ class BlockSparseConfig:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> BlockSparseConfig:
-        """Return the config that `to_dict` describes; what is left out has its default.
-
-        Raises:
-            InvalidArgumentError: a field is unknown, or has a value that is not allowed.
-        """
+        """Return the config that `to_dict` describes; what is left out has its default."""
         own = {**entry}
         method = own.pop("quant_method", METHOD)
         if "scales" in own:  # the field's name in files of earlier versions
@@ -142,9 +135,6 @@ class LayerSpec:
             `BlockSparseExperts`; None is an ordinary layer.
         threshold: magnitude up to which numbers of x count as zero, see `sparsify_activations_`; None
             multiplies all of them.
-
-    Raises:
-        InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
 
     shape: tuple[int, int]
@@ -235,11 +225,7 @@ class LayerSpec:
 
     @classmethod
     def from_json(cls, entry: object) -> LayerSpec:
-        """Return the spec that a manifest's entry describes.
-
-        Raises:
-            InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
-        """
+        """Return the spec that a manifest's entry describes."""
         names = ["scales" if field.name == "granularity" else field.name for field in fields(cls)]
         if not isinstance(entry, Mapping) or {*entry, *NEWER} != {*names}:
             raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")

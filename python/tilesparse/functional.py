@@ -246,9 +246,6 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
 
     Returns:
         [..., features].
-
-    Raises:
-        InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
     """
     activation_code(activation)
     if gate is not None:

@@ -35,9 +35,6 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
 
     Returns:
         Bools of the same shape.
-
-    Raises:
-        InvalidArgumentError: columns (with ``transposable`` rows as well) are no multiple of 4.
     """
     sides = scores.shape[-2 if transposable else -1 :]
     if scores.dim() < 2 or any(side % 4 for side in sides):
@@ -100,9 +97,6 @@ def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple
     Returns:
         (compressed, metadata): [nnz, bn, bk / 2] and int32 [nnz, bk / 32, bn]; with ``transposed`` bn and bk
         exchanged.
-
-    Raises:
-        InvalidArgumentError: blocks are not 32, 64 or 128 wide there, or mask does not fit.
     """
     compressed, metadata = COMPRESS(values.detach(), mask, transposed)
     return compressed, metadata
@@ -121,9 +115,6 @@ def dequantize(
         metadata: of 2:4, or None.
         scales: of 8 or 4 bits, or None.
         dtype: of the result where there are scales; None is float32. Otherwise values keep theirs.
-
-    Raises:
-        InvalidArgumentError: they do not fit together.
     """
     return dequantize_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
@@ -149,10 +140,6 @@ def quantize_weights(
 
     Returns:
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
-
-    Raises:
-        InvalidArgumentError: another dtype or `granularity`, a value that is not finite, another pattern, or
-            limits of another shape, below 0 or not finite.
     """
     if dtype not in LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
@@ -241,9 +228,6 @@ def row_scales(scales: Tensor, pattern: BlockPattern) -> Tensor:
 
     Returns:
         float32 [nnz, bn].
-
-    Raises:
-        InvalidArgumentError: they do not fit together.
     """
     return row_scales_on(scales.detach(), pattern.index_on(scales.device)).clone()
 
@@ -275,9 +259,6 @@ def clip_limits(
 
     Returns:
         float32 [..., n]; 0 for groups of zeros.
-
-    Raises:
-        InvalidArgumentError: shapes do not fit together, or a ratio is not allowed.
     """
     if groups.dim() < 2 or inputs.dim() < 2 or groups.shape[-1] != inputs.shape[-1]:
         raise InvalidArgumentError(
@@ -318,10 +299,6 @@ def quantize_int4(
     Returns:
         (values, scales): uint8 [nnz, bn, bk / 2], of which byte j has the value of column 2 j in its low four
         bits and that of 2 j + 1 in the high ones, both in two's complement; and float32 [nnz, bn] or [nnz].
-
-    Raises:
-        InvalidArgumentError: another shape or `granularity`, a value that is not finite, or limits of another
-            shape, below 0 or not finite.
     """
     if granularity not in GRANULARITIES:
         raise InvalidArgumentError(f"granularity must be 'row' or 'block', got {granularity!r}")
