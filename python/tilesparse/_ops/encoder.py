@@ -109,13 +109,6 @@ class Encoder:
     multiply int8 with exact sums, quantizing rows of x as `BlockSparseLinear` does; all else is computed in
     float32. No gradient is recorded.
 
-    Args:
-        layers: at least one, all of one hidden size.
-
-    Raises:
-        InvalidArgumentError: sizes do not fit each other; the text names the field.
-        UnsupportedError: a tensor is not on the CPU.
-
     Examples:
         >>> encoder = Encoder(layers)
         >>> offsets = torch.tensor([0, 7, 12], dtype=torch.int32)  # two sentences of 7 and 5 tokens
