@@ -319,7 +319,7 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
     and is found by the identity of x and PyTorch's count of writes to it. A weight that asks again begins a
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
     CUDA graph. Compiled graphs have one operator in the place of equal ones (`integrations.hooks`).
-    ``direct``: whether `is_plain` holds for x; ``grouped``: whether each 128 features of a token have a scale.
+    ``direct``: whether `is_plain` holds for x; ``grouped``: whether 128 features of a token share a scale.
     """
     dtype = None if grouped else weight.dtype
     if not (direct or is_plain((x,), profiled=True)) or not (_counts_writes(x) or _last.constant is x):
