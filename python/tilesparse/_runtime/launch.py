@@ -658,34 +658,6 @@ MANY_ELEMENTS = 1 << 23
 _GATED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of z and of the bias in z from that of activation(z).
-
-    ``grad`` and ``z`` are contiguous, aligned, alike, and on a CUDA device.
-    """
-    features, dtype = z.shape[-1], DTYPES[z.dtype]
-    tokens = z.numel() // features
-    result, of_bias = torch.empty_like(z), z.new_empty(features)
-    with on(z.device):
-        workspace = z.new_empty(
-            _C.activation_gradient_workspace_size(dtype, tokens, features), dtype=torch.uint8
-        )
-        _C.activation_gradient(
-            dtype,
-            activation,
-            tokens,
-            features,
-            z.data_ptr(),
-            grad.data_ptr(),
-            result.data_ptr(),
-            of_bias.data_ptr(),
-            workspace.data_ptr(),
-            workspace.numel(),
-            current_stream(z.get_device()),
-        )
-    return result, of_bias
-
-
 def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:
     """Return y ⊙ activation(by), or that of the halves of y; `multiplies_by_gate` must hold."""
     tokens, features, gate_rows, rows = _operands(y, by)
