@@ -11,11 +11,6 @@ contenders in turn.
 Then the experts of a layer of Qwen3-30B-A3B: both projections and what is between them, of rows that are
 sorted by expert. "grouped" is PyTorch's grouped product of dense weights, "all" is without thresholds, "down"
 has 80 % off of what down multiplies, and "inputs" half of what gate and up multiply as well.
-
-At last down of an MLP with ReLU² in training, 97 % of whose h is zero: "dense", and block-sparse products
-with h [tokens, neurons] in the place of a weight, of which a fraction of the blocks, chosen at random, is not
-all zero, without what it takes to find them; or h in 2:4. "down" is forward, "gradients" those of W and h
-together.
 """
 
 from __future__ import annotations
@@ -23,16 +18,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import torch
 from harness import CapturedCall, add_names, parsed, recording, result_parser, run_benchmark, warm_up
 from torch import Tensor
 
-from tilesparse import BlockPattern, BlockSparseLinear, functional
+from tilesparse import BlockSparseLinear
 from tilesparse.nn.experts import ExpertsLinear, routing_of
-from tilesparse.storage import compress
 from tilesparse.tuning.measure import milliseconds
 
 SHAPES = {"Llama 3 8B": (4096, 14336)}
@@ -41,14 +34,11 @@ STORAGES = ("plain", "int8", "int4")
 HALF = 0.5
 EXPERTS, CHOICES, EXPERT_SHAPE, OFF = 128, 8, (2048, 768), 0.8
 EXPERT_FORMS = ((128, 1.0), (64, 0.5))
-TOKENS, ZERO = 8192, 0.97
-H_DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = result_parser(__doc__, "activations.json", 60)
-    parser.add_argument("--repetitions", type=int, default=30, help="(%(default)s)")
-    add_names(parser, "--sections", ("mlp", "experts", "training"))
+    parser = result_parser(__doc__, "activations.json", repetitions=30)
+    add_names(parser, "--sections", ("mlp", "experts"))
     return run_benchmark(parsed(parser, argv), run)
 
 
@@ -56,8 +46,6 @@ def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     warm_up()
     if "mlp" in arguments.sections:
         run_mlps(arguments, document)
-    if "training" in arguments.sections:
-        run_training(arguments, document)
     if "experts" not in arguments.sections:
         return
     for block, density in EXPERT_FORMS:
@@ -80,59 +68,11 @@ def run_mlps(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 if density == 1:
                     pairs += [(tokens, off) for tokens in (2, 4, 8) for off in (HALF, 0.9)]
                 for tokens, off in pairs:
-                    case: dict[str, Any] = {
-                        "model": name,
-                        "block": block,
-                        "density": density,
-                        "storage": storage,
-                        "tokens": tokens,
-                        "off": off,
-                        "results": [],
-                    }
+                    own: dict[str, Any] = {"model": name, "block": block, "density": density}
+                    case = {**own, "storage": storage, "tokens": tokens, "off": off, "results": []}
                     document["cases"].append(case)
                     with recording(case, str({**case, "results": None})), torch.no_grad():
                         case["results"] += mlp.measured(tokens, off, arguments.repetitions)
-
-
-def run_training(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    hidden, inner = SHAPES["Llama 3 8B"]
-    w, dy = (
-        torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in ((hidden, inner), (TOKENS, hidden))
-    )
-    h = torch.randn(TOKENS, inner, device="cuda").relu().square().bfloat16()
-    h[torch.rand(h.shape, device="cuda") < ZERO] = 0
-    own: dict[str, Any] = {"model": "ReLU² MLP", "tokens": TOKENS, "off": ZERO}
-
-    def record(case: dict[str, Any], calls: dict[str, Callable[[], object]]) -> None:
-        times = milliseconds([*calls.values()], w.device, max(5, arguments.repetitions // 3))
-        results = [
-            {"contender": name, "us": round(1e3 * time, 1)} for name, time in zip(calls, times, strict=True)
-        ]
-        document["cases"].append({**own, **case, "results": results})
-        print(document["cases"][-1], flush=True)
-
-    record({"way": "dense"}, {"down": lambda: h @ w.T, "gradients": lambda: (dy.T @ h, dy @ w)})
-    for block, density in product((128, 64, 32, 16), H_DENSITIES):
-        pattern = BlockPattern.random((TOKENS, inner), block_shape=block, density=density).to("cuda")
-        values = torch.randn(pattern.nnz, block, block, device="cuda").bfloat16().requires_grad_()
-        weight = w.clone().requires_grad_()  # it takes the place of x
-        y = functional.linear(weight, values, pattern)
-
-        def forward(values: Tensor = values, pattern: BlockPattern = pattern) -> Tensor:
-            return functional.linear(w, values.detach(), pattern)
-
-        def gradients(wanted: Any = (weight, values), y: Tensor = y) -> object:
-            return torch.autograd.grad(y, wanted, dy.T, retain_graph=True)
-
-        record(
-            {"way": "blocks", "block": block, "density": density}, {"down": forward, "gradients": gradients}
-        )
-    whole = BlockPattern.random((TOKENS, inner), block_shape=128, density=1.0).to("cuda")
-    blocks = torch.randn(whole.nnz, 128, 128, device="cuda").bfloat16()
-    half = torch.arange(128, device="cuda").remainder(4).lt(2).expand(blocks.shape).contiguous()
-    compressed, metadata = compress(blocks, half)
-    calls = {"down": lambda: functional.linear(w, compressed, whole, metadata=metadata)}
-    record({"way": "2:4"}, calls | {"compress": lambda: compress(blocks, half)})
 
 
 class MLP:

@@ -19,12 +19,8 @@ import argparse
 import ctypes
 import gc
 import importlib
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,7 +32,7 @@ from typing import Any
 import subjects
 import torch
 from common import packaged
-from harness import environment, result_parser, write_json
+from harness import Worker, answer_turns, environment, result_parser, write_json
 from torch import Tensor, nn
 
 import tilesparse as ts
@@ -52,26 +48,6 @@ DENSE = (
     "openvino int8",
 )
 SPARSE = "tilesparse int8"
-# Settings that keep libraries from newer instructions than these, and the libraries that have one: OpenVINO
-# 2026.4 fails with less than AVX-512.
-LIMITS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "avx2": (
-        ("torch",),
-        {
-            "TILESPARSE_KERNEL": "cpu_avx2",
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "ATEN_CPU_CAPABILITY": "avx2",
-        },
-    ),
-    "avx512_vnni": (
-        ("torch", "openvino"),
-        {
-            "TILESPARSE_KERNEL": "cpu_avx512_vnni",
-            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
-            "ATEN_CPU_CAPABILITY": "avx512",
-        },
-    ),
-}
 CASES: dict[str, dict[str, list[int]]] = {  # of each model: lengths of texts, or patches of images
     "minilm": {
         "1 × 32": [32],
@@ -85,6 +61,7 @@ NAMES = {"minilm": ("input_ids", "attention_mask"), "vit": ("pixel_values",)}
 LAYERS = {"minilm": r"model\.encoder\..*", "vit": r"model\.layers\..*"}
 Inputs = tuple[Tensor, ...]
 Hidden = Callable[..., Any]
+Named = tuple[str, float | None]  # a contender, and its density
 
 
 class Encoder(nn.Module):
@@ -236,7 +213,7 @@ class Contender:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Answer each line of standard input, a turn as JSON: median milliseconds of its calls, and MiB."""
+    """Answer each turn with the median milliseconds of its calls, and MiB."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -246,22 +223,23 @@ def serve(arguments: argparse.Namespace) -> None:
     importlib.import_module(library)
     before = mebibytes("VmRSS")
     contender = Contender(arguments)
-    print(json.dumps("ready"), flush=True)
-    with torch.inference_mode():
-        for line in sys.stdin:
-            turn = json.loads(line)
-            inputs = inputs_of(arguments.model, turn["case"])
-            call = contender.hidden(turn["case"], inputs)
-            times: list[float] = []
-            end = time.perf_counter() + turn["seconds"]
+
+    def measured(turn: dict[str, Any]) -> list[float]:
+        inputs = inputs_of(arguments.model, turn["case"])
+        call = contender.hidden(turn["case"], inputs)
+        times: list[float] = []
+        end = time.perf_counter() + turn["seconds"]
+        call(*inputs)
+        give_back()
+        Path("/proc/self/clear_refs").write_text("5")  # the most from here on
+        while len(times) < 2 or (time.perf_counter() < end and len(times) < 200):
+            start = time.perf_counter()
             call(*inputs)
-            give_back()
-            Path("/proc/self/clear_refs").write_text("5")  # the most from here on
-            while len(times) < 2 or (time.perf_counter() < end and len(times) < 200):
-                start = time.perf_counter()
-                call(*inputs)
-                times.append(1e3 * (time.perf_counter() - start))
-            print(json.dumps([statistics.median(times), mebibytes("VmHWM") - before]), flush=True)
+            times.append(1e3 * (time.perf_counter() - start))
+        return [statistics.median(times), mebibytes("VmHWM") - before]
+
+    with torch.inference_mode():
+        answer_turns(measured)
 
 
 def give_back() -> None:
@@ -276,99 +254,56 @@ def mebibytes(name: str) -> float:
     return int(lines[name].split()[0]) / 1024
 
 
-class Process:
-    """A contender in a process of its own."""
-
-    def __init__(self, arguments: argparse.Namespace, model: str, name: str, density: float | None) -> None:
-        self.model, self.name, self.density = model, name, density
-        command = [sys.executable, __file__, "--contender", name, "--folder", str(arguments.folder)]
-        command += ["--model", model, "--threads", str(arguments.threads)]
-        command += [] if density is None else ["--density", str(density)]
-        pipe, settings = subprocess.PIPE, LIMITS[arguments.limit][1] if arguments.limit else {}
-        self._process = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | settings,
-        )
-
-    def answer(self, turn: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a turn, or None of a process that has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            if turn is not None:
-                print(json.dumps(turn), file=self._process.stdin, flush=True)
-            while line := self._process.stdout.readline():
-                if line.startswith(("[", '"')):
-                    return json.loads(line)
-        except BrokenPipeError:
-            pass
-        return None
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def compare(arguments: argparse.Namespace) -> None:
     document: dict[str, Any] = {"environment": machine(arguments.commit)}
     document["arguments"] = {"threads": arguments.threads, "turn": arguments.turn, "rounds": {}}
-    if arguments.limit:
-        document["arguments"]["limit"] = arguments.limit
     document["cases"] = []
     for model in arguments.models:
-        processes = started(arguments, model)
-        one_round(processes, model, seconds=0)  # compiles, and does not count
-        best: dict[tuple[Process, str], list[float]] = {}
+        workers = started(arguments, model)
+        one_round(workers, model, seconds=0)  # compiles, and does not count
+        best: dict[tuple[Named, str], list[float]] = {}
         rounds, start = 0, time.perf_counter()
         while rounds == 0 or time.perf_counter() - start < arguments.seconds * rounds / (rounds + 1):
-            for key, found in one_round(processes, model, arguments.turn).items():
+            for key, found in one_round(workers, model, arguments.turn).items():
                 best[key] = [min(pair) for pair in zip(found, best.get(key, found), strict=True)]
             rounds += 1
             print(f"{model}, round {rounds}: {time.perf_counter() - start:.0f} s", flush=True)
         document["arguments"]["rounds"][model] = rounds
-        for process in processes:
-            process.end()
+        for named, worker in workers.items():
+            worker.end()
             results = [
                 {"case": case, "ms": round(ms, 3), "mib": round(mib)}
                 for (one, case), (ms, mib) in best.items()
-                if one is process
+                if one == named
             ]
-            of_process = {"model": model, "contender": process.name, "density": process.density}
-            document["cases"].append({**of_process, "results": results})
+            of_worker = {"model": model, "contender": named[0], "density": named[1]}
+            document["cases"].append({**of_worker, "results": results})
         if arguments.output:
             write_json(arguments.output, document)
     for case in document["cases"]:
         print(case)
 
 
-def started(arguments: argparse.Namespace, model: str) -> list[Process]:
+def started(arguments: argparse.Namespace, model: str) -> dict[Named, Worker]:
     """Start the contenders one after the other."""
-    limited = LIMITS[arguments.limit][0] if arguments.limit else ("",)
-    names: list[tuple[str, float | None]] = [(name, None) for name in DENSE if name.startswith(limited)]
-    names += [(SPARSE, density) for density in arguments.densities]
-    processes = []
-    for name, density in names:
-        process = Process(arguments, model, name, density)
-        if process.answer() != "ready":
-            raise SystemExit(f"{name} could not be started: see --contender '{name}' --model {model}")
-        processes.append(process)
+    names: list[Named] = [(name, None) for name in DENSE]
+    workers = {}
+    for name, density in (*names, *((SPARSE, density) for density in arguments.densities)):
+        options = ["--contender", name, "--folder", str(arguments.folder), "--model", model]
+        options += ["--threads", str(arguments.threads)]
+        options += [] if density is None else ["--density", str(density)]
+        workers[name, density] = Worker(__file__, *options)
         print(f"{model}, {name} {density or ''} is ready", flush=True)
-    return processes
+    return workers
 
 
-def one_round(processes: list[Process], model: str, seconds: float) -> dict[tuple[Process, str], list[float]]:
+def one_round(workers: dict[Named, Worker], model: str, seconds: float) -> dict[Any, list[float]]:
     """Return milliseconds and MiB of a turn of each contender with every case."""
-    found = {}
-    for case in CASES[model]:
-        for process in processes:
-            answer = process.answer({"case": case, "seconds": seconds})
-            if answer is None:
-                raise SystemExit(f"{process.name} ended in a turn of {case}")
-            found[process, case] = answer
-    return found
+    return {
+        (name, case): worker.ask({"case": case, "seconds": seconds})
+        for case in CASES[model]
+        for name, worker in workers.items()
+    }
 
 
 def machine(commit: str | None) -> dict[str, Any]:
@@ -385,9 +320,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepare", action="store_true", help="write the models, and nothing else")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--densities", type=float, nargs="+", default=(1.0, 0.5, 0.25))
-    parser.add_argument(
-        "--limit", choices=LIMITS, help="instructions; libraries without a limit are left out"
-    )
     parser.add_argument("--threads", type=int, default=2, help="of each contender (%(default)s)")
     parser.add_argument("--turn", type=float, default=0.4, help="seconds of a turn (%(default)s)")
     parser.add_argument("--seconds", type=float, default=70, help="of a model's rounds, about (%(default)s)")

@@ -38,7 +38,7 @@ from problems import LAYERS, Case, Shape, make_pattern
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesparse import functional, storage
+from tilesparse import BlockSparseMatrix, functional, storage
 from tilesparse._checks import Operands
 from tilesparse._runtime.device import DDS_NT
 from tilesparse._runtime.launch import dds
@@ -118,13 +118,9 @@ class Layer:
     def exact(self, every: int = 1) -> Tensor:
         """The product of the quantized factors in float32; only one of so many values of a row counts."""
         values, scales = self.quantized
-        bn, bk = self.pattern.block_shape
-        rows, cols = self.pattern.grid
-        weight = torch.zeros(rows, cols, bn, bk, device="cuda")
-        row, col = (index.cuda() for index in self.pattern.block_indices())
-        kept = torch.arange(bk, device="cuda") % every == 0
-        weight[row, col] = self.values.float() * kept * (self.scales[:, None] if self.inside else 1)
-        weight = weight.transpose(1, 2).reshape(self.pattern.shape)
+        kept = torch.arange(self.pattern.block_shape[1], device="cuda") % every == 0
+        blocks = self.values.float() * kept * (self.scales[:, None] if self.inside else 1)
+        weight = BlockSparseMatrix(blocks, self.pattern).to_dense()
         if self.inside:
             return (values.float() * scales.repeat_interleave(GROUP, 1)) @ weight.t()
         return (values.float() * scales[:, None]) @ (weight * self.scales[:, None]).t()
@@ -133,8 +129,8 @@ class Layer:
 def dense_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     """PyTorch's products in 8 bits of a dense weight, by what they multiply."""
     if layer.inside:
-        return {"dense": scaled_call(layer), "dense_by_row": row_calls(layer)["dense"]}
-    return row_calls(layer)
+        return {"dense": scaled_call(layer), "dense_by_row": row_calls(layer.x, layer.weight)["dense"]}
+    return row_calls(layer.x, layer.weight)
 
 
 def scaled_call(layer: Layer) -> Callable[[], Tensor]:
@@ -149,10 +145,10 @@ def scaled_call(layer: Layer) -> Callable[[], Tensor]:
     return partial(F.scaled_mm, x, w.t(), of_x, recipes[0], of_w.t(), recipes[1])
 
 
-def row_calls(layer: Layer) -> dict[str, Callable[[], Tensor]]:
-    """PyTorch's products with a scale for each row of both factors."""
-    x, of_x = functional.quantize_activations(layer.x, torch.float8_e4m3fn)
-    w, of_w = functional.quantize_activations(layer.weight, torch.float8_e4m3fn)
+def row_calls(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """PyTorch's products in float8 with a scale for each row of both factors."""
+    x, of_x = functional.quantize_activations(x, torch.float8_e4m3fn)
+    w, of_w = functional.quantize_activations(weight, torch.float8_e4m3fn)
     factors = x, w.t(), of_x[:, None], of_w[None]
     multiply = partial(torch._scaled_mm, *factors, out_dtype=torch.bfloat16)
     return {

@@ -33,6 +33,7 @@ from harness import (
     relative_error,
     result_parser,
     run_benchmark,
+    sizes,
     steady_times,
     subset,
     warm_up,
@@ -41,7 +42,7 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseExperts, functional, storage
+from tilesparse import BlockPattern, BlockSparseExperts, BlockSparseMatrix, functional, storage
 from tilesparse import _checks as products
 from tilesparse._runtime.device import DDS_NT
 from tilesparse._runtime.launch import dds
@@ -146,10 +147,7 @@ class Operands:
 
     def dense(self, case: Case) -> Tensor:
         """[E, out, in] of the same values, so that the dense products check the sparse ones."""
-        (bn, bk), (rows, columns) = case.block_shape, self.pattern.grid
-        weight = self.values.new_zeros(rows, columns, bn, bk)
-        weight[self.pattern.block_indices()] = self.values
-        whole = weight.transpose(1, 2).reshape(self.pattern.shape)
+        whole = BlockSparseMatrix(self.values, self.pattern).to_dense()
         return whole.view(case.shape.experts, case.shape.out_features, case.shape.in_features)
 
     def randomize_weight(self) -> None:
@@ -239,16 +237,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(SHAPES[name] if name in SHAPES else _custom_shape(name) for name in name_list(text))
-
-
-def _custom_shape(text: str) -> Shape:
-    sizes = text.split("x")
-    if len(sizes) != 5 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(
-            f"{text} is neither a named shape nor experts x out x in x top_k x tokens"
-        )
-    return Shape(text, *map(int, sizes))
+    names = "experts x out x in x top_k x tokens"
+    return tuple(SHAPES.get(name) or Shape(name, *sizes(name, names)) for name in name_list(text))
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -484,9 +474,7 @@ def _exact(op: str, operands: Operands) -> Tensor:
         results.append(left.float() @ right.float())
     if op != "dw":
         return torch.cat(results)
-    (bn, bk), (rows, columns) = operands.pattern.block_shape, operands.pattern.grid
-    blocks = torch.cat(results).view(rows, bn, columns, bk).transpose(1, 2)
-    return blocks[operands.pattern.block_indices()]
+    return BlockSparseMatrix.from_dense(torch.cat(results), operands.pattern).values
 
 
 def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

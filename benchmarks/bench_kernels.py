@@ -24,10 +24,10 @@ from harness import (
     measuring,
     name_list,
     parsed,
-    positive,
     relative_error,
     result_parser,
     run_benchmark,
+    sizes,
     warm_up,
     within_budget,
 )
@@ -62,14 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(text: str) -> tuple[tuple[int, int], ...]:
-    return tuple(map(_layer, name_list(text)))
-
-
-def _layer(text: str) -> tuple[int, int]:
-    out_features, separator, in_features = text.partition("x")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"{text} is not out x in")
-    return positive(out_features), positive(in_features)
+    return tuple((out, inner) for out, inner in (sizes(layer, "out x in") for layer in name_list(text)))
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

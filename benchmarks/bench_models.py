@@ -28,6 +28,7 @@ from harness import (
     judged,
     parsed,
     positive,
+    print_result,
     recording,
     relative_error,
     result_parser,
@@ -40,8 +41,7 @@ from models import MODELS, TASKS, Architecture, make_dense, make_float8, make_sp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-COMPILE_MODES = {"compile": "default", "reduce-overhead": "reduce-overhead"}  # as torch.compile calls them
-MODES = ("eager", "graph", *COMPILE_MODES, "compile-graph")
+MODES = ("eager", "graph", "compile-graph")
 CAPTURED = ("graph", "compile-graph")
 DTYPE = torch.bfloat16
 TOLERANCE = 5e-2  # relative, Frobenius norm; every layer rounds to bfloat16
@@ -134,11 +134,7 @@ def prepare(model: nn.Module, x: Tensor, task: str, mode: str) -> Callable[[], T
     if mode == "compile-graph":
         for block in model.get_submodule("blocks").children():
             block.compile(fullgraph=True, dynamic=False)
-    if task == "training":
-        call = training_step(model, x, mode)
-    else:
-        forward = _compiled(model, mode)
-        call = torch.no_grad()(lambda: forward(x))
+    call = training_step(model, x, mode) if task == "training" else torch.no_grad()(lambda: model(x))
     return CapturedCall(call) if mode in CAPTURED else call
 
 
@@ -148,23 +144,15 @@ def training_step(model: nn.Module, x: Tensor, mode: str) -> Callable[[], Tensor
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, fused=True, capturable=mode in CAPTURED
     )
-    loss_of = _compiled(lambda: F.mse_loss(model(x), target), mode)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of()
+        loss = F.mse_loss(model(x), target)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
     return step
-
-
-def _compiled(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
-    """Whole, so that nothing falls back to eager mode unnoticed."""
-    if mode not in COMPILE_MODES:
-        return function
-    return torch.compile(function, fullgraph=True, dynamic=False, mode=COMPILE_MODES[mode])
 
 
 def free_memory() -> None:
@@ -273,19 +261,8 @@ def _result(
             result |= judged(error, TOLERANCE)
         times = steady_times(sparse.call, dense.call, bench.timer, bench.repetitions)
         result |= times.record()
-        _print_result(result)
+        print_result(f"{'x'.join(map(str, block_shape))} {density:g}", result)
     return result
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    bn, bk = result["block_shape"]
-    peak = "" if result["peak_bytes"] is None else f"  {result['peak_bytes'] / 1e9:.2f} GB"
-    notes = [flag.upper() for flag in ("unsteady", "wrong") if result.get(flag)]
-    print(
-        f"  {f'{bn}x{bk}':7} {result['density']:<4g}{result['t_us'] / 1e3:12.3f} ms"
-        f"  {result['speedup']:6.2f}x dense{peak}  {' '.join(notes)}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -16,22 +16,23 @@ from typing import Any
 
 import contenders
 import torch
-from contenders import Prepare, Prepared
+from contenders import Prepare
 from harness import (
     Timer,
     add_names,
     block_list,
     density_list,
-    host_microseconds,
     judged,
     measuring,
     name_list,
     parsed,
     poisoned,
+    print_result,
     recording,
     relative_error,
     result_parser,
     run_benchmark,
+    sizes,
     steady_times,
     warm_up,
     within_budget,
@@ -50,14 +51,12 @@ from problems import (
     float32_precision,
 )
 
-HOST_SHAPE = Shape("tiny", 16, 256, 256)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if an output was wrong or the GPU gave up."""
     arguments = parsed(_parser(), argv)
     with torch.no_grad():
-        return run_benchmark(arguments, _run, host=[])
+        return run_benchmark(arguments, _run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,16 +87,8 @@ def _shapes(text: str) -> tuple[Shape, ...]:
         elif name in LAYERS or name in DECODE:
             shapes.append((LAYERS | DECODE)[name])
         else:
-            shapes.append(_custom_shape(name))
+            shapes.append(Shape(name, *sizes(name, "tokens x out x in")))
     return tuple(shapes)
-
-
-def _custom_shape(text: str) -> Shape:
-    sizes = text.split("x")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text} is neither a named shape nor tokens x out x in")
-    tokens, out_features, in_features = map(int, sizes)
-    return Shape(text, tokens, out_features, in_features)
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -105,7 +96,6 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     timer = Timer("cuda")
     prepares = {name: contenders.CONTENDERS[name] for name in arguments.contenders}
     warm_up()
-    document["host"] = _host_costs(prepares, timer, arguments.seed)
     for case in within_budget(_cases(arguments), arguments, document, start):
         record = case.record()
         document["cases"].append(record)
@@ -128,26 +118,6 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.op == "dds_nt" or case.shape.name not in DECODE]
 
 
-def _host_costs(prepares: dict[str, Prepare], timer: Timer, seed: int) -> list[dict[str, Any]]:
-    """Microseconds the host spends in one eager call, by a layer whose GPU time is shorter."""
-    records: list[dict[str, Any]] = []
-    for op in OPS:
-        problem = Problem(Case(op, "bf16", HOST_SHAPE, (32, 32), 0.5, "random", "row"), seed)
-        for name, prepare in ({"dense": _prepare_dense} | prepares).items():
-            record: dict[str, Any] = {"op": op, "contender": name}
-            with recording(record, name):
-                call = prepare(problem, timer).call
-                call()
-                record["host_us"] = round(host_microseconds(call), 2)
-                print(f"  host {op} {name:24} {record['host_us']:8.2f} us a call", flush=True)
-            records.append(record)
-    return records
-
-
-def _prepare_dense(problem: Problem, timer: Timer) -> Prepared:
-    return Prepared(contenders.dense(problem), {})
-
-
 def _measure_case(
     case: Case,
     record: dict[str, Any],
@@ -161,7 +131,8 @@ def _measure_case(
         for name, prepare in prepares.items():
             with measuring(record, contender=name) as result:
                 result |= _measure(problem, prepare, timer, arguments.repetitions)
-                _print_result(result)
+                notes = (str(result[key]) for key in ("kernel", "meta") if key in result)
+                print_result(name, result, f"eta {result['efficiency']:.2f}", *notes)
 
 
 def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int) -> dict[str, Any]:
@@ -176,18 +147,6 @@ def _measure(problem: Problem, prepare: Prepare, timer: Timer, repetitions: int)
         **judged(error, PRECISIONS[problem.case.precision].tolerance),
         **prepared.details,
     }
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    notes = [str(result[key]) for key in ("kernel", "meta") if key in result]
-    error = "not finite" if result["error"] is None else f"{result['error']:.1e}"
-    notes += [flag.upper() for flag in ("unsteady", "wrong") if result[flag]]
-    print(
-        f"  {result['contender']:24}{result['t_us']:10.1f} us  eta {result['efficiency']:.2f}  "
-        f"{result['speedup']:6.2f}x dense  {result['tflops']:6.1f} TFLOP/s  {result['gb_per_s']:7.1f} GB/s  "
-        f"error {error}  {' '.join(notes)}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

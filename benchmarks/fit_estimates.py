@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -39,6 +40,7 @@ TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "estimates.json"
 NAMES = "*_fit.json.gz", "*_kernels*.json"  # of those that estimates are fitted to
+KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 DENSE = -1  # in the place of a kernel
 INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
 
@@ -57,6 +59,24 @@ class Measured(NamedTuple):
     def of_cases(self) -> set[int]:
         """Return the cases that have rows."""
         return {row.case for row in self.rows}
+
+
+class Pair(NamedTuple):
+    """Microseconds of one case and kernel."""
+
+    kernel: str
+    case: str
+    measured: float
+    estimated: float
+
+    @property
+    def family(self) -> str:
+        """Kernels of one architecture and product differ in their tiles: sm90_dds_nt, sm80_decode."""
+        return re.split(r"_(?:f16|bf16|tf32|tf32x3)(?=_|$)", self.kernel)[0]
+
+    @property
+    def error(self) -> float:
+        return self.estimated / self.measured - 1
 
 
 class Fitted(NamedTuple):
@@ -152,9 +172,9 @@ def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
 def load(gpu: str, runs: Sequence[stored.Document]) -> Measured:
     """Return the measurements of one GPU."""
     measured = Measured(gpu, [], [])
-    device, kernels = Device.find(gpu).info(), {kernel.name: i for i, kernel in enumerate(_C.kernels())}
+    device = Device.find(gpu).info()
     for case, result in timed(runs):
-        measured.rows.extend(_rows(case, result, len(measured.cases), device, kernels))
+        measured.rows.extend(_rows(case, result, len(measured.cases), device))
         measured.cases.append(case)
     return measured
 
@@ -178,9 +198,8 @@ def _rows(
     result: Mapping[str, Any],
     number: int,
     device: _C.DeviceInfo,
-    kernels: Mapping[str, int],
 ) -> Iterator[Row]:
-    times = {name: time for name, time in result.get("kernels_us", {}).items() if name in kernels}
+    times = {name: time for name, time in result.get("kernels_us", {}).items() if name in KERNELS}
     if not times:
         return
     if case.get("storage", "plain") == "plain" and result.get("expanded_us"):
@@ -189,11 +208,11 @@ def _rows(
     product = product_of(case)
     rows, columns = (bk, bn) if case["op"] == "dds_nn" else (bn, bk)
     for name, time in times.items():
-        names, values = product.features(device, kernels.get(name, DENSE))
+        names, values = product.features(device, KERNELS.get(name, DENSE))
         families = names.split("+")
-        keys = [(family, rows, columns) if name in kernels else (family, 0, 0) for family in families]
+        keys = [(family, rows, columns) if name in KERNELS else (family, 0, 0) for family in families]
         parts = tuple(zip(keys, np.array(values).reshape(len(families), -1), strict=True))
-        yield Row(name, number, max(time, 0.5), parts, name in kernels)
+        yield Row(name, number, max(time, 0.5), parts, name in KERNELS)
 
 
 def uninterrupted(measured: Measured, first: Coefficients) -> Measured:
@@ -254,6 +273,44 @@ def _kinds(measured: Measured, found: Sequence[Loss]) -> dict[str, list[Loss]]:
         case = measured.cases[loss.case]
         kinds[f"{case.get('kind', case['dtype'])} {case['op']}"].append(loss)
     return dict(sorted(kinds.items()))
+
+
+def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
+    """Yield a pair for every measured kernel that this library has, on a GPU that is known here."""
+    for document in documents:
+        gpu = gpu_of(document["environment"].get("gpu") or "")
+        if gpu is None or "op" not in document["cases"][0]:
+            continue
+        device = limited(Device.find(gpu).info(), document["environment"].get("limits", ""))
+        for case, result in rows_of([document]):
+            product, described = product_of(case), _product(case)
+            if result["contender"] == "packed":
+                product.use_prepacked(256, 1 << 40, 0)  # an address that nothing reads
+            times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
+            for kernel in (name for name in times if name in KERNELS):
+                yield Pair(kernel, described, times[kernel], product.estimate(device, KERNELS[kernel]))
+
+
+def limited(device: _C.DeviceInfo, limits: str) -> _C.DeviceInfo:
+    """A GPU with the limits under which results were measured, as TILESPARSE_DEVICE_LIMITS gives them."""
+    names = "compute_capability", "multiprocessors", "shared_memory", "max_cluster"
+    has = {name: getattr(device, name) for name in names}
+    for limit in filter(None, limits.split(",")):
+        name, _, most = limit.partition("=")
+        has[name] = min(has[name], int(most))
+    return _C.DeviceInfo(device.device, **has, name=device.name)
+
+
+def costs_of(pairs: Sequence[Pair]) -> list[float]:
+    """Return by what fraction the kernel of the least estimate takes longer than the best, for each case."""
+    cases = defaultdict(list)
+    for pair in pairs:
+        cases[pair.case].append(pair)
+    return [
+        min(kernels, key=lambda pair: pair.estimated).measured / min(pair.measured for pair in kernels) - 1
+        for kernels in cases.values()
+        if len({pair.kernel for pair in kernels}) > 1
+    ]
 
 
 def report(gpu: str, summary: Mapping[str, Any], count: int) -> None:

@@ -9,8 +9,8 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -150,17 +150,15 @@ def within_budget(
 
 
 def run_benchmark(
-    arguments: argparse.Namespace,
-    run: Callable[[argparse.Namespace, dict[str, Any]], None],
-    **sections: list[dict[str, Any]],
+    arguments: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], None]
 ) -> int:
     """Lets ``run`` fill a document and writes it; exit status 1 if an output was wrong, the GPU gave up or
     nothing could be measured.
 
-    The document describes the machine and the arguments and has empty ``sections`` and "cases", each of
-    which shall have "results".
+    The document describes the machine and the arguments and has empty "cases", each of which shall have
+    "results".
     """
-    document = described(arguments, **sections)
+    document = described(arguments)
     lost = False
     try:
         run(arguments, document)
@@ -270,6 +268,17 @@ class Times(NamedTuple):
         return {**own, "speedup": round(self.speedup, 4), "repetitions": self.repetitions}
 
 
+def print_result(name: str, result: dict[str, Any], *notes: str) -> None:
+    """Print a line about a result that has `Times.record`, and perhaps what `judged` returns."""
+    flags = [flag.upper() for flag in ("expanded", "unsteady", "wrong") if result.get(flag)]
+    error = f"error {result['error']:.1e}" if result.get("error") is not None else ""
+    t_us, speedup = result["t_us"], result["speedup"]
+    print(
+        f"  {name:24}{t_us:12.1f} us {speedup:6.2f}x dense  {error}  {'  '.join((*notes, *flags))}",
+        flush=True,
+    )
+
+
 def steady_times(
     sparse: Callable[[], Tensor],
     dense: Callable[[], Tensor],
@@ -348,11 +357,6 @@ def judged(error: float | None, tolerance: float) -> dict[str, Any]:
     return {"error": error, "wrong": error is None or error > tolerance}
 
 
-def host_microseconds(call: Callable[[], Tensor], batches: int = 9) -> float:
-    """Median time in which the host issues one call; the GPU's work must be shorter than that."""
-    return statistics.median(host_batch(call) for _ in range(batches))
-
-
 def host_batch(call: Callable[[], object]) -> float:
     """Microseconds of the host for one of many calls in a row."""
     if torch.cuda.is_available():
@@ -361,6 +365,46 @@ def host_batch(call: Callable[[], object]) -> float:
     for _ in range(HOST_CALLS):
         call()
     return 1e6 * (time.perf_counter() - start) / HOST_CALLS
+
+
+ANSWER = "ANSWER "  # begins the lines of a worker that are its own
+
+
+class Worker:
+    """A contender in a process of its own, which waits while others are timed."""
+
+    def __init__(self, *command: str) -> None:
+        self._process: Any = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.answer()
+
+    def ask(self, turn: Any) -> Any:
+        """Return the answer to a turn."""
+        print(json.dumps(turn), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next thing that the process says."""
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"{self._process.args} ended with status {self._process.wait()}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def answer_turns(answer: Callable[[Any], Any]) -> None:
+    """Answer the turns that a `Worker` is asked for; once it is ready."""
+    print(f"{ANSWER}0", flush=True)
+    for line in sys.stdin:
+        print(f"{ANSWER}{json.dumps(answer(json.loads(line)))}", flush=True)
 
 
 def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -379,6 +423,14 @@ def subset(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 def name_list(text: str) -> tuple[str, ...]:
     """The names in an argument like ``a,b``."""
     return tuple(part for part in text.split(",") if part)
+
+
+def sizes(text: str, names: str) -> tuple[int, ...]:
+    """The sizes in an argument like ``8x1024``, of which there are names like ``out x in``."""
+    parts = text.split("x")
+    if len(parts) != len(names.split(" x ")) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is neither a known name nor {names}")
+    return tuple(map(int, parts))
 
 
 def block_list(text: str) -> tuple[tuple[int, int], ...]:

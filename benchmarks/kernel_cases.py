@@ -45,6 +45,7 @@ MANY = (96, 128, 192, 256, 384, 512, 768, 1024, 1500, 2048, 3000, 4096, 6144, 81
 SQUARE = ((16, 16), (32, 32), (64, 64), (128, 128))
 OTHER = ((128, 32), (32, 128), (128, 64), (64, 128), (16, 64), (64, 16), (128, 16), (16, 128))
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75)
+Stored = tuple[Tensor, Tensor | None, Tensor | None]  # values, metadata and scales
 PATTERNS = ("random",) * 7 + ("banded", "power", "power-columns")
 
 
@@ -275,17 +276,21 @@ class Calls:
         def multiply(weight: Tensor) -> Tensor:
             return F.linear(source, weight) if forward else source @ weight
 
-        stored = _stored(values, self.pattern, kind)
-        blocks: Callable[[], Tensor] = (
-            (lambda: values)
-            if kind.storage == "plain"
-            else partial(storage.dequantize, *stored, values.dtype)
-        )
+        tensors: Stored = values, None, None
+        blocks: Callable[[], Tensor] = lambda: values  # noqa: E731
+        if kind.storage != "plain":
+            mask = None
+            if kind.nm:  # two neighbours of four, along rows and columns
+                row, column = (torch.arange(size, device=values.device) for size in values.shape[1:])
+                mask = ((row[:, None] + column) % 4 < 2).expand_as(values).contiguous()
+                values = values * mask
+            tensors = stored(values, self.pattern, kind.storage, mask)
+            blocks = partial(storage.dequantize, *tensors, values.dtype)
         self.dense = partial(multiply, weight)
         self.expanded = lambda: multiply(launch.expand(blocks(), self._kept))
         number = OPS.index(op)
-        operands = Operands(*stored[1:])
-        return lambda: dds(number, source, stored[0], self._kept, operands=operands)
+        operands = Operands(*tensors[1:])
+        return lambda: dds(number, source, tensors[0], self._kept, operands=operands)
 
     def _eight_bits(
         self, name: str, x: Tensor, values: Tensor, offsets: Tensor | None
@@ -313,21 +318,14 @@ class Calls:
         return lambda: dds(op, source, values, self._kept, operands=operands)
 
 
-def _stored(values: Tensor, pattern: BlockPattern, kind: Kind) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, metadata and scales; of 2:4 two neighbours of four are kept, along rows and columns."""
-    if kind.storage == "plain":
-        return values, None, None
-    mask = None
-    if kind.nm:
-        row, column = (torch.arange(size, device=values.device) for size in values.shape[1:])
-        mask = ((row[:, None] + column) % 4 < 2).expand_as(values).contiguous()
-        values = values * mask
+def stored(values: Tensor, pattern: BlockPattern, name: str, mask: Tensor | None) -> Stored:
+    """Return values, of which a mask keeps two of four, in a storage."""
     spec = LayerSpec(
         shape=pattern.shape,
         block_shape=pattern.block_shape,
         nnz=pattern.nnz,
         dtype=values.dtype,
-        nm=(2, 4) if kind.nm else None,
+        nm=None if mask is None else (2, 4),
     )
-    tensors = storage_of(kind.storage).store(values, mask, spec.with_storage(kind.storage))
+    tensors = storage_of(name).store(values, mask, spec.with_storage(name))
     return tensors["weight"], tensors.get("metadata"), tensors.get("scales")

@@ -9,30 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
 
-ROTARY_BASE = 500_000.0  # of Llama 3
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of a model and of its input [batch, tokens, hidden].
-
-    ``cached`` is 0, or the positions of a KV cache, the last of which is the input's only token.
-    """
+    """Sizes of a model and of its input [batch, tokens, hidden]."""
 
     layers: int
     hidden: int
     mlp: int
     heads: int
-    kv_heads: int
     batch: int
     tokens: int
-    cached: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +38,7 @@ class Architecture:
     tasks: tuple[str, ...] = ("inference",)
 
     def with_sizes(self, **sizes: int) -> Architecture:
-        """The same with other sizes; a decoder has its ``tokens`` in the cache."""
-        if self.size.cached and "tokens" in sizes:
-            sizes["cached"] = sizes.pop("tokens")
+        """The same with other sizes."""
         return dataclasses.replace(self, size=dataclasses.replace(self.size, **sizes))
 
     def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
@@ -119,37 +110,6 @@ class EncoderBlock(nn.Module):
         return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Decoder(nn.Module):
-    """Llama's decoder blocks [batch, tokens, hidden] -> the same: a whole prompt, or one token."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DecoderBlock(size) for _ in range(size.layers))
-        positions = torch.arange(size.cached or size.tokens)[-size.tokens :]
-        for name, table in zip(("cos", "sin"), _rotations(positions, size), strict=True):
-            self.register_buffer(name, table)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return x
-
-
-class DecoderBlock(nn.Module):
-    """Causal attention and a gated perceptron, each added to its input."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.norm1 = nn.RMSNorm(size.hidden)
-        self.attention = CausalAttention(size)
-        self.norm2 = nn.RMSNorm(size.hidden)
-        self.mlp = GatedMLP(size)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
-
-
 class GatedMLP(nn.Module):
     """Llama's perceptron [..., hidden] -> the same, in the form that `BlockSparseMLP` knows."""
 
@@ -178,110 +138,20 @@ class GatedPerceptrons(nn.Module):
         return x
 
 
-class Products(nn.Module):
-    """The products of Llama's blocks alone, merged as servers do it: q, k and v, and gate and up."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MergedProducts(size) for _ in range(size.layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class MergedProducts(nn.Module):
-    """Four products; the values of q stand for what attention gives."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        merged = size.hidden * (size.heads + 2 * size.kv_heads) // size.heads
-        self.qkv = nn.Linear(size.hidden, merged, bias=False)
-        self.output = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.gate_up = nn.Linear(size.hidden, 2 * size.mlp, bias=False)
-        self.down = nn.Linear(size.mlp, size.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attended = self.output(self.qkv(x)[..., : x.shape[-1]])
-        gate, up = self.gate_up(attended).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-class CausalAttention(nn.Module):
-    """Attention with rotary positions, in which groups of heads share keys and values.
-
-    With a KV cache the token is the last one: its keys and values go there, and it attends to all.
-    """
-
-    keys: Tensor | None
-    values: Tensor | None
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width = size.hidden // size.heads
-        self.heads, self.kv_heads = size.heads, size.kv_heads
-        self.qkv = nn.Linear(size.hidden, (size.heads + 2 * size.kv_heads) * width, bias=False)
-        self.output = nn.Linear(size.hidden, size.hidden, bias=False)
-        cache = (size.batch, size.kv_heads, size.cached, width)
-        self.register_buffer("keys", torch.randn(cache) if size.cached else None)
-        self.register_buffer("values", torch.randn(cache) if size.cached else None)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
-        if self.keys is None or self.values is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            self.keys[:, :, -1:], self.values[:, :, -1:] = k, v
-            y = self._attend_to_cache(q, self.keys, self.values)
-        return self.output(y.transpose(1, 2).flatten(2))
-
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, heads, tokens, width]."""
-        parts = (self.heads, self.kv_heads, self.kv_heads)
-        heads = self.qkv(x).unflatten(-1, (sum(parts), -1)).transpose(1, 2)
-        q, k, v = heads.split(parts, dim=1)
-        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
-
-    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The heads of a group are the queries of its keys, so that the cache is read once.
-
-        PyTorch takes cuDNN otherwise, which needs 102 us in place of 30 for one sequence on an H200, and as
-        long for 16.
-        """
-        groups = q.reshape(q.shape[0], self.kv_heads, -1, q.shape[-1])
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(groups, keys, values).reshape(q.shape)
-
-
-def _rotations(positions: Tensor, size: Size) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [tokens, width] of the angles of both halves of a head."""
-    width = size.hidden // size.heads
-    frequencies = ROTARY_BASE ** -(torch.arange(0, width, 2) / width)
-    angles = torch.outer(positions, frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 TASKS = ("inference", "training")
-LLAMA = Size(layers=1, hidden=4096, mlp=14336, heads=32, kv_heads=8, batch=1, tokens=8192)
 MODELS = {
-    "vit": Architecture(VisionEncoder, Size(32, 1280, 5120, 16, 16, batch=64, tokens=257), tasks=TASKS),
+    "vit": Architecture(VisionEncoder, Size(32, 1280, 5120, 16, batch=64, tokens=257), tasks=TASKS),
     "roberta": Architecture(
         TextEncoder,
-        Size(12, 768, 3072, 12, 12, batch=16, tokens=512),
+        Size(12, 768, 3072, 12, batch=16, tokens=512),
         blocks=((32, 32), (64, 64), (128, 128)),
         tasks=TASKS,
     ),
-    "llama-mlp": Architecture(GatedPerceptrons, LLAMA, ((32, 32), (64, 64), (128, 32), (128, 128))),
-    "llama-products": Architecture(Products, dataclasses.replace(LLAMA, tokens=1)),
-    "llama-prefill": Architecture(Decoder, LLAMA),
-    "llama-decode1": Architecture(Decoder, dataclasses.replace(LLAMA, tokens=1, cached=8192)),
-    "llama-decode16": Architecture(Decoder, dataclasses.replace(LLAMA, batch=16, tokens=1, cached=8192)),
+    "llama-mlp": Architecture(
+        GatedPerceptrons,
+        Size(layers=1, hidden=4096, mlp=14336, heads=32, batch=1, tokens=8192),
+        blocks=((32, 32), (64, 64), (128, 32), (128, 128)),
+    ),
 }
 
 

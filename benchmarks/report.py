@@ -1,11 +1,16 @@
 """Print results of the benchmarks as Markdown.
 
-python benchmarks/report.py results.json [more.json ...]
+    python benchmarks/report.py results.json [more.json ...]
+    python benchmarks/report.py --break-even results.json ... > python/tilesparse/cli/break_even.json
+
+With --break-even, of results of bench_ops.py, prints as JSON what `tilesparse info` shows: the density from
+which dense is faster, for each product and block size.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import stored
 
 OPS = {"dds_nt": "Forward (dds)", "dds_nn": "Gradient of x (dds)", "sdd_tn": "Gradient of W (sdd)"}
+PRODUCTS = {"dds_nt": "forward", "dds_nn": "dgrad", "sdd_tn": "wgrad"}
 WHO = {
     "packed": "tilesparse, prepacked",
     "triton": "PyTorch Triton BSR, tuned",
@@ -64,15 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", nargs="+", help="that any of the benchmarks has written")
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
+    parser.add_argument("--break-even", action="store_true", help="print these densities instead")
     arguments = parser.parse_args(argv)
     documents = [run for file in arguments.results for run in stored.documents(file).values()]
+    if arguments.break_even:
+        print(json.dumps(break_even(documents), indent=1))
+        return 0
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
     cases = [case for document in documents for case in document["cases"]]
     rows = rows_of(documents)
     if "section" in cases[0]:  # of bench_storages.py
         _print_storages(cases)
-    elif "int8_us" in cases[0]:  # of bench_cpu_eight_bits.py
+    elif "int8_us" in cases[0]:  # of products in int8 on a CPU
         _print_cpu_eight_bits(cases)
     elif "dense_ms" in cases[0] and "op" in cases[0]:  # of bench_cpu.py
         _print_cpu(cases)
@@ -94,6 +104,54 @@ def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
         for result in case.get("results", ())
         if "unavailable" not in result
     ]
+
+
+def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document: {"gpu", "dtype", "layers", "densities": {product: {block size: density}}}.
+
+    A density is the lower of those of the two layers, from this library's choice of kernels.
+    """
+    rows = [row for row in rows_of(documents) if _counts(row)]
+    relative: dict[tuple[str, int, str], dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        key = (PRODUCTS[row.case["op"]], row.case["block_shape"][0], row.case["shape"])
+        relative[key][row.case["density"]] = 1 / row.result["speedup"]
+    densities: dict[str, dict[str, float]] = {op: {} for op in PRODUCTS.values()}
+    for (op, block, _), times in sorted(relative.items()):
+        density = round(crossing(times), 2)
+        densities[op][str(block)] = min(density, densities[op].get(str(block), 1.0))
+    return {
+        "gpu": documents[0]["environment"]["gpu"],
+        "dtype": "bfloat16",
+        "layers": sorted(
+            f"{case['in_features']} -> {case['out_features']} features, {case['tokens']} tokens"
+            for case in {row.case["shape"]: row.case for row in rows}.values()
+        ),
+        "densities": densities,
+    }
+
+
+def crossing(times: Mapping[float, float]) -> float:
+    """Return the density, from 0 to 1, at which the line through the nearest two points reaches 1."""
+    points = sorted(times.items())
+    slower = next((place for place, (_, time) in enumerate(points) if time >= 1), len(points))
+    place = min(max(slower, 1), len(points) - 1)
+    (left, before), (right, after) = points[place - 1 : place + 1]
+    if after <= before:  # all are slower, or all are faster, and noise is larger than the slope
+        return 0.0 if slower == 0 else 1.0
+    return min(1.0, max(0.0, left + (1 - before) * (right - left) / (after - before)))
+
+
+def _counts(row: Row) -> bool:
+    case = row.case
+    return (
+        row.result["contender"] == "tilesparse"
+        and case["shape"] in ("up", "down")
+        and case["dtype"] == "bf16"
+        and case["pattern"] == "random"
+        and case["x_layout"] == "row"
+        and case["block_shape"][0] == case["block_shape"][1]
+    )
 
 
 def _print_any(cases: Iterable[Case]) -> None:

@@ -13,16 +13,15 @@ time and ends at 0.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import rate_of
 from documents import sources
-from harness import run_benchmark, write_json
+from harness import result_parser, run_benchmark, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -187,7 +186,7 @@ class Contender:
 
 def cosine(progress: float) -> float:
     """Return the cosine schedule, from 1 down to 0."""
-    return (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return rate_of(progress, 0.0)
 
 
 def run(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -265,9 +264,8 @@ def run_all(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser. Its defaults are for one H200."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = result_parser(__doc__, "train_lm.json", device=True)
     add = made.add_argument
-    add("--output", type=Path, default=Path("train_lm.json"), help="results as JSON (%(default)s)")
     add(
         "--contenders",
         type=lambda names: names.split(","),
@@ -291,8 +289,6 @@ def parser() -> argparse.ArgumentParser:
     add("--evaluations", type=int, default=10, help="validations during training (%(default)s)")
     add("--megabytes", type=int, default=400, help="of text, at most (%(default)s)")
     add("--no-compile", dest="compile", action="store_false", help="train eagerly")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    add("--commit", help="of the sources (default: ask git)")
     return made
 
 

@@ -66,4 +66,21 @@ check initcheck initcheck
 check fuzz fuzz
 check tests "${pytest[@]}" -m "gpu and not alone" tests/python
 check alone python -m pytest -q -p no:cacheprovider -m "gpu and alone" tests/python
-python benchmarks/gpu_summary.py "$logs" "$summary" "${2:-}"
+python - "$logs" "$summary" "${2:-}" <<'END'
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "benchmarks")
+from harness import environment, write_json
+
+logs, summary, commit = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] or None
+checks = {}
+for name, status, seconds in (line.split("\t") for line in (logs / "checks.tsv").read_text().splitlines()):
+    lines = (logs / f"{name}.txt").read_text(errors="replace").splitlines()
+    said = [line.strip("= ") for line in lines if line.strip()]
+    checks[name] = {"passed": status == "0", "seconds": int(seconds), "says": said[-1] if said else ""}
+write_json(summary, {"environment": environment(commit), "checks": checks})
+failed = [name for name, check in checks.items() if not check["passed"]]
+print(f"failed: {', '.join(failed)}" if failed else f"all {len(checks)} checks passed")
+sys.exit(bool(failed))
+END

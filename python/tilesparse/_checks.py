@@ -493,10 +493,8 @@ def check_nothing_added(epilogue: Epilogue) -> None:
             raise UnsupportedError(f"{name} cannot be combined with the values of the transposed weight")
 
 
-def check_sdd(
-    y: Tensor, x: Tensor, index: Index, out: Tensor | None = None, offsets: Tensor | None = None
-) -> None:
-    """Check the operands of yᵀ x on the pattern, and the values it is written to."""
+def check_sdd(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None = None) -> None:
+    """Check the operands of yᵀ x on the pattern."""
     if offsets is not None:
         _check_rows("x", x)
         _check_rows("y", y)
@@ -509,12 +507,6 @@ def check_sdd(
         )
     _check_alike("y", y, "x", x)
     check_device("x", x, index)
-    if out is not None:
-        check_values("out", out, index)
-        if out.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
-            check_same_device("out", out, "x", x)
-        else:
-            _check_alike("out", out, "x", x)
 
 
 def check_activations(name: str, matrix: Tensor, features: int) -> None:

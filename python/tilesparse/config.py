@@ -115,9 +115,6 @@ class LayerSpec:
             `BlockSparseExperts`; None is an ordinary layer.
         threshold: magnitude up to which numbers of x count as zero, see `sparsify_activations_`; None
             multiplies all of them.
-
-    Raises:
-        InvalidArgumentError: a value is not allowed, or does not fit the others.
     """
 
     shape: tuple[int, int]
@@ -208,11 +205,7 @@ class LayerSpec:
 
     @classmethod
     def from_json(cls, entry: object) -> LayerSpec:
-        """Return the spec that a manifest's entry describes.
-
-        Raises:
-            InvalidArgumentError: a field is missing, unknown, or has a value that is not allowed.
-        """
+        """Return the spec that a manifest's entry describes."""
         names = ["scales" if field.name == "granularity" else field.name for field in fields(cls)]
         if not isinstance(entry, Mapping) or {*entry, *NEWER} != {*names}:
             raise InvalidArgumentError(f"entry must have exactly {', '.join(names)}, got {shown(entry)}")

@@ -45,7 +45,7 @@ from ._ops import epilogue
 from ._ops.autograd import autocast, call, is_plain, records_gradient
 from ._ops.epilogue import activation_code
 from ._ops.linear import linear_on
-from ._ops.products import DDS_NN, DDS_NT, SDD_TN, SDD_TN_INTO, refuse_gradient
+from ._ops.products import DDS_NN, DDS_NT, SDD_TN, refuse_gradient
 from ._runtime.torch_private import is_any_autocast_enabled
 from .errors import InvalidArgumentError, InvalidTypeError
 from .pattern import BlockPattern
@@ -246,9 +246,6 @@ def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Te
 
     Returns:
         [..., features].
-
-    Raises:
-        InvalidArgumentError: another activation, a gate unlike y, or an odd number of features without one.
     """
     activation_code(activation)
     if gate is not None:
@@ -336,9 +333,7 @@ def dsd(values: Tensor, pattern: BlockPattern, b: Tensor, *, transpose: bool = F
     return _dds(b.t(), values, pattern, not transpose, column_major=True).t()
 
 
-def sdd(
-    y: Tensor, x: Tensor, pattern: BlockPattern, *, out: Tensor | None = None, accumulate: bool = False
-) -> Tensor:
+def sdd(y: Tensor, x: Tensor, pattern: BlockPattern) -> Tensor:
     """Return the blocks of yᵀ x that the pattern keeps: the gradient of W in x Wᵀ, if y is that of x Wᵀ.
 
     ``sdd(a.T, b, pattern)`` are those of a @ b, a sampled product (SDDMM).
@@ -347,33 +342,13 @@ def sdd(
         y: [..., out_features].
         x: [..., in_features] with the same leading dimensions, over which is summed.
         pattern: which blocks to compute.
-        out: [nnz, bn, bk], contiguous, of the operands' dtype, or float32 for those of 16 bits, receives the
-            result; must not share memory with x or y. With it nothing is differentiable, and operands that
-            require a gradient are refused.
-        accumulate: add to ``out`` instead of overwriting it. Sums over tokens and what is there are added in
-            float32 (float64) and rounded once.
 
     Returns:
-        [nnz, bn, bk]; ``out`` where given.
-
-    Raises:
-        InvalidArgumentError: an operand does not fit the pattern or the others in shape, dtype or device; or
-            ``out`` is missing with ``accumulate``, or given where an operand requires a gradient.
+        [nnz, bn, bk].
     """
     if is_any_autocast_enabled():
         y, x = autocast(y, x)
-    index = pattern.index_on(x.device)
-    check_flag("accumulate", accumulate)
-    if out is None:
-        if accumulate:
-            raise InvalidArgumentError("out must be given with accumulate=True, got None")
-        return call(SDD_TN, y, x, index)
-    if records_gradient((y, x, out)):
-        raise InvalidArgumentError(
-            "out must not be given where an operand requires a gradient; use no_grad()"
-        )
-    SDD_TN_INTO(y, x, *index, out, accumulate)
-    return out
+    return call(SDD_TN, y, x, pattern.index_on(x.device))
 
 
 def _dds(

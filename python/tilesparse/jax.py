@@ -208,9 +208,6 @@ class BlockSparse:
         values: [nnz, rows, columns] of blocks, in the order of the pattern's entries; float64, float32,
             bfloat16, float16 or int8. Arrays of other libraries are taken through DLPack.
         pattern: their places.
-
-    Raises:
-        InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
     def __init__(self, values: Any, pattern: Pattern) -> None:
@@ -351,9 +348,6 @@ def matmul(a: Any, b: Any, *, precision: Any = None, preferred_element_type: Any
             ``jax.default_matmul_precision``, which is TF32 unless it is set.
         preferred_element_type: dtype of the result where ``a`` and ``b`` are int8: float32, bfloat16 or
             float16.
-
-    Raises:
-        InvalidArgumentError: the shapes do not fit, or a dtype has no product.
     """
     left = isinstance(a, BlockSparse)
     if left == isinstance(b, BlockSparse):
@@ -414,9 +408,6 @@ def sddmm(a: Any, b: Any, pattern: Pattern, *, precision: Any = None) -> BlockSp
         b: [k, columns].
         pattern: the blocks to compute.
         precision: as in `matmul`.
-
-    Raises:
-        InvalidArgumentError: the shapes do not fit, or a dtype has no product.
     """
     if not isinstance(pattern, Pattern):
         raise InvalidTypeError(f"pattern must be a tilesparse.jax.Pattern, got {type(pattern).__name__}")

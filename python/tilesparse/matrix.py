@@ -11,7 +11,7 @@ from ._checks import DTYPES, Array, check_values, check_whole_blocks, is_ragged,
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, UnsupportedError
-from .pattern import BlockPattern, canonical_bsr, canonical_scipy, zero_outside_
+from .pattern import BlockPattern, canonical_scipy, zero_outside_
 
 
 class BlockSparseMatrix:
@@ -33,9 +33,6 @@ class BlockSparseMatrix:
         values: [nnz, bn, bk] or [b, nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. They are
             not copied, unless NumPy has them read-only.
         pattern: places of the blocks; values[..., i, :, :] is the block at slot i.
-
-    Raises:
-        InvalidArgumentError: ``values`` does not fit ``pattern``.
     """
 
     def __init__(self, values: Array, pattern: BlockPattern) -> None:
@@ -95,9 +92,6 @@ class BlockSparseMatrix:
                 is kept.
             density: kept fraction; the blocks with the largest Frobenius norm are kept.
             nnz: number of kept blocks, instead of a density.
-
-        Raises:
-            InvalidArgumentError: neither or both of pattern and block_shape are given, or sizes do not fit.
         """
         tensor: Tensor = shared("dense", dense)
         if block_shape is not None and pattern is None:
@@ -111,13 +105,10 @@ class BlockSparseMatrix:
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
-        """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; duplicates are summed.
-
-        Contiguous values of sorted blocks are shared, not copied.
-        """
+        """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; contiguous values are shared."""
         _check_dtype("matrix", matrix)
         pattern = BlockPattern.from_bsr(matrix)
-        return cls(canonical_bsr(matrix)[2].contiguous(), pattern)
+        return cls(matrix.values().contiguous(), pattern)
 
     @classmethod
     def from_scipy(

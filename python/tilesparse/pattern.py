@@ -419,12 +419,10 @@ class BlockPattern(PatternView):
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores, in any order; duplicates are summed.
-
-        Raises:
-            InvalidArgumentError: ``matrix`` has another layout, or blocks of an invalid shape.
-        """
-        crow, col, values = canonical_bsr(matrix)
+        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores."""
+        if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
+            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
+        crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
         return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
 
     @classmethod
@@ -434,9 +432,6 @@ class BlockPattern(PatternView):
         Args:
             matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
             block_shape: (bn, bk); None takes the block shape of a BSR matrix.
-
-        Raises:
-            InvalidArgumentError: the block shape is missing or invalid, or does not divide the shape.
         """
         matrix = canonical_scipy(matrix, block_shape)
         return cls(
@@ -460,9 +455,6 @@ class BlockPattern(PatternView):
         """Keep the blocks with the highest scores [R, C]; the first in row order wins a tie.
 
         ``density``, ``nnz`` and ``parts`` are those of `random`, ``shape`` that of `from_block_mask`.
-
-        Raises:
-            InvalidArgumentError: as in `random`, or a score is NaN.
         """
         scores = check_matrix("scores", scores)
         shape, block_shape = shape_of_grid("scores", scores, block_shape, shape)
@@ -489,9 +481,6 @@ class BlockPattern(PatternView):
         """Keep the blocks of a dense matrix [out_features, in_features] with the largest Frobenius norm.
 
         ``density``, ``nnz`` and ``parts`` are those of `random`.
-
-        Raises:
-            InvalidArgumentError: as in `random`, or a norm is NaN.
         """
         dense = check_matrix("dense", dense)
         shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
@@ -626,9 +615,6 @@ class BlockPattern(PatternView):
         """Return the pattern of the same weight in smaller blocks, on the same device.
 
         Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
-
-        Raises:
-            InvalidArgumentError: ``block_shape`` does not divide the pattern's.
         """
         small, (bn, bk) = pattern_block_shape(block_shape), self.block_shape
         if bn % small[0] or bk % small[1]:
@@ -696,29 +682,6 @@ def check_matrix(name: str, given: Array) -> Tensor:
         )
     check_content(name, matrix)
     return matrix
-
-
-def canonical_bsr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arrays of a BSR matrix, its own if their columns are sorted and without duplicates."""
-    if not isinstance(matrix, Tensor):
-        raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
-    if matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
-        raise InvalidArgumentError(
-            f"matrix must be a 2-D torch.sparse_bsr tensor, got {matrix.dim()}-D {matrix.layout}"
-        )
-    crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-    check_content("matrix", crow)
-    counts, cols = crow.diff(), matrix.shape[1] // max(1, values.shape[2])
-    inside = bool(((col >= 0) & (col < cols)).all()) and int(crow[0]) == 0 and int(crow[-1]) == len(col)
-    if not inside or bool((counts < 0).any()):
-        return crow, col, values  # for the constructor to say what is wrong
-    rows = torch.arange(len(counts), device=col.device).repeat_interleave(counts)
-    numbers, place = torch.unique(rows * cols + col, return_inverse=True)
-    if torch.equal(place, torch.arange(len(col), device=col.device)):
-        return crow, col, values
-    summed = values.new_zeros(len(numbers), *values.shape[1:]).index_add(0, place, values)
-    starts = torch.arange(len(crow), device=col.device) * cols
-    return torch.searchsorted(numbers, starts), numbers % cols, summed
 
 
 def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:

@@ -137,49 +137,23 @@ def _block_norms(name: str, layer: BlockSparseLinear) -> Map:
     return Map(name, caption, out_features / in_features, pattern.to_block_mask().cpu(), shades)
 
 
-def _histories(snapshots: object) -> tuple[list[int], dict[str, Tensor]]:
+def _histories(snapshots: Snapshots) -> tuple[list[int], dict[str, Tensor]]:
     """Return the steps, and the masks of each layer as one bool tensor [T, R, C] on the host."""
-    if not isinstance(snapshots, Sequence) or len(snapshots) < 2:
+    try:
+        steps, first = [as_integer(step) for step, _ in snapshots], snapshots[0][1]
+        every = [[masks[name].detach().cpu() for _, masks in snapshots] for name in first]
+        stacks = dict(zip(first, map(torch.stack, every), strict=True))
+        alike = all(masks.keys() == first.keys() for _, masks in snapshots)
+        are_masks = all(stack.dim() == 3 and stack.dtype == torch.bool for stack in stacks.values())
+        fits = len(steps) > 1 and alike and are_masks and all(before < now for before, now in pairwise(steps))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        fits = False
+    if not fits or not stacks:
         raise InvalidArgumentError(
-            "snapshots must be a sequence of two or more (step, masks), got "
-            + (f"{len(snapshots)}" if isinstance(snapshots, Sequence) else type(snapshots).__name__)
+            "snapshots must be two or more (step, masks) by ascending steps, with a bool mask [R, C] of each "
+            f"of the same layers, got {shown(snapshots)}"
         )
-    steps: list[int] = []
-    stacks: dict[str, list[Tensor]] = {}
-    for number, snapshot in enumerate(snapshots):
-        try:
-            step, masks = snapshot
-            steps.append(as_integer(step))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"snapshots[{number}] must be (step, masks), got {shown(snapshot)}"
-            ) from error
-        if not isinstance(masks, Mapping) or not masks or not all(isinstance(name, str) for name in masks):
-            raise InvalidArgumentError(
-                f"snapshots must have a mask by each layer's name, got {shown(masks)} at step {step}"
-            )
-        if number and set(masks) != set(stacks):
-            raise InvalidArgumentError(
-                f"snapshots must have the same layers; at step {step} they differ in "
-                f"{few(sorted(set(masks) ^ set(stacks)))}"
-            )
-        for name, mask in masks.items():
-            first = stacks.setdefault(name, [])
-            _check_block_mask(f"snapshots: step {step}: {name!r}", mask, first)
-            first.append(mask.detach().cpu())
-    if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise InvalidArgumentError(f"snapshots must have ascending steps, got {shown(steps)}")
-    return steps, {name: torch.stack(stack) for name, stack in stacks.items()}
-
-
-def _check_block_mask(place: str, mask: object, earlier: Sequence[Tensor]) -> None:
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool or not mask.numel():
-        given = f"{tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else shown(mask)
-        raise InvalidArgumentError(f"{place} must be a bool tensor [R, C], got {given}")
-    if earlier and mask.shape != earlier[0].shape:
-        raise InvalidArgumentError(
-            f"{place} must have the {tuple(earlier[0].shape)} blocks of the first, got {tuple(mask.shape)}"
-        )
+    return steps, stacks
 
 
 def _ages(name: str, steps: Sequence[int], history: Tensor) -> Map:

@@ -25,6 +25,8 @@ import tilesparse
 from tilesparse import BlockPattern, storage
 from tilesparse._checks import PACKED
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.launch import write_sdd
+from tilesparse._runtime.pattern_cache import prepared
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -434,3 +436,9 @@ def _play(rank: int, scenes: Scenes, size: int, backend: str, rendezvous: str) -
         dist.destroy_process_group()
     # Threads of Gloo may still be letting go of tensors, and abort where they find the interpreter gone.
     os._exit(0)
+
+
+def written_sdd(y: Tensor, x: Tensor, pattern: BlockPattern, out: Tensor, accumulate: bool = False) -> Tensor:
+    """Write or add yᵀ x on a pattern to ``out``, as gradients of ``main_grad`` are."""
+    write_sdd(y, x, out, prepared(pattern.index_on(x.device)), accumulate)
+    return out

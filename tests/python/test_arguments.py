@@ -343,10 +343,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "top_k_index": choices(),
         "top_k_weights": torch.rand(choices().shape),
     },
-    "nn.from_block_scales": lambda: {
-        "weight": torch.zeros(128, 256).to(torch.float8_e4m3fn),
-        "weight_scale_inv": torch.ones(1, 2),
-    },
     "nn.ExpertsLinear": lambda: {"out_features": 64, "experts": 2, "block_shape": BLOCK},
     "nn.ExpertsLinear.forward": lambda: {"offsets": torch.tensor([0, 3, len(tokens())], dtype=torch.int32)},
     "distributed.synchronize_patterns": lambda: {"model": nn.Sequential()},

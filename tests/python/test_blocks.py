@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import scipy.sparse
 import torch
+from helpers import written_sdd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_bounds import Area
@@ -95,7 +96,7 @@ def check_products(matrix: ts.BlockSparseMatrix, dense: Tensor, tokens: int) -> 
     for left, right in product((beside, beside.T.contiguous().T), (given, given.T.contiguous().T)):
         close(F.sdd(left, right, pattern), expected, tokens**0.5)
     ones = torch.ones_like(expected, dtype=matrix.dtype)
-    F.sdd(beside, given, pattern, out=ones, accumulate=True)
+    written_sdd(beside, given, pattern, ones, True)
     inside = ts.BlockSparseMatrix.from_dense(torch.ones_like(wide), pattern).values
     close(ones * inside.to(ones.dtype), (expected + 1) * inside, tokens**0.5 + 1)
 
@@ -150,7 +151,7 @@ def test_nothing_outside_of_operands_is_touched(name: str, at_end: bool) -> None
             close(F.dsd(values, pattern, x_t), dense.double() @ x.double().T, scale)
             close(F.dsd(values, pattern, y_t, transpose=True), dense.double().T @ y.double().T, scale)
             for left, right in ((y, x), (y_t.T, x_t.T)):
-                F.sdd(left, right, pattern, out=out)
+                written_sdd(left, right, pattern, out)
                 expected = ts.BlockSparseMatrix.from_dense(y.double().T @ x.double(), pattern)
                 close(out, expected.values, tokens**0.5)
         areas.clear()

@@ -45,7 +45,7 @@ from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.export import decompositions
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.nn import ReferenceBlockSparseLinear, from_block_scales
+from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks, layer_index
 from tilesparse.tuning import Product, load
 from tilesparse.tuning.measure import products_of
@@ -937,56 +937,3 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=0.02, atol=0.02)
         generated = loaded.generate(tokens, max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 15)
-
-
-# ---- float8 checkpoints with a scale for each block ----
-
-
-def checkpoint() -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, scales, and W in float64."""
-    weight = (randn(384, 640, dtype=torch.float32, device="cpu", seed=5) * 100).to(FLOAT8)
-    scales = torch.rand(3, 5, generator=seeded(6)) / 100 + 1e-4
-    return (
-        weight,
-        scales,
-        weight.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1),
-    )
-
-
-def test_whole_checkpoints_are_mapped_block_by_block() -> None:
-    weight, scales, dense = checkpoint()
-    bias = randn(384, dtype=torch.float32, device="cpu", seed=8)
-    layer = from_block_scales(weight, scales, 1.0, bias=bias, dtype=torch.float32)
-    assert torch.equal(layer.to_linear().weight.double(), dense.float().double())
-    x = tokens(name=GROUPED)
-    values, of_x = quantized(GROUPED, x)
-    left = values.double() * of_x.double().repeat_interleave(128, 1)
-    torch.testing.assert_close(layer(x).double(), left @ dense.t() + bias, rtol=1e-4, atol=1e-3)
-
-
-def test_the_best_blocks_or_those_of_a_pattern_are_kept() -> None:
-    weight, scales, dense = checkpoint()
-    blocks = dense.view(3, 128, 5, 128).transpose(1, 2)
-    layer = from_block_scales(weight, scales, 0.4)
-    wanted = BlockPattern.from_scores(blocks.square().sum((2, 3)), block_shape=128, density=0.4)
-    assert layer.pattern == wanted and layer.spec.dtype == torch.bfloat16 and layer.bias is None
-    pattern = pattern_of(GROUPED)
-    layer = from_block_scales(weight, scales, pattern=pattern, dtype=torch.float32)
-    assert layer.pattern == pattern
-    assert torch.equal(dense_blocks(layer), blocks[pattern.block_indices()].float())
-    chosen = from_block_scales(weight, scales, 0.2, scores=-scales)
-    assert chosen.pattern == BlockPattern.from_scores(-scales, block_shape=128, density=0.2)
-
-
-def test_other_checkpoints_are_refused() -> None:
-    weight, scales, _ = checkpoint()
-    for wrong in (weight.float(), weight[:100], weight[None]):
-        with pytest.raises(InvalidArgumentError, match="weight must be float8_e4m3fn"):
-            from_block_scales(wrong, scales)
-    for of_blocks in (scales[1:], scales.double()):
-        with pytest.raises(InvalidArgumentError, match="weight_scale_inv must be float32"):
-            from_block_scales(weight, of_blocks)
-    with pytest.raises(InvalidArgumentError, match="scores must be"):
-        from_block_scales(weight, scales, scores=scales[1:])
-    with pytest.raises(InvalidArgumentError, match="pattern must have shape"):
-        from_block_scales(weight, scales, pattern=make_pattern("full", (2, 2), (64, 64)))

@@ -411,7 +411,6 @@ def test_what_needs_one_weight_for_all_tokens_is_refused() -> None:
     layer = ExpertsLinear(64, 4 * 32, experts=4, block_shape=BLOCK, density=0.5)
     for call in (
         layer.to_linear,
-        layer.to_semi_structured,
         layer.cut,
         lambda: layer.from_linear(nn.Linear(4, 4)),
     ):

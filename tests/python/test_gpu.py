@@ -27,6 +27,7 @@ from helpers import (
     randn,
     random_values,
     seeded,
+    written_sdd,
 )
 from torch import Tensor
 
@@ -201,7 +202,7 @@ def test_captured_products_follow_their_inputs() -> None:
     total = torch.zeros_like(values)
 
     def run() -> tuple[Tensor, ...]:
-        functional.sdd(y, x, pattern, out=total, accumulate=True)
+        written_sdd(y, x, pattern, total, True)
         return (functional.linear(x, values, pattern, bias, "silu"), *products(x, y, values, pattern))
 
     run()
@@ -356,7 +357,7 @@ def test_every_square_of_large_products(tokens: int, block_size: int) -> None:
         assert worst_square(functional.linear(x, layer.weight, pattern, residual=y), results[0]) < 0.01
         assert worst_square(functional.dds(y, layer.weight, pattern, transpose=False), results[1]) < 0.01
         assert worst_square(functional.sdd(y, x, pattern).flatten(0, 1), blocks.flatten(0, 1)) < 0.01
-        functional.sdd(y, x, pattern, out=sums.zero_(), accumulate=True)
+        written_sdd(y, x, pattern, sums.zero_(), True)
         assert worst_square(sums.flatten(0, 1), blocks.flatten(0, 1)) < 1e-3
 
 
@@ -486,10 +487,6 @@ def test_compiled_graphs_make_the_plans_they_need(training: bool) -> None:
 Call = Callable[[BlockPattern, Tensor, Tensor, Tensor, Tensor], object]
 
 
-def misaligned(pattern: BlockPattern, like: Tensor) -> Tensor:
-    return like.new_zeros(like.numel() + 1)[1:].view(pattern.nnz, *pattern.block_shape)
-
-
 def with_kernel(name: str, pattern: BlockPattern, x: Tensor, values: Tensor) -> None:
     with use_kernel(name):
         functional.linear(x, values, pattern)
@@ -508,14 +505,6 @@ BAD_CALLS: dict[str, tuple[Call, str]] = {
         "bias must be on cuda:0 like x",
     ),
     "x of sdd on the CPU": (lambda p, x, y, v, b: functional.sdd(y, x.cpu(), p), "y must be on cpu like x"),
-    "out on the CPU": (
-        lambda p, x, y, v, b: functional.sdd(y, x, p, out=v.cpu()),
-        "out must be on cuda:0 like the pattern",
-    ),
-    "misaligned out": (
-        lambda p, x, y, v, b: functional.sdd(y, x, p, out=misaligned(p, v)),
-        "out must be aligned to 16 bytes",
-    ),
     "wrong in_features": (
         lambda p, x, y, v, b: functional.linear(x[:, :-32], v, p),
         "x must have last dimension",

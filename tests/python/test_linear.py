@@ -6,7 +6,6 @@ import math
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -298,42 +297,6 @@ def test_another_buffer_in_the_place_of_a_dropped_one_replaces_the_pattern() -> 
     layer.weight, layer.bias = other.weight, other.bias
     x = randn(3, IN)
     assert torch.equal(layer(x), other(x))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_casts_parameters_once_in_a_region(
-    device: str, mode: Callable[[], Any], policy: str
-) -> None:
-    layer, x = make(policy=policy, device=device), randn(4, IN, dtype=torch.bfloat16, device=device)
-    cast, to = list[Tensor](), Tensor.to
-
-    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor.dtype != dtype:
-            cast.append(tensor)
-        return to(tensor, dtype)
-
-    with mock.patch.object(Tensor, "to", counted):
-        for _ in range(2):
-            cast.clear()
-            with mode(), torch.autocast(device, torch.bfloat16):
-                y = layer(x)
-                assert torch.equal(layer(x), y) and len(cast) == 2  # weight and bias
-                with torch.autocast(device, torch.float16):
-                    assert layer(x).dtype == torch.float16
-                with torch.no_grad():
-                    layer.weight.mul_(2)  # PyTorch's own cache would not see it
-                assert not torch.equal(layer(x), y)
-    gradients = []
-    for once in (True, False):
-        layer.zero_grad()
-        with torch.autocast(device, torch.bfloat16, cache_enabled=once):
-            y = layer(x).float().sum() + layer(x).float().sum()
-        y.backward()
-        gradients.append(layer.weight.grad)
-    assert gradients[0] is not None and gradients[0].dtype == torch.float32
-    torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", [ITSELF, ReferenceBlockSparseLinear])

@@ -63,7 +63,6 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     check(OPS.dds_nn, y, values, *index, True)
     check(OPS.sdd_tn, y, x, *index)
     check(OPS.sdd_tn_with_bias, y.detach(), x.detach(), *index)
-    check(OPS.sdd_tn_into, y.detach(), x.detach(), *index, values.detach(), True)
     weight = randn(*pattern.shape, dtype=dtype, device=device, seed=4)
     check(OPS.expand, values, *index)
     check(OPS.gather, weight.requires_grad_(), *index)

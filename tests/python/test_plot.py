@@ -135,23 +135,23 @@ def test_patterns_may_lose_all_their_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "said"),
+    "snapshots",
     [
-        (3, "must be a sequence of two or more .step, masks., got int"),
-        (MOVING[:1], "two or more .step, masks., got 1"),
-        ([MOVING[0], 7], r"\[1\] must be \(step, masks\), got 7"),
-        ([MOVING[0], (0.5, {})], r"\[1\] must be \(step, masks\)"),
-        ([MOVING[0], (1, {})], "a mask by each layer.*step 1"),
-        ([MOVING[0], (1, {3: torch.ones(2, 2) > 0})], "a mask by each layer's name"),
-        ([MOVING[0], (1, {"other": torch.ones(2, 2) > 0})], "differ in 'layer', 'other'"),
-        ([MOVING[0], (1, {"layer": torch.ones(2, 2)})], r"'layer' must be a bool tensor \[R, C\]"),
-        ([MOVING[0], (1, {"layer": torch.ones(2) > 0})], r"'layer' must be a bool tensor \[R, C\]"),
-        ([MOVING[0], (1, {"layer": torch.ones(2, 3) > 0})], r"must have the \(2, 2\) blocks of the first"),
-        ([MOVING[1], MOVING[0]], r"ascending steps, got \[10, 0\]"),
+        3,
+        MOVING[:1],
+        [MOVING[0], 7],
+        [MOVING[0], (0.5, {})],
+        [MOVING[0], (1, {})],
+        [MOVING[0], (1, {3: torch.ones(2, 2) > 0})],
+        [MOVING[0], (1, {"other": torch.ones(2, 2) > 0})],
+        [MOVING[0], (1, {"layer": torch.ones(2, 2)})],
+        [MOVING[0], (1, {"layer": torch.ones(2) > 0})],
+        [MOVING[0], (1, {"layer": torch.ones(2, 3) > 0})],
+        [MOVING[1], MOVING[0]],
     ],
 )
-def test_bad_snapshots_are_refused(snapshots: Any, said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^snapshots.*{said}"):
+def test_bad_snapshots_are_refused(snapshots: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^snapshots must be two or more"):
         plot.evolution(snapshots)
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import check_estimates
+import fit_estimates
 import pytest
 import stored
 import torch
@@ -241,11 +241,11 @@ def test_estimates_are_finite(shape: tuple[int, int], tokens: int) -> None:
 @needs_sm90
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_estimates_are_close_to_what_was_measured(gpu: str) -> None:
-    """Kernels that are nearly the best; `benchmarks/check_estimates.py` prints all."""
+    """Kernels that are nearly the best."""
     families: dict[str, list[float]] = defaultdict(list)
     runs = stored.documents(RESULTS / f"{gpu}_fit.json.gz")
     for run in (run for name, run in runs.items() if name.startswith("kernels")):
-        pairs = list(check_estimates.pairs_of([run]))
+        pairs = list(fit_estimates.pairs_of([run]))
         best = {pair.case: pair.measured for pair in sorted(pairs, key=lambda pair: -pair.measured)}
         for pair in pairs:
             if pair.measured < 1.1 * best[pair.case]:
@@ -835,8 +835,8 @@ def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
 
     Some took much longer as something interrupted a kernel (`fit_estimates.py` leaves them out).
     """
-    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / run)]))
-    losses = [min(choice.loss, 1.0) for choice in check_estimates.choices_of(pairs)]
+    pairs = list(fit_estimates.pairs_of([stored.document(RESULTS / run)]))
+    losses = [min(loss, 1.0) for loss in fit_estimates.costs_of(pairs)]
     assert len(losses) > 2500
     assert statistics.mean(losses) < 0.015
     assert sum(loss > 0.1 for loss in losses) < 0.04 * len(losses)
@@ -845,8 +845,8 @@ def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
 @needs_sm90
 def test_choices_for_less_shared_memory_are_close_to_the_best() -> None:
     """Nothing was fitted to these: an H100 with the 99 KiB of a GPU of compute capability 8.9."""
-    pairs = list(check_estimates.pairs_of([stored.document(RESULTS / "h100_99kib.json.gz")]))
-    losses = [choice.loss for choice in check_estimates.choices_of(pairs)]
+    pairs = list(fit_estimates.pairs_of([stored.document(RESULTS / "h100_99kib.json.gz")]))
+    losses = fit_estimates.costs_of(pairs)
     assert len(losses) > 1200
     assert statistics.mean(losses) < 0.035
 

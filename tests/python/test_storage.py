@@ -41,7 +41,7 @@ from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import compress, dequantize, quantize_int4, quantize_weights, row_scales, two_of_four
-from tilesparse.storage.quantize import clip_limits
+from tilesparse.storage.quantize import CLIP_RATIOS, clip_limits
 
 OPS = torch.ops.tilesparse
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
@@ -315,7 +315,8 @@ def test_quantisation_rounds_to_the_nearest(
     spread = torch.rand(3, 16, 1, generator=seeded(2)).to(device)
     values = (values / values.abs().max() * size * (1 if dtype is None else spread)).float()
     if dtype is None:
-        quantized, scales = quantize_int4(values, granularity=granularity, search=False)
+        largest = values.abs().amax((1, 2) if granularity == "block" else 2)
+        quantized, scales = quantize_int4(values, granularity=granularity, limits=largest)
         assert quantized.shape == (3, 16, 16) and quantized.dtype == torch.uint8
     else:
         quantized, scales = quantize_weights(values, dtype, granularity=granularity)
@@ -423,28 +424,18 @@ def test_clip_limits_are_the_best_ratios_of_each_group() -> None:
     inputs = torch.randn(5, 200, 32, generator=seeded(2))
     groups[..., 3] = 8  # a large weight of every group, which only some inputs meet
     inputs[..., 3] *= torch.linspace(0.01, 0.1, 5)[:, None]
-    ratios = (1.0, 0.7, 0.4)
-    limits = clip_limits(groups, inputs, to_four_bits, ratios=ratios)
+    limits = clip_limits(groups, inputs, to_four_bits)
     largest = groups.abs().amax(-1)
 
     def errors(limits: Tensor) -> Tensor:
         return ((groups - to_four_bits(groups, limits)) @ inputs.mT).square().sum(-1)
 
-    each = torch.stack([errors(ratio * largest) for ratio in ratios])
+    each = torch.stack([errors(ratio * largest) for ratio in CLIP_RATIOS])
     torch.testing.assert_close(errors(limits), each.amin(0))
     assert bool((limits[0] < largest[0]).all()) and float(errors(limits).sum()) < 0.5 * float(each[0].sum())
     factor = torch.linalg.cholesky(inputs.mT @ inputs).mT  # the same second moment
-    torch.testing.assert_close(clip_limits(groups, factor, to_four_bits, ratios=ratios), limits)
+    torch.testing.assert_close(clip_limits(groups, factor, to_four_bits), limits)
     assert not clip_limits(torch.zeros(2, 8), torch.ones(3, 8), to_four_bits).any()
-
-
-@pytest.mark.parametrize(
-    ("inputs", "ratios", "named"),
-    [((3, 9), (1.0,), "inputs must be"), ((3, 8), (), "ratios must be"), ((3, 8), (1.5,), "ratios must be")],
-)
-def test_bad_clippings_are_named(inputs: tuple[int, ...], ratios: tuple[float, ...], named: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=named):
-        clip_limits(torch.ones(2, 8), torch.ones(inputs), to_four_bits, ratios=ratios)
 
 
 # ---- 4 bits ----
@@ -466,7 +457,7 @@ def test_the_search_takes_the_best_of_eleven_scales(device: str, granularity: st
     error = (dequantize(packed, None, scales) - values).square().sum(sides)
     torch.testing.assert_close(error, torch.stack(found).amin(0), rtol=1e-4, atol=1e-6)
     assert not bool(packed[3].any()) and bool((scales > 0).all())
-    whole = quantize_int4(values, granularity=granularity, search=False)
+    whole = quantize_int4(values, granularity=granularity, limits=values.abs().amax(sides))
     assert float(error.sum()) < float((dequantize(whole[0], None, whole[1]) - values).square().sum())
 
 

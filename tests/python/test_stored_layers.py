@@ -755,24 +755,6 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
         BlockSparseLinear.from_linear(nn.Linear(IN, OUT), **{"block_shape": 32, **arguments})
 
 
-def test_to_semi_structured_is_for_2_4_without_gaps() -> None:
-    for layer in (make("plain", density=1), make("masked", density=0.5)):
-        with pytest.raises(UnsupportedError, match="to_semi_structured needs 2:4 with every block kept"):
-            layer.to_semi_structured()
-    with pytest.raises(UnsupportedError, match="to_semi_structured: PyTorch cannot"):
-        make("masked", density=1, dtype=torch.float64).to_semi_structured()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["masked", "compressed"])
-def test_to_semi_structured_multiplies_alike(name: str) -> None:
-    layer = make(name, density=1, device="cuda", dtype=torch.float16)
-    x = randn(64, IN, device="cuda", dtype=torch.float16)
-    semi = layer.to_semi_structured()
-    y = nn.functional.linear(x, semi, layer.bias)
-    torch.testing.assert_close(y, layer(x), rtol=1e-2, atol=1e-2)
-
-
 def test_a_pattern_can_be_changed_beneath_stored_values() -> None:
     for name in LAYERS:
         layer = make(name)

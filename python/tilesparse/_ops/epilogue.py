@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._checks import QUANTIZED, Index, is_misaligned, is_regular, shown
+from .._checks import QUANTIZED, Index, is_regular, shown
 from .._runtime import launch
 from .._runtime.device import ACTIVATIONS
 from .._runtime.layout import row_stride
@@ -77,49 +77,6 @@ def weight_and_bias_gradients(grad: Tensor, x: Tensor, index: Index) -> tuple[Te
 
 
 _SDD_TN_WITH_BIAS = register("sdd_tn_with_bias", 2, launch.sdd_with_bias, sdd_tn_with_bias_fake)
-
-
-def sums_with_activation(x: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the kernel of the activation's gradient also sums that of the bias."""
-    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
-        return False
-    if bias.shape[0] % 16:
-        return False
-    return is_plain((x, bias)) and x.shape[:-1].numel() * bias.shape[0] >= launch.MANY_ELEMENTS
-
-
-class _Activated(torch.autograd.Function):
-    """activation(z), where z contains a bias: its backward gives the gradients of both in one pass.
-
-    So z is computed with the bias detached; only a second derivative connects it again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, bias: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(z)
-        ctx.activation = activation
-        ctx.bias = (
-            bias  # not saved as z is: its values are not needed, and may change before the backward pass
-        )
-        return activated(z, activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (z,), grad = ctx.saved_tensors, grads[0]
-        if torch.is_grad_enabled():
-            z = z + (ctx.bias - ctx.bias.detach())
-        tensors = grad, z
-        if records_gradient(tensors) or not all(map(_is_whole, tensors)) or not is_plain(tensors):
-            of_z = ACTIVATION_GRADIENTS[ctx.activation](grad, z)  # which can be differentiated again
-            return of_z, bias_gradient(of_z), None
-        return *launch.activation_gradient(grad, z, activation_code(ctx.activation)), None
-
-
-activate: Callable[..., Tensor] = _Activated.apply
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.numel() > 0 and not is_misaligned(tensor)
 
 
 def gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
@@ -318,13 +275,8 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
     Layers with one input share the result in eager mode: the last one of each thread is kept while x lives,
     and is found by the identity of x and PyTorch's count of writes to it. A weight that asks again begins a
     new pass, before which x may have been written to in a way that is not counted, as by the replay of a
-    CUDA graph. Compiled graphs have one operator in the place of equal ones (`_libraries.inductor_hooks`).
-
-    Args:
-        weight: values in 8 bits.
-        x: activations.
-        direct: whether `is_plain` holds for x.
-        grouped: whether each 128 features of a token have a scale of their own.
+    CUDA graph. Compiled graphs have one operator in the place of equal ones (`integrations.hooks`).
+    ``direct``: whether `is_plain` holds for x; ``grouped``: whether 128 features of a token share a scale.
     """
     dtype = None if grouped else weight.dtype
     if not (direct or is_plain((x,), profiled=True)) or not (_counts_writes(x) or _last.constant is x):

@@ -23,7 +23,7 @@ from .._runtime.pattern_cache import prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
 from .autograd import PLAIN_TYPES, autocast, call, is_plain, records_gradient
-from .epilogue import activate, activated, activation_code, gated, quantized_for, sums_with_activation
+from .epilogue import activated, activation_code, gated, quantized_for
 from .products import DDS_NT, EXPAND, dequantize_values, refuse_gradient, stored_scales_on
 
 _NONE = "none"  # compared by identity, which takes less time than a look-up
@@ -97,11 +97,7 @@ def linear_on(
         return call(DDS_NT, x, values, index, epilogue, operands)
     # A fused activation or gate has no gradient, which transforms may ask for.
     check_one(residual, gate)
-    sums = gate is None and not column_major and operands is DENSE and sums_with_activation(x, bias)
-    detached = bias.detach() if sums and bias is not None else bias
-    y = call(DDS_NT, x, values, index, Epilogue(detached, column_major=column_major), operands)
-    if sums:
-        return combined(activate(y, bias, activation), "none", residual, None)
+    y = call(DDS_NT, x, values, index, Epilogue(bias, column_major=column_major), operands)
     return combined(y, activation, residual, gate)
 
 

@@ -24,7 +24,7 @@ from .._runtime.pattern_cache import Prepared, prepared
 from .._runtime.torch_private import transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
 from . import schemas
-from .autograd import Tensors, call, is_plain, records_gradient
+from .autograd import Product, Tensors, call, is_plain, records_gradient
 from .epilogue import bias_gradient, weight_and_bias_gradients
 from .schemas import by_number, differentiable, register, register_plainly
 
@@ -88,14 +88,6 @@ def _sdd_tn_gradients(
     )
 
 
-def _expand_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, *___: object) -> Tensors:
-    return (call(GATHER, grad, None, index),)
-
-
-def _gather_gradients(grad: Tensor, _: Tensor, __: Tensor, index: Index, *___: object) -> Tensors:
-    return (call(EXPAND, grad.contiguous(), None, index),)
-
-
 def grouped_sdd_on(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None) -> Tensor:
     """Return yᵀ x [nnz, bn, bk] on a pattern; with offsets each group's blocks from its own rows."""
     return call(SDD_TN, y, x, index, operands=DENSE if offsets is None else Operands(offsets=offsets))
@@ -142,10 +134,6 @@ def _bias_gradient(grad: Tensor, offsets: Tensor | None) -> Tensor:
     return result.reshape(-1)
 
 
-def _group_sums_fake(y: Tensor, offsets: Tensor) -> Tensor:
-    return y.new_empty(offsets.shape[0] - 1, y.shape[1])
-
-
 def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     y, offsets = inputs
     ctx.save_for_backward(offsets)
@@ -176,14 +164,25 @@ _DDS_NN = partial(launch.dds, device.DDS_NN), partial(schemas.dds_fake, device.D
 DDS_NT = differentiable("dds_nt", 2, _DDS_NT, schemas.OF_DDS_NT, looks=True)
 DDS_NN = differentiable("dds_nn", 2, _DDS_NN, schemas.OF_DDS_NN)
 SDD_TN = differentiable("sdd_tn", 2, (launch.sdd, schemas.sdd_tn_fake, _sdd_tn_gradients), schemas.OF_SDD_TN)
-_EXPAND = _of_one_factor(launch.expand), schemas.expand_fake, _expand_gradients
+GATHER: Product  # whose gradient is the other's
+_EXPAND = (
+    _of_one_factor(launch.expand),
+    schemas.expand_fake,
+    lambda grad, _, __, index, *___: (call(GATHER, grad, None, index),),
+)
 EXPAND = differentiable("expand", 1, _EXPAND, looks=True)
-_GATHER = _of_one_factor(launch.gather), schemas.gather_fake, _gather_gradients
+_GATHER = (
+    _of_one_factor(launch.gather),
+    schemas.gather_fake,
+    lambda grad, _, __, index, *___: (call(EXPAND, grad.contiguous(), None, index),),
+)
 GATHER = differentiable("gather", 1, _GATHER)
-SDD_TN_INTO = register("sdd_tn_into", 2, launch.sdd_into, schemas.sdd_tn_into_fake)
 _ROW_SCALES = register("row_scales", 1, _of_one_factor(launch.row_scales), schemas.row_scales_fake)
 _GROUP_SUMS = register_plainly(
-    "group_sums", launch.group_sums, _group_sums_fake, gradients=(_gradient_of_sums, _keep_offsets)
+    "group_sums",
+    launch.group_sums,
+    lambda y, offsets: y.new_empty(offsets.shape[0] - 1, y.shape[1]),
+    gradients=(_gradient_of_sums, _keep_offsets),
 )
 
 
@@ -203,7 +202,6 @@ for _name, _takes in (
     ("dds_nn", schemas.OF_DDS_NN),
     ("sdd_tn", schemas.OF_SDD_TN),
     ("sdd_tn_with_bias", ()),
-    ("sdd_tn_into", ()),
 ):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(partial(_flops, _takes))
 

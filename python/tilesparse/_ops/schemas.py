@@ -57,7 +57,6 @@ _define("expand", "Tensor values", ())
 _define("gather", "Tensor dense", ())
 LIB.define(f"row_scales(Tensor scales, {_PATTERN}) -> Tensor")
 LIB.define(f"sdd_tn_with_bias(Tensor y, Tensor x, {_PATTERN}) -> (Tensor, Tensor)")
-LIB.define(f"sdd_tn_into(Tensor y, Tensor x, {_PATTERN}, Tensor(a!) out, bool accumulate) -> ()")
 LIB.define("group_sums(Tensor y, Tensor offsets) -> Tensor")
 # Tokens and their rows, which are in the order of groups: rows int64 [tokens, choices].
 LIB.define("spread(Tensor x, Tensor? weights, Tensor rows) -> Tensor")
@@ -203,16 +202,12 @@ def row_scales_fake(scales: Tensor, _: None, index: Index) -> Tensor:
 def sdd_tn_fake(
     y: Tensor, x: Tensor, index: Index, _: Epilogue = NO_EPILOGUE, operands: Operands = DENSE
 ) -> Tensor:
-    check_sdd(y, x, index, offsets=operands.offsets)
+    check_sdd(y, x, index, operands.offsets)
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
 
 def sdd_tn_with_bias_fake(y: Tensor, x: Tensor, index: Index) -> tuple[Tensor, Tensor]:
     return sdd_tn_fake(y, x, index), y.new_empty(index.shape[0])
-
-
-def sdd_tn_into_fake(y: Tensor, x: Tensor, index: Index, out: Tensor, accumulate: bool) -> None:
-    check_sdd(y, x, index, out)
 
 
 def expand_fake(values: Tensor, _: None, index: Index, *__: object) -> Tensor:

@@ -37,7 +37,6 @@ from .._checks import (
     check_values,
     group_count,
     is_inside,
-    is_misaligned,
 )
 from ..errors import InvalidArgumentError
 from .device import (
@@ -546,31 +545,6 @@ def sdd_with_bias(y: Tensor, x: Tensor, pattern: Prepared) -> tuple[Tensor, Tens
     return out, of_bias
 
 
-def sdd_into(y: Tensor, x: Tensor, pattern: Prepared, out: Tensor, accumulate: bool) -> None:
-    """Write or add yᵀ x on the pattern to ``out``."""
-    check_sdd(y, x, pattern.index(), out)
-    for name, operand in (("y", y), ("x", x)):
-        if _overlap(operand, out):
-            raise InvalidArgumentError(f"out must not share memory with {name}")
-    if is_misaligned(out):
-        raise InvalidArgumentError(f"out must be aligned to {ALIGNMENT} bytes")
-    write_sdd(y, x, out, pattern, accumulate)
-
-
-def _overlap(operand: Tensor, out: Tensor) -> bool:
-    """Return True if the address ranges of two tensors overlap."""
-    if operand.numel() == 0 or out.numel() == 0:
-        return False
-    first, second = operand.data_ptr(), out.data_ptr()
-    return first < second + _extent(out) and second < first + _extent(operand)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last one."""
-    places = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in places) + 1) * tensor.itemsize
-
-
 def write_sdd(
     y: Tensor,
     x: Tensor,
@@ -593,7 +567,7 @@ def write_sdd(
         entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
         call = entry.find(key)
         if call is None or (x.is_cuda and (_is_misaligned(y) or _is_misaligned(x))):
-            check_sdd(y, x, pattern.index(), out, offsets)
+            check_sdd(y, x, pattern.index(), offsets)
             layouts = (0, 1) if offsets is None else (0,)
             (usable_y, y_lines), (usable_x, x_lines) = usable("y", y, layouts), usable("x", x, layouts)
             if usable_y is not y or usable_x is not x:
@@ -682,34 +656,6 @@ def group_sums(y: Tensor, offsets: Tensor) -> Tensor:
 # more time than the GPU saves.
 MANY_ELEMENTS = 1 << 23
 _GATED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def activation_gradient(grad: Tensor, z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of z and of the bias in z from that of activation(z).
-
-    ``grad`` and ``z`` are contiguous, aligned, alike, and on a CUDA device.
-    """
-    features, dtype = z.shape[-1], DTYPES[z.dtype]
-    tokens = z.numel() // features
-    result, of_bias = torch.empty_like(z), z.new_empty(features)
-    with on(z.device):
-        workspace = z.new_empty(
-            _C.activation_gradient_workspace_size(dtype, tokens, features), dtype=torch.uint8
-        )
-        _C.activation_gradient(
-            dtype,
-            activation,
-            tokens,
-            features,
-            z.data_ptr(),
-            grad.data_ptr(),
-            result.data_ptr(),
-            of_bias.data_ptr(),
-            workspace.data_ptr(),
-            workspace.numel(),
-            current_stream(z.get_device()),
-        )
-    return result, of_bias
 
 
 def gate(y: Tensor, by: Tensor | None, activation: int) -> Tensor:

@@ -776,10 +776,8 @@ entries: dict[_Key, Prepared] = {}
 def prepared(index: Index, looking: bool = False) -> Prepared:
     """Return the prepared pattern, as its tensors are now.
 
-    Args:
-        index: the pattern.
-        looking: also find writes on CUDA devices that PyTorch does not count, see `writes`. Forward products
-            do; gradients belong to the pattern that these have read.
+    ``looking``: also find writes on CUDA devices that PyTorch does not count, see `Watch`. Forward products
+    do; gradients belong to the pattern that these have read.
     """
     entry: Prepared | None = KNOWN.find(index, looking)
     return _looked_up(index, looking) if entry is None else entry

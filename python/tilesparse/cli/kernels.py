@@ -19,7 +19,7 @@ from ..tuning.measure import milliseconds, own_numbers, product_calls
 from ..tuning.product import KINDS, Device, Product, choose, describe_estimates, dtype_name, kernels, runs_on
 from .command import add_device, add_layer, chosen_ops, describe_layer, product_of
 
-BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/break_even.py
+BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/report.py --break-even
 
 
 def add_info(command: argparse.ArgumentParser) -> None:

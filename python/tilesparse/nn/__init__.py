@@ -1,6 +1,5 @@
 """Layers with a block-sparse weight."""
 
-from .block_scales import from_block_scales
 from .experts import BlockSparseExperts, ExpertsLinear
 from .linear import BlockSparseLinear
 from .merged import concatenate
@@ -14,5 +13,4 @@ __all__ = [
     "ExpertsLinear",
     "ReferenceBlockSparseLinear",
     "concatenate",
-    "from_block_scales",
 ]

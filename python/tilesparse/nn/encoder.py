@@ -406,13 +406,7 @@ class _Built:
     def prepare_positions(self, parent: Any, given: Mapping[str, Any], tokens: int) -> bool:
         """Have attention know positions as in a call of the first layer; return False if it knows none.
 
-        Args:
-            parent: of the layers; it makes the tables.
-            given: the arguments of the call.
-            tokens: of a text.
-
-        Raises:
-            UnsupportedError: they are other ones than 0, 1, 2 and so on.
+        Raises UnsupportedError if they are other ones than 0, 1, 2 and so on.
         """
         rotary: Any = given.get("position_embeddings")
         bias: Any = given.get("position_bias")
@@ -503,13 +497,7 @@ def _outputs_are_captured() -> bool:
 def _kept(mask: Tensor | None, texts: int, tokens: int) -> Tensor | None:
     """Return the tokens that take part, bool [texts, tokens], or None for all.
 
-    Args:
-        mask: as layers are called with it: bool, numbers to add to scores, or one number for each token.
-        texts: of the batch.
-        tokens: of each.
-
-    Raises:
-        UnsupportedError: queries of one text have different masks.
+    Masks are bools, numbers to add to scores, or one number for each token.
     """
     if mask is None:
         return None

@@ -48,9 +48,6 @@ class BlockSparseExperts(nn.Module):
         num_experts: how many.
         up_name: the name of the attribute with ``up``, "gate_up" with a gate, else "up".
         down: as given.
-
-    Raises:
-        InvalidArgumentError: an argument is of another type, or layers do not fit each other.
     """
 
     def __init__(
@@ -282,8 +279,7 @@ class ExpertsLinear(BlockSparseLinear):
     values, and one bias [experts · out]. Experts may keep different numbers of blocks.
 
     It is a `BlockSparseLinear` to all that stores, moves, trains or loads one. What needs one weight for all
-    tokens raises UnsupportedError: `from_linear`, `to_linear`, `to_semi_structured`, `cut`, and policies
-    other than "sparse".
+    tokens raises UnsupportedError: `from_linear`, `to_linear`, `cut`, and policies other than "sparse".
 
     Args:
         in_features: size of the last dimension of x.
@@ -322,11 +318,7 @@ class ExpertsLinear(BlockSparseLinear):
     @classmethod
     @torch.no_grad()
     def from_layers(cls, layers: Sequence[BlockSparseLinear]) -> ExpertsLinear:
-        """Return the projection of experts that are layers of their own, see `concatenate`.
-
-        Raises:
-            InvalidArgumentError: layers differ in shape, storage, dtype, device or bias.
-        """
+        """Return the projection of experts that are layers of their own, see `concatenate`."""
         shapes = {(layer.spec.shape, layer.bias is not None) for layer in layers}
         if len(shapes) > 1:
             raise InvalidArgumentError(f"layers must have one shape and all or none a bias, got {shapes}")
@@ -407,13 +399,13 @@ class ExpertsLinear(BlockSparseLinear):
         return linear_on(x, weight, index, *added, operands=operands, gate=gate)
 
     def to_linear(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError, as `to_semi_structured` and `cut` do."""
+        """Raise UnsupportedError, as `cut` does."""
         raise UnsupportedError(
-            "to_linear, to_semi_structured and cut need one weight for all tokens, got those of "
-            "experts; use BlockSparseExperts.from_experts and to_dense"
+            "to_linear and cut need one weight for all tokens, got those of experts; use "
+            "BlockSparseExperts.from_experts and to_dense"
         )
 
-    to_semi_structured = cut = to_linear
+    cut = to_linear
 
     @classmethod
     def from_linear(cls, *_: Any, **__: Any) -> NoReturn:

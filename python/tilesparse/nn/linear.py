@@ -121,10 +121,6 @@ class BlockSparseLinear(StoredWeight):
             see `storage.quantize_weights` and `storage.quantize_int4`.
         policy: as given; may be changed at any time, and is not part of ``state_dict()``.
         use_fast_accum: as of `functional.quantized_linear`, False at first; likewise.
-
-    Raises:
-        InvalidArgumentError: a size, the density, the block shape or the policy is not allowed, or `pattern`
-            has another shape.
     """
 
     bias: nn.Parameter | None
@@ -206,9 +202,6 @@ class BlockSparseLinear(StoredWeight):
 
         Tensors have the names of `state_dict`; a bias may be missing, and those of the pattern are copied.
         Weight and bias get another ``dtype`` if there is one, but for values in 8 bits.
-
-        Raises:
-            InvalidArgumentError: a tensor is missing, foreign, or not as the spec says; there is no pattern.
         """
         spec = spec if dtype is None else replace(spec, dtype=dtype)
         forms = {**forms_of(spec), "bias": (spec.shape[:1], spec.dtype)}
@@ -312,24 +305,6 @@ class BlockSparseLinear(StoredWeight):
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
         return linear_of(BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense(), self)
-
-    def to_semi_structured(self) -> Tensor:
-        """Return the weight [out_features, in_features] as PyTorch's 2:4 tensor, for a pattern without gaps.
-
-        Raises:
-            UnsupportedError: the layer is not 2:4, blocks are missing, or PyTorch cannot make one here.
-        """
-        if self.nm is None or self.density < 1:
-            raise UnsupportedError(
-                f"to_semi_structured needs 2:4 with every block kept, got nm={self.nm} with density "
-                f"{self.density:.4g}"
-            )
-        try:
-            return torch.sparse.to_sparse_semi_structured(self.to_linear().weight.detach())
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"to_semi_structured: PyTorch cannot represent this weight: {error}"
-            ) from error
 
     @torch.no_grad()
     def cut(self: _Layer, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> _Layer:

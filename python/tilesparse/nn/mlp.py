@@ -61,9 +61,6 @@ class BlockSparseMLP(nn.Module):
     Attributes:
         gated: whether there is a gate.
         activation_name: "none", "relu", "gelu" or "silu" where kernels have the activation, otherwise None.
-
-    Raises:
-        InvalidArgumentError: an argument is of another type, or layers do not fit each other.
     """
 
     gated: bool

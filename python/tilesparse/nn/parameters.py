@@ -114,11 +114,7 @@ _owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ids o
 
 
 def check_weight(layer: Any, weight: object) -> None:
-    """Refuse a weight that another layer has, with another pattern, and None.
-
-    Raises:
-        InvalidArgumentError: see above. The layer is as it was.
-    """
+    """Refuse a weight that another layer has, with another pattern, and None."""
     if not isinstance(weight, Tensor):
         raise InvalidArgumentError(f"weight must be a Parameter [nnz, bn, bk], got {shown(weight)}")
     other: Any = _owners.get(id(weight))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import Index, check_policy, shown
+from .._checks import Index, check_policy
 from .._runtime.torch_private import constant_when_compiled, with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -139,18 +139,10 @@ class StoredWeight(nn.Module):
         """Size of the last dimension of x."""
         return self._shape[1]
 
-    @in_features.setter
-    def in_features(self, value: int) -> None:
-        _check_size("in_features", value, self._shape[1])
-
     @property
     def out_features(self) -> int:
         """Size of the last dimension of y."""
         return self._shape[0]
-
-    @out_features.setter
-    def out_features(self, value: int) -> None:
-        _check_size("out_features", value, self._shape[0])
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -320,13 +312,6 @@ class StoredWeight(nn.Module):
         super().__setstate__({name: own[name] for name in own if name != "origin"})  # type: ignore[no-untyped-call]
         self._origin = PatternOrigin(own["origin"], layer_index(self), copied=True)
         note_owner(self)
-
-
-def _check_size(name: str, value: object, size: int) -> None:
-    if not isinstance(value, int) or value != size:
-        raise InvalidArgumentError(
-            f"{name} must stay {size}, as weight and pattern have it, got {shown(value)}; make another layer"
-        )
 
 
 # ---- for the rest of the package ----

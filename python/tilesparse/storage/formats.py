@@ -72,9 +72,6 @@ class Storage:
             spec: of the layer.
             pattern: where the blocks lie; needed where features have scales.
             limits: as of `quantize_weights`, of storages with scales.
-
-        Raises:
-            InvalidArgumentError: the storage cannot represent a value.
         """
         return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import combinations, product
 
@@ -35,9 +35,6 @@ def two_of_four(scores: Tensor, *, transposable: bool = False) -> Tensor:
 
     Returns:
         Bools of the same shape.
-
-    Raises:
-        InvalidArgumentError: columns (with ``transposable`` rows as well) are no multiple of 4.
     """
     sides = scores.shape[-2 if transposable else -1 :]
     if scores.dim() < 2 or any(side % 4 for side in sides):
@@ -100,9 +97,6 @@ def compress(values: Tensor, mask: Tensor, *, transposed: bool = False) -> tuple
     Returns:
         (compressed, metadata): [nnz, bn, bk / 2] and int32 [nnz, bk / 32, bn]; with ``transposed`` bn and bk
         exchanged.
-
-    Raises:
-        InvalidArgumentError: blocks are not 32, 64 or 128 wide there, or mask does not fit.
     """
     compressed, metadata = COMPRESS(values.detach(), mask, transposed)
     return compressed, metadata
@@ -121,9 +115,6 @@ def dequantize(
         metadata: of 2:4, or None.
         scales: of 8 or 4 bits, or None.
         dtype: of the result where there are scales; None is float32. Otherwise values keep theirs.
-
-    Raises:
-        InvalidArgumentError: they do not fit together.
     """
     return dequantize_values(values.detach(), metadata, scales, torch.float32 if dtype is None else dtype)
 
@@ -149,10 +140,6 @@ def quantize_weights(
 
     Returns:
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
-
-    Raises:
-        InvalidArgumentError: another dtype or `granularity`, a value that is not finite, another pattern, or
-            limits of another shape, below 0 or not finite.
     """
     if dtype not in LARGEST:
         raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
@@ -241,9 +228,6 @@ def row_scales(scales: Tensor, pattern: BlockPattern) -> Tensor:
 
     Returns:
         float32 [nnz, bn].
-
-    Raises:
-        InvalidArgumentError: they do not fit together.
     """
     return row_scales_on(scales.detach(), pattern.index_on(scales.device)).clone()
 
@@ -252,18 +236,12 @@ CLIP_RATIOS = tuple(1 - 0.05 * step for step in range(11))  # of the largest mag
 
 
 @torch.no_grad()
-def clip_limits(
-    groups: Tensor,
-    inputs: Tensor,
-    rounded: Callable[[Tensor, Tensor], Tensor],
-    *,
-    ratios: Sequence[float] = CLIP_RATIOS,
-) -> Tensor:
+def clip_limits(groups: Tensor, inputs: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return the magnitude at which each group of weights is clipped, so that its output changes least.
 
     The weights of a group share a scale. A smaller scale rounds most of them better and clips the largest. Of
-    the ratios of the largest magnitude each group gets the one with the least ‖X (w - ŵ)‖², as in AWQ (Lin et
-    al., "AWQ: Activation-aware Weight Quantization", arXiv:2306.00978).
+    `CLIP_RATIOS` of the largest magnitude each group gets the one with the least ‖X (w - ŵ)‖², as in AWQ
+    (Lin et al., "AWQ: Activation-aware Weight Quantization", arXiv:2306.00978).
 
     Args:
         groups: [..., n, k]: n groups of k weights, which the same inputs meet: rows of W, or of a block.
@@ -271,25 +249,14 @@ def clip_limits(
             decomposition. Leading dimensions are those of groups, or broadcast to them.
         rounded: ``rounded(groups, limits)`` returns groups as products see them once they are clipped at
             limits [..., n] and rounded.
-        ratios: to choose from, above 0 and at most 1.
 
     Returns:
         float32 [..., n]; 0 for groups of zeros.
-
-    Raises:
-        InvalidArgumentError: shapes do not fit together, or a ratio is not allowed.
     """
-    if groups.dim() < 2 or inputs.dim() < 2 or groups.shape[-1] != inputs.shape[-1]:
-        raise InvalidArgumentError(
-            f"inputs must be [..., m, k] for groups [..., n, k], got {list(inputs.shape)} for "
-            f"{list(groups.shape)}"
-        )
-    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
-        raise InvalidArgumentError(f"ratios must be numbers above 0 and at most 1, got {list(ratios)}")
     groups, inputs = groups.float(), inputs.float()
     largest = groups.abs().amax(-1)
     best, least = largest, torch.full_like(largest, torch.inf)
-    for ratio in ratios:
+    for ratio in CLIP_RATIOS:
         limits = largest * ratio
         wrong = groups - rounded(groups, limits).float()
         error = (wrong @ inputs.mT).square().sum(-1)
@@ -303,39 +270,35 @@ _AT_A_TIME = 1 << 22  # elements, of which several copies in float32 are made
 
 
 def quantize_int4(
-    values: Tensor, *, granularity: str = "row", search: bool = True, limits: Tensor | None = None
+    values: Tensor, *, granularity: str = "row", limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize values to int4, -8 to 7: rounded to the nearest, without calibration.
 
     Args:
         values: [nnz, bn, bk], finite, with an even bk.
         granularity: what has a scale of its own, a "row" of a block or a "block".
-        search: False takes the scale by which the largest magnitude there becomes 7. True takes the one with
-            the least sum of squared errors, among that and ten smaller ones, down to .6 of it, which clip.
-        limits: the magnitude that becomes 7, for each scale and of its shape, in place of a search; values
-            beyond are clipped.
+        limits: the magnitude that becomes 7, for each scale and of its shape; values beyond are clipped. None
+            takes the one with the least sum of squared errors, among the largest magnitude there and ten
+            smaller ones, down to .6 of it.
 
     Returns:
         (values, scales): uint8 [nnz, bn, bk / 2], of which byte j has the value of column 2 j in its low four
         bits and that of 2 j + 1 in the high ones, both in two's complement; and float32 [nnz, bn] or [nnz].
-
-    Raises:
-        InvalidArgumentError: another shape or `granularity`, a value that is not finite, or limits of another
-            shape, below 0 or not finite.
     """
     if granularity not in GRANULARITIES:
         raise InvalidArgumentError(f"granularity must be 'row' or 'block', got {granularity!r}")
     values = checked_finite(values, "4-bit")
     if values.shape[2] % 2:
         raise InvalidArgumentError(f"values must be [nnz, bn, bk] with an even bk, got {list(values.shape)}")
-    if limits is not None:
-        limits = checked_limits(limits, values.abs().amax((1, 2) if granularity == "block" else 2))
-        scales = clamped_scales(limits, PACKED)
-        return _packed(_over(values, scales)), scales
-    blocks = max(1, _AT_A_TIME // max(1, values[:1].numel()))
-    parts = [_quantize(part, granularity, search) for part in torch.split(values, blocks)]
-    stored, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return stored, scales
+    groups = values.flatten(1) if granularity == "block" else values
+    if limits is None:
+        blocks = max(1, _AT_A_TIME // max(1, values[:1].numel()))
+        limits = torch.cat([limits_int4(part) for part in torch.split(groups, blocks)])
+    else:
+        limits = checked_limits(limits, groups.abs().amax(-1))
+    scales = clamped_scales(limits, PACKED)
+    bits = rounded(_over(values, scales), PACKED).to(torch.int8).view(PACKED)
+    return (bits[..., ::2] & 15) | (bits[..., 1::2] << 4), scales
 
 
 def limits_int4(groups: Tensor) -> Tensor:
@@ -345,27 +308,10 @@ def limits_int4(groups: Tensor) -> Tensor:
     """
     groups = groups.float()
     scales = clamped_scales(groups.abs().amax(-1, keepdim=True), PACKED)
-    return (scales * _best_fractions(groups / scales, (-1,))).squeeze(-1) * _BOUNDS[PACKED][1]
-
-
-def _quantize(values: Tensor, granularity: str, search: bool) -> tuple[Tensor, Tensor]:
-    sides = (1, 2) if granularity == "block" else (2,)
-    scales = clamped_scales(values.abs().amax(sides, keepdim=True), PACKED)
-    if search:
-        scales = (scales * _best_fractions(values / scales, sides)).clamp(min=torch.finfo(torch.float32).tiny)
-    return _packed(values / scales), scales.squeeze(sides)
-
-
-def _packed(scaled: Tensor) -> Tensor:
-    bits = rounded(scaled, PACKED).to(torch.int8).view(PACKED)
-    return (bits[..., ::2] & 15) | (bits[..., 1::2] << 4)
-
-
-def _best_fractions(scaled: Tensor, sides: tuple[int, ...]) -> Tensor:
-    """Return by what to multiply scales, from the values over these."""
+    scaled = groups / scales
 
     def error(fraction: float) -> Tensor:
-        return (rounded(scaled / fraction, PACKED) * fraction - scaled).square_().sum(sides, keepdim=True)
+        return (rounded(scaled / fraction, PACKED) * fraction - scaled).square_().sum(-1, keepdim=True)
 
     least = error(1.0)
     best = torch.ones_like(least)
@@ -373,4 +319,4 @@ def _best_fractions(scaled: Tensor, sides: tuple[int, ...]) -> Tensor:
         other = error(fraction)
         best = torch.where(other < least, fraction, best)
         least = torch.minimum(least, other)
-    return best
+    return (scales * best).squeeze(-1) * _BOUNDS[PACKED][1]
