@@ -561,6 +561,7 @@ def test_a_gpu_that_is_not_there_is_missed() -> None:
         ({"dtype": [1]}, "dtype"),
         ({"column_major": "x"}, "column_major must be True or False"),
         ({"tf32": "x"}, "tf32 must be True, False or None"),
+        ({"use_fast_accum": 1}, "use_fast_accum must be True or False"),
         ({"density": 2}, "density"),
         ({"block_shape": 129}, "block_shape"),
         ({"dtype": torch.int8}, "dtype"),
