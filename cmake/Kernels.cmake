@@ -129,6 +129,9 @@ function(add_common folder)
   list(REMOVE_DUPLICATES code)
   list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/)
   add_objects(${folder} "${code}" ${ARGN})
+  if("90-real" IN_LIST code)
+    target_compile_definitions(tilesparse_${folder} PRIVATE TILESPARSE_NATIVE_90)
+  endif()
 endfunction()
 
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
