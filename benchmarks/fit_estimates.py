@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "estimates.json"
-NAMES = "*_fit.json.gz", "*_kernels*.json"  # of those that estimates are fitted to
+NAMES = "*_fit.json.gz", "*_kernels*.json", "*_float64.json"  # of those that estimates are fitted to
 DENSE = -1  # in the place of a kernel
 INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
 
