@@ -129,6 +129,9 @@ function(add_common folder)
   list(REMOVE_DUPLICATES code)
   list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/)
   add_objects(${folder} "${code}" ${ARGN})
+  if("90-real" IN_LIST code)
+    target_compile_definitions(tilesparse_${folder} PRIVATE TILESPARSE_NATIVE_90)
+  endif()
 endfunction()
 
 # Enables CUDA with nvcc from CUDACXX, PATH, CUDA_HOME or CUDA_PATH.
@@ -144,8 +147,8 @@ macro(enable_cuda)
   set(CMAKE_CUDA_ARCHITECTURES OFF) # stated by target
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
-  # For the host alone: launches by -O3 take twice the room.
-  string(REPLACE "-O3" "-O2" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
+  # For the host alone: launches of hundreds of kernels, which take twice the room by -O2.
+  string(REPLACE "-O3" "-Xcompiler=-Os" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
   if(native_code AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     message(FATAL_ERROR "TILESPARSE_NATIVE needs nvcc 12.8 or newer; ${CMAKE_CUDA_COMPILER} is "
                         "${CMAKE_CUDA_COMPILER_VERSION}")

@@ -71,8 +71,7 @@ std::optional<double> estimate_of(const Kernel& kernel, const Problem& problem, 
 }
 
 std::optional<double> estimate_of_dense(const Problem& problem, const Device& device) {
-    if (device.type == DeviceType::cpu || problem.grouped() || problem.input_dtype == DType::float64)
-        return std::nullopt;
+    if (device.type == DeviceType::cpu || problem.grouped()) return std::nullopt;
     return estimate_dense(with_dense_blocks(problem, nullptr), device) + estimate_dequantize(problem, device);
 }
 

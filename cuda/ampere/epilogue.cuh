@@ -104,6 +104,98 @@ struct DdsTraits {
 
 // How the sums of a dds kernel become results.
 
+struct EightSums {
+    float of[8];
+};
+
+// Called, not inlined: a kernel activates sums and gates in a dozen places, each of which would have relu,
+// gelu and silu eight times.
+template <class Element>
+__device__ __noinline__ EightSums activated(EightSums sums, Activation activation) {
+    activate_all<Element>(sums.of, activation);
+    return sums;
+}
+
+__device__ __noinline__ inline double activated(double value, Activation activation) {
+    return activate(value, activation);
+}
+
+// Eight results that lie side by side in memory, stored in vectors of 16 bytes.
+template <class Element>
+class Neighbours {
+  public:
+    static constexpr int kCount = 8;
+    static constexpr int kVectors = kCount * sizeof(Element) / sizeof(uint4);
+
+    __device__ Neighbours(const float* sums, int stride) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_.of[i] = sums[i * stride];
+    }
+
+    __device__ void finish(const float (&bias)[kCount], Activation activation) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_.of[i] += bias[i];
+        if (activation != Activation::none) sums_ = activated<Element>(sums_, activation);
+    }
+
+    // As many elements of another matrix, aligned to 16 bytes. They may be read well before they are added.
+    struct Others {
+        uint4 vectors[kVectors];
+    };
+    __device__ static Others read(const Element* from) {
+        Others others;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+            others.vectors[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        return others;
+    }
+    __device__ void add(const Others& others) {
+        const auto* elements = reinterpret_cast<const Element*>(others.vectors);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_.of[i] += to_float(elements[i]);
+    }
+    // The first ones of them, which may lie anywhere; the others are zeros.
+    __device__ static Others read_first(const Element* from, int count) {
+        Others others{};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i < count) reinterpret_cast<Element*>(others.vectors)[i] = from[i];
+        return others;
+    }
+    // Multiplies by a gate.
+    __device__ void gate(const Others& others, Activation activation) {
+        const auto* elements = reinterpret_cast<const Element*>(others.vectors);
+        EightSums factors;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) factors.of[i] = to_float(elements[i]);
+        factors = activated<Element>(factors, activation);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums_.of[i] *= rounded_to<Element>(factors.of[i]);
+    }
+
+    // `target` is aligned to 16 bytes.
+    __device__ void store(Element* target) const {
+        alignas(16) Element results[kCount];
+        round(results);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(results)[i];
+    }
+    __device__ void store_first(Element* target, int count) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i < count) target[i] = from_float<Element>(sums_.of[i]);
+    }
+
+  private:
+    __device__ void round(Element (&results)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) results[i] = from_float<Element>(sums_.of[i]);
+    }
+
+    EightSums sums_;
+};
+
 // Multiplies a warp's sums by the scales of factors in 8 bits, adds the bias, applies the activation, adds
 // the residual or multiplies by the gate, and stores them through its staging memory.
 template <class Traits>
@@ -449,11 +541,11 @@ class DirectEpilogue {
 
     __device__ void finish(int64_t token, int64_t feature) const {
         double& result = output()[place(token, feature, arguments_.output_ld)];
-        double value = activate(result, arguments_.activation);
+        double value = activated(result, arguments_.activation);
         if (arguments_.residual != nullptr) {
             const double other = static_cast<const double*>(
                 arguments_.residual)[place(token, feature, arguments_.residual_ld)];
-            value = arguments_.gated ? value * activate(other, arguments_.gate_activation) : value + other;
+            value = arguments_.gated ? value * activated(other, arguments_.gate_activation) : value + other;
         }
         result = value;
     }

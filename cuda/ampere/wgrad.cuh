@@ -38,7 +38,7 @@ struct SddArguments {
     const void* x;
     int64_t x_ld;
     void* values;
-    void* partial;  // sums [parts, nnz, bn, bk] if there are several parts
+    void* sums;  // [parts, nnz, bn, bk]: of several parts, or values that are stored as sums; or null
     const PlanHeader* plan;
     int64_t value_count;  // nnz * bn * bk
     int tokens;
@@ -297,20 +297,20 @@ __device__ inline void sdd_store(
             at[i] = block + (line << arguments.col_shift) + within;
             pairs[i] = {pair[0], pair[1]};
         }
-        if (arguments.parts > 1) {
-            Sum* const partial = static_cast<Sum*>(arguments.partial) + work.part * arguments.value_count;
+        const auto store = [&](auto* target, bool accumulate) {
+            // All that is added is read before anything is written: memory is waited for once.
+            if (accumulate) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store_sums(partial + at[i], pairs[i]);
-            continue;
-        }
-        auto* const values = static_cast<Result*>(arguments.values);
-        // All that is added is read before anything is written: memory is waited for once.
-        if (arguments.accumulate) {
+                for (int i = 0; i < 4; ++i) add_pair(target + at[i], pairs[i]);
+            }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) add_pair(values + at[i], pairs[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) store_sums(values + at[i], pairs[i]);
+            for (int i = 0; i < 4; ++i) store_sums(target + at[i], pairs[i]);
+        };
+        if (arguments.sums != nullptr)
+            store(static_cast<Sum*>(arguments.sums) + work.part * arguments.value_count,
+                  arguments.accumulate && arguments.parts == 1);
+        else if constexpr (!std::is_same_v<Result, Sum>)
+            store(static_cast<Result*>(arguments.values), arguments.accumulate);
     }
 }
 
@@ -321,7 +321,7 @@ __global__ void sdd_reduce(const __grid_constant__ SddArguments arguments) {
     using Sum = typename Math::Accumulator;
     if (arguments.plan->key != arguments.plan_key) return;
     const int64_t pairs = arguments.value_count / 2, stride = int64_t{gridDim.x} * blockDim.x;
-    const auto* partial = static_cast<const Pair<Sum>*>(arguments.partial);
+    const auto* partial = static_cast<const Pair<Sum>*>(arguments.sums);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pairs; i += stride) {
         Pair<Sum> sum = partial[i];
         for (int part = 1; part < arguments.parts; ++part) {
@@ -431,9 +431,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
 template <class Math, int kTileRows, int kTileColumns, int kWarpRows, int kWarpColumns>
 struct Sdd {
     using Traits = SddTraits<Math, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
+    // The values of products whose result is as wide as sums.
     using Wide =
         std::conditional_t<std::is_same_v<typename Math::Accumulator, double>, Math, WithResult<Math, float>>;
-    using WideTraits = SddTraits<Wide, kTileRows, kTileColumns, kWarpRows, kWarpColumns>;
     static constexpr PlanShape kPlan = {kTileRows, kTileColumns};
 
     static int stages(const Device& device) {
@@ -501,7 +501,8 @@ struct Sdd {
         arguments.x = problem.x.data;
         arguments.x_ld = problem.x.ld;
         arguments.values = problem.values.data;
-        arguments.partial = workspace;
+        const bool wide = problem.result_dtype == Wide::kResult;
+        arguments.sums = parts > 1 ? workspace : wide ? problem.values.data : nullptr;
         arguments.plan = static_cast<const PlanHeader*>(problem.plan);
         arguments.value_count = problem.pattern.value_count();
         arguments.tokens = static_cast<int>(problem.tokens);
@@ -518,8 +519,12 @@ struct Sdd {
         arguments.group_rows =
             static_cast<int>(problem.pattern.group_out_features() / problem.pattern.block_rows);
         arguments.plan_report = problem.plan_report;
-        const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
-        return start(arguments, problem, device, stream);
+        if (const cudaError_t error = start(arguments, problem, device, stream)) return error;
+        if (parts == 1) return cudaSuccess;
+        constexpr int kReduceThreads = 256;
+        const auto reduce = wide ? ts::sm80::launch<sdd_reduce<Wide>, SddArguments>
+                                 : ts::sm80::launch<sdd_reduce<Math>, SddArguments>;
+        return reduce(arguments, 8 * device.multiprocessors, kReduceThreads, 0, 0, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -538,27 +543,19 @@ struct Sdd {
     }
 
   private:
-    // The kernel, and the one that adds partial sums, for one dtype of results.
-    template <class OfResult>
-    static cudaError_t start_for(const SddArguments& arguments, const Problem& problem, const Device& device,
-                                 void* stream) {
+    static cudaError_t start(const SddArguments& arguments, const Problem& problem, const Device& device,
+                             void* stream) {
         const bool row_major_y = problem.y.layout == Layout::row_major;
         const bool row_major_x = problem.x.layout == Layout::row_major;
         const auto start =
-            problem.grouped() ? ts::sm80::launch<sdd_kernel<OfResult, true, true, true>, SddArguments>
-            : row_major_y
-                ? (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, true, true>, SddArguments>
-                               : ts::sm80::launch<sdd_kernel<OfResult, true, false>, SddArguments>)
-                : (row_major_x ? ts::sm80::launch<sdd_kernel<OfResult, false, true>, SddArguments>
-                               : ts::sm80::launch<sdd_kernel<OfResult, false, false>, SddArguments>);
+            problem.grouped() ? ts::sm80::launch<sdd_kernel<Traits, true, true, true>, SddArguments>
+            : row_major_y ? (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, true, true>, SddArguments>
+                                         : ts::sm80::launch<sdd_kernel<Traits, true, false>, SddArguments>)
+                          : (row_major_x ? ts::sm80::launch<sdd_kernel<Traits, false, true>, SddArguments>
+                                         : ts::sm80::launch<sdd_kernel<Traits, false, false>, SddArguments>);
         const int bytes = Traits::shared_bytes(arguments.stages);
-        if (const cudaError_t error = start(arguments, Traits::kResident * device.multiprocessors,
-                                            Traits::kThreads, bytes, bytes, stream))
-            return error;
-        if (arguments.parts == 1) return cudaSuccess;
-        constexpr int kReduceThreads = 256;
-        return ts::sm80::launch<sdd_reduce<typename OfResult::Math>, SddArguments>(
-            arguments, 8 * device.multiprocessors, kReduceThreads, 0, 0, stream);
+        return start(arguments, Traits::kResident * device.multiprocessors, Traits::kThreads, bytes, bytes,
+                     stream);
     }
 
     static constexpr int64_t kMaxParts = 16;

@@ -151,6 +151,7 @@ std::string dense_family(const Problem& problem) {
     const char* const op = problem.op == Op::sdd_tn ? "dense_tn"
                            : problem.forward()      ? "dense_nt"
                                                     : "dense_nn";
+    if (problem.input_dtype == DType::float64) return std::string(op) + "_f64";
     if (problem.input_dtype != DType::float32) return op;
     return std::string(op) + (problem.precision == Precision::tf32 ? "_tf32" : "_fp32");
 }

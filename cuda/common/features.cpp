@@ -183,6 +183,7 @@ double rate_of(const Kernel& kernel, const Problem& problem, const Machine& mach
 }
 
 double dense_rate(const Problem& problem, const Machine& machine) {
+    if (problem.input_dtype == DType::float64) return machine.tensor / 16;
     if (problem.input_dtype != DType::float32) return machine.tensor;
     return machine.tensor / (problem.precision == Precision::tf32 ? 2 : 16);
 }

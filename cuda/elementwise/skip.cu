@@ -283,10 +283,17 @@ __device__ inline void add_up(const Arguments& arguments, const Place& place, fl
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasClusters = false;
+#else
+constexpr bool kHasClusters = true;
+#endif
+
 // `kLanes`: of a warp, that read a line together. `kCluster`: the parts of a tile are a cluster of CTAs.
 template <class Element, int kLanes, int kTokens, bool kCluster>
 __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 0 : kCtas)
     skip_inputs(const __grid_constant__ Arguments arguments) {
+    if (kCluster && !kHasClusters) return;
     using W = Weights<Element>;
     constexpr int kFeatures = kVector * kLanes, kLines = 32 / kLanes, kBatch = kLines * kUnroll;
     constexpr int kBatches = kTokens == 1 ? 2 : 1;  // that registers suffice for
@@ -370,6 +377,7 @@ __device__ inline void decode_int8(const uint4& raw, float (&weights)[kLaneBytes
 
 template <class Element, int kTokens, bool kCluster>
 __global__ void __launch_bounds__(kThreads) skip_int8(const __grid_constant__ Arguments arguments) {
+    if (kCluster && !kHasClusters) return;
     extern __shared__ __align__(16) char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto& ring = reinterpret_cast<Ring<kTokens>*>(memory)[warp];
@@ -566,9 +574,15 @@ int parts_of(const Problem& problem, const Device& device) {
     return static_cast<int>(std::clamp<int64_t>(ctas * device.multiprocessors / tiles, 1, most));
 }
 
-// True if the parts of a tile are a cluster, which adds their sums; otherwise a second kernel does.
+// True if the parts of a tile are a cluster, which adds their sums; otherwise a second kernel does. GPUs
+// after 9.0 run code for 8.0, which has no clusters.
 bool is_cluster(const Device& device, int parts) {
-    return device.compute_capability >= 90 && parts > 1 && parts <= kMostCluster &&
+#ifdef TILESPARSE_NATIVE_90
+    constexpr bool kNative = true;
+#else
+    constexpr bool kNative = false;
+#endif
+    return kNative && device.compute_capability == 90 && parts > 1 && parts <= kMostCluster &&
            (device.max_cluster == 0 || parts <= device.max_cluster);
 }
 

@@ -14,7 +14,53 @@
 
 namespace ts::sm90 {
 
-// The host side of dds kernels.
+// The host side of dds kernels. What does not depend on the row comes first.
+
+[[gnu::noinline]] inline void describe_product(DdsArguments& arguments, const Problem& problem, int64_t tiles,
+                                               int64_t spans, int64_t parts, int band_spans) {
+    arguments.plan = static_cast<const PlanHeader*>(problem.plan);
+    arguments.plan_report = problem.plan_report;
+    arguments.tokens = static_cast<int>(problem.tokens);
+    arguments.k_size = static_cast<int>(problem.k_size());
+    arguments.k_block = problem.k_block();
+    arguments.carried_products = carried_products(problem);
+    arguments.x_scales = problem.x_scales;
+    arguments.scales = problem.values.scales;
+    arguments.spans = static_cast<int>(spans);
+    arguments.schedule =
+        schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts), band_spans);
+}
+
+// So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
+// are in order, and the longer the order the better they are balanced. `bytes`: of a span for each k.
+inline int spans_of_band(const Problem& problem, const Device& device, int bytes) {
+    const int64_t of_span = bytes * std::max<int64_t>(problem.k_size(), 1);
+    return static_cast<int>(std::max<int64_t>(2, share_of_l2(device, 16 << 20) / of_span));
+}
+
+inline cudaError_t map_scales(DdsArguments& arguments, const Problem& problem, int tile_tokens) {
+    return encode(
+        arguments.scales_map, DType::float32, problem.x_scales,
+        {{problem.tokens, 1, tile_tokens}, {problem.k_size() / kScaleGroup, problem.x_scales_ld, 1}});
+}
+
+[[gnu::noinline]] inline cudaError_t map_input(DdsArguments& arguments, const Problem& problem,
+                                               CUtensorMapDataType type, int width, int box_tokens,
+                                               int tile_tokens) {
+    const Matrix& matrix = problem.input();
+    const int64_t k_size = arguments.k_size, tokens = problem.tokens;
+    if (matrix.layout == Layout::row_major)
+        return encode(arguments.input, type, matrix.data,
+                      {{k_size, 1, width}, {tokens, matrix.ld, box_tokens}});
+    constexpr int kAtom = 64;
+    const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
+    if (const cudaError_t error =
+            encode(arguments.input, problem.input_dtype, matrix.data,
+                   {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, tile_tokens / kAtom}}))
+        return error;
+    return encode(arguments.input_tail, problem.input_dtype, matrix.data,
+                  {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
+}
 
 // One row of the registry.
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
@@ -99,7 +145,7 @@ struct Dds {
         // At least so many that all clusters have work in one, and no more than there are.
         const int least = (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1;
         groups.band_spans =
-            static_cast<int>(std::min<int64_t>(std::max(band_spans(arguments.k_size, device), least), spans));
+            static_cast<int>(std::min<int64_t>(std::max(band_spans(problem, device), least), spans));
         groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
         if (const int32_t error =
                 groups::list(groups.groups, problem, kSpanTokens, {}, spans, workspace, stream))
@@ -107,8 +153,8 @@ struct Dds {
         return multiply(arguments, problem, device, tiles * spans, stream);
     }
 
-    static cudaError_t launch_chunk(const Problem& problem, const Device& device, int64_t parts,
-                                    void* workspace, void* stream) {
+    [[gnu::noinline]] static cudaError_t launch_chunk(const Problem& problem, const Device& device,
+                                                      int64_t parts, void* workspace, void* stream) {
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};
@@ -159,59 +205,24 @@ struct Dds {
 
     static cudaError_t describe(DdsArguments& arguments, const Problem& problem, const Device& device,
                                 int64_t tiles, int64_t spans, int64_t parts) {
-        const Pattern& pattern = problem.pattern;
-        arguments.plan = static_cast<const PlanHeader*>(problem.plan);
-        arguments.plan_key = plan_key(pattern, problem.op, kPlan);
-        arguments.plan_report = problem.plan_report;
-        arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.k_size = static_cast<int>(problem.k_size());
-        arguments.k_block = problem.k_block();
-        arguments.value_rows = Weight::value_rows(pattern);
-        arguments.carried_products = carried_products(problem);
-        arguments.x_scales = problem.x_scales;
-        arguments.scales = problem.values.scales;
-        arguments.spans = static_cast<int>(spans);
-        arguments.schedule =
-            schedule_arguments(static_cast<int>(tiles), arguments.spans, static_cast<int>(parts),
-                               band_spans(arguments.k_size, device));
+        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
+        arguments.value_rows = Weight::value_rows(problem.pattern);
+        describe_product(arguments, problem, tiles, spans, parts, band_spans(problem, device));
         if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
         if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
         if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
         arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
         if constexpr (Traits::kScaled)
-            if (const cudaError_t error = map_scales(arguments, problem)) return error;
-        if (const cudaError_t error = map_input(arguments, problem)) return error;
+            if (const cudaError_t error = map_scales(arguments, problem, Traits::kTileTokens)) return error;
+        if (const cudaError_t error =
+                map_input(arguments, problem, Math::kMapType, k_width<Traits>(arguments), Traits::kBoxTokens,
+                          Traits::kTileTokens))
+            return error;
         return Weight::map(arguments, problem);
     }
 
-    // So many tokens that their activations take a third of L2, but two spans at least: within a band tiles
-    // are in order, and the longer the order the better they are balanced.
-    static int band_spans(int k_size, const Device& device) {
-        const int64_t bytes = int64_t{kSpanTokens} * std::max(k_size, 1) * Traits::kInputElementBytes;
-        return static_cast<int>(std::max<int64_t>(2, share_of_l2(device, 16 << 20) / bytes));
-    }
-
-    static cudaError_t map_scales(DdsArguments& arguments, const Problem& problem) {
-        return encode(arguments.scales_map, DType::float32, problem.x_scales,
-                      {{problem.tokens, 1, Traits::kTileTokens},
-                       {problem.k_size() / kScaleGroup, problem.x_scales_ld, 1}});
-    }
-
-    static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
-        const Matrix& matrix = problem.input();
-        const int width = k_width<Traits>(arguments);
-        const int64_t k_size = arguments.k_size, tokens = problem.tokens;
-        if (matrix.layout == Layout::row_major)
-            return encode(arguments.input, Math::kMapType, matrix.data,
-                          {{k_size, 1, width}, {tokens, matrix.ld, Traits::kBoxTokens}});
-        constexpr int kAtom = 64;
-        const int64_t atoms = std::max<int64_t>(1, tokens / kAtom);
-        if (const cudaError_t error = encode(
-                arguments.input, problem.input_dtype, matrix.data,
-                {{kAtom, 1, kAtom}, {k_size, matrix.ld, width}, {atoms, kAtom, Traits::kTileTokens / kAtom}}))
-            return error;
-        return encode(arguments.input_tail, problem.input_dtype, matrix.data,
-                      {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
+    static int band_spans(const Problem& problem, const Device& device) {
+        return spans_of_band(problem, device, kSpanTokens * Traits::kInputElementBytes);
     }
 };
 

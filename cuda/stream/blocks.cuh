@@ -87,8 +87,9 @@ struct BlocksDds {
     Activation gate_activation;
 };
 
+// Called, not inlined: a thread writes up to 16 results, each of which would have gelu and silu twice.
 template <class Sum>
-__device__ Sum activate_block(Sum value, Activation activation) {
+__device__ __noinline__ Sum activate_block(Sum value, Activation activation) {
     switch (activation) {
         case Activation::relu:
             return value > 0 || value != value ? value : 0;  // NaN stays
@@ -104,7 +105,7 @@ __device__ Sum activate_block(Sum value, Activation activation) {
 template <class T>
 __device__ void write_result(const BlocksDds<T>& p, int64_t token, int64_t feature, BlocksSum<T> sum) {
     if (p.bias != nullptr) sum += widen(p.bias[feature]);
-    sum = activate_block(sum, p.activation);
+    if (p.activation != Activation::none) sum = activate_block(sum, p.activation);
     if (p.residual.data != nullptr) {
         const BlocksSum<T> other = widen(p.residual.at(token, feature));
         sum = p.gated ? sum * widen(narrow<T>(activate_block(other, p.gate_activation))) : sum + other;

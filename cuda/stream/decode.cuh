@@ -193,58 +193,54 @@ __device__ inline float2 activate(float2 values, Activation activation) {
     return {activate<Result>(values.x, activation), activate<Result>(values.y, activation)};
 }
 
-// Adds the sums of all teams and halves, always in the same order, and stores the results.
-template <class Traits, bool kGated>
-__device__ inline void store_sums(const DecodeArguments& arguments, const char* sums, int first_feature,
-                                  int first_token) {
-    using Result = typename Traits::Result;
-    const auto* const bias = static_cast<const Result*>(arguments.bias);
-    const int addends = blockDim.x / (32 * Traits::kTeam) * Traits::kHalves;
-    constexpr int kPairs = Traits::kRows / 2;
-    const int tokens = min(Traits::kTokens, arguments.tokens - first_token);
-    for (int i = threadIdx.x; i < kPairs * tokens; i += blockDim.x) {
+// Where a CTA's sums are, and where results begin.
+struct DecodeSumsPlace {
+    uint32_t sums;  // shared: [addends][tokens][kRows + 4], `bytes` apart, of which kRows are used
+    int addends, bytes;
+    int tokens, first_feature, first_token;
+};
+
+// Adds the sums of all teams and halves, always in the same order, and stores the results. Called, not
+// inlined: one function serves all kernels with as many rows, and these need no more registers for it.
+template <class Result, int kRows>
+__device__ __noinline__ void store_sums(const DecodeSumsPlace place, const DecodeResults results) {
+    const auto* const bias = static_cast<const Result*>(results.bias);
+    auto* const output = static_cast<Result*>(results.output);
+    const auto* const residual = static_cast<const Result*>(results.residual);
+    const bool row_major = results.layout == Layout::row_major;
+    constexpr int kPairs = kRows / 2;
+    for (int i = threadIdx.x; i < kPairs * place.tokens; i += blockDim.x) {
         const int row = i % kPairs * 2, token_of_cta = i / kPairs;
-        const int64_t token = first_token + token_of_cta;
-        const int64_t feature = first_feature + row;
+        const int64_t token = place.first_token + token_of_cta;
+        const int64_t feature = place.first_feature + row;
         float2 sum = bias == nullptr ? make_float2(0.0f, 0.0f)
                                      : make_float2(to_float(bias[feature]), to_float(bias[feature + 1]));
-        const char* addend = sums + (token_of_cta * Traits::kSumLine + row) * sizeof(float);
-        for (int a = 0; a < addends; ++a, addend += Traits::kSumBytes) {
-            const float2 added = *reinterpret_cast<const float2*>(addend);
-            sum.x += added.x;
-            sum.y += added.y;
+        uint32_t addend = place.sums + (token_of_cta * (kRows + 4) + row) * static_cast<int>(sizeof(float));
+        for (int a = 0; a < place.addends; ++a, addend += place.bytes) {
+            const uint2 added = load_words(addend);
+            sum.x += __uint_as_float(added.x);
+            sum.y += __uint_as_float(added.y);
         }
-        if (!kGated) sum = activate<Result>(sum, arguments.activation);
-        auto* const output = static_cast<Result*>(arguments.output);
-        const auto* const residual = static_cast<const Result*>(arguments.residual);
-        const bool row_major = arguments.output_layout == Layout::row_major;
-        if (kGated || residual != nullptr) {
-            const int64_t ld = arguments.residual_ld;
-            const int64_t at = row_major ? token * ld + feature : feature * ld + token;
-            const float2 other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
-            if (kGated) {
-                const float2 gate = activate<Result>(other, arguments.activation);
-                sum.x *= rounded_to<Result>(gate.x);
-                sum.y *= rounded_to<Result>(gate.y);
-            } else {
-                sum.x += other.x;
-                sum.y += other.y;
-            }
+        float2 other = sum;  // what is activated: the sum or, where results are gated, the gate
+        if (residual != nullptr) {
+            const int64_t ld = results.residual_ld,
+                          at = row_major ? token * ld + feature : feature * ld + token;
+            other = {to_float(residual[at]), to_float(residual[at + (row_major ? 1 : ld)])};
         }
+        const float2 active = activate<Result>(results.gated ? other : sum, results.activation);
+        if (results.gated)
+            sum = {sum.x * rounded_to<Result>(active.x), sum.y * rounded_to<Result>(active.y)};
+        else if (residual != nullptr)
+            sum = {active.x + other.x, active.y + other.y};
+        else
+            sum = active;
         if (row_major) {
-            store_pair(output + token * arguments.output_ld + feature, sum, false);
+            store_pair(output + token * results.output_ld + feature, sum, false);
         } else {
-            output[feature * arguments.output_ld + token] = from_float<Result>(sum.x);
-            output[(feature + 1) * arguments.output_ld + token] = from_float<Result>(sum.y);
+            output[feature * results.output_ld + token] = from_float<Result>(sum.x);
+            output[(feature + 1) * results.output_ld + token] = from_float<Result>(sum.y);
         }
     }
-}
-
-// With a gate. Called, not inlined, so that kernels need no more registers for it.
-template <class Traits>
-__device__ __noinline__ void store_gated_sums(const DecodeArguments& arguments, const char* sums,
-                                              int first_feature, int first_token) {
-    store_sums<Traits, true>(arguments, sums, first_feature, first_token);
 }
 
 // The arguments as they are for one group, as if there were no other.
@@ -253,10 +249,11 @@ __device__ inline DecodeArguments of_group(const DecodeArguments& arguments, int
     DecodeArguments own = arguments;
     const int64_t first_feature = int64_t{group} * arguments.group_features;
     own.tokens = last_token;
-    own.output_layout = Layout::row_major;
+    own.results.layout = Layout::row_major;
     own.rows.ptr += first_feature >> arguments.row_shift;
-    if (arguments.bias != nullptr)
-        own.bias = static_cast<const typename Traits::Result*>(arguments.bias) + first_feature;
+    if (arguments.results.bias != nullptr)
+        own.results.bias =
+            static_cast<const typename Traits::Result*>(arguments.results.bias) + first_feature;
     return own;
 }
 
@@ -308,7 +305,7 @@ struct DecodePlace {
 
 // Computes some features of some tokens, those from `place()` on.
 // `shared`: [teams][kStages] stages; in their place, at last, sums [teams][kHalves], see DecodeTraits.
-template <class Traits, bool kGrouped, class Place>
+template <class Traits, class Place>
 __device__ inline void decode(const DecodeArguments& arguments, char* shared, Place place) {
     constexpr int kTeam = Traits::kTeam, kHalves = Traits::kHalves;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -340,19 +337,17 @@ __device__ inline void decode(const DecodeArguments& arguments, char* shared, Pl
     stage_sums<Traits>(sums, reinterpret_cast<float*>(own) + first_token * Traits::kSumLine + first_row,
                        lane);
     __syncthreads();
-    if (!arguments.gated)
-        store_sums<Traits, false>(arguments, shared, feature, token);
-    else if constexpr (kGrouped)
-        store_gated_sums<Traits>(DecodeArguments(arguments), shared, feature, token);  // not kept in memory
-    else
-        store_gated_sums<Traits>(arguments, shared, feature, token);
+    const int tokens = min(Traits::kTokens, arguments.tokens - token);
+    store_sums<typename Traits::Result, Traits::kRows>(
+        {shared_address(shared), teams * kHalves, Traits::kSumBytes, tokens, feature, token},
+        arguments.results);
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
     extern __shared__ __align__(128) char shared[];
-    decode<Traits, false>(arguments, shared, [&]() -> DecodePlace {
+    decode<Traits>(arguments, shared, [&]() -> DecodePlace {
         const int block = static_cast<int>(blockIdx.x) / arguments.chunks;
         const int token = (static_cast<int>(blockIdx.x) - block * arguments.chunks) * Traits::kTokens;
         return {block * Traits::kRows, token};
@@ -370,12 +365,142 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
     const TokenSpan span = TokenGroups{arguments.offsets, arguments.groups, arguments.tokens}.span(group);
     const DecodeArguments own = of_group<Traits>(arguments, group, span.last);
     for (int token = span.first; token < span.last; token += Traits::kTokens) {
-        decode<Traits, true>(own, shared, [&]() -> DecodePlace { return {feature, token}; });
+        decode<Traits>(own, shared, [&]() -> DecodePlace { return {feature, token}; });
         __syncthreads();  // before the next tokens take the place of the sums
     }
 }
 
-// Host side: one row of the registry, of the formats that `Formats` chooses from by the values of a problem.
+// Host side.
+
+constexpr int kDecodeSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
+
+// What the host has to know of DecodeTraits: the same code starts all decode kernels.
+struct DecodeTile {
+    int rows, tokens, slice, team, ring_bytes;
+    int element;  // bytes of one of x
+    bool few_bytes;
+};
+template <class Traits>
+constexpr DecodeTile decode_tile = {Traits::kRows,
+                                    Traits::kTokens,
+                                    Traits::kSlice,
+                                    Traits::kTeam,
+                                    Traits::kRingBytes,
+                                    sizeof(typename Traits::Input),
+                                    Traits::Weight::kFewBytes};
+
+// What was asked of a kernel.
+struct DecodeStart {
+    std::array<std::atomic<int>, kMaxDevices> registers{};
+    std::atomic<uint64_t> devices_done{0};
+};
+
+// How many teams a CTA has.
+class DecodeTeams {
+  public:
+    // `ctas`: that have something to do. `warps`: of a multiprocessor, if known.
+    DecodeTeams(const Problem& problem, const Device& device, const DecodeTile& tile, int ctas, int warps)
+        : device_(device), tile_(tile), ctas_(ctas), warps_(warps) {
+        const int64_t rows = problem.features() * problem.pattern.groups;
+        slices_ = problem.pattern.value_count() / rows / tile.slice;
+    }
+
+    int count() const { return tile_.few_bytes ? at_once() : usual(); }
+
+  private:
+    static constexpr int kReserved = 1 << 10;  // of shared memory, by each CTA
+
+    // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
+    // H200); where there are few CTAs, one slice. Fewer where a second round of CTAs would be short: then
+    // most of them run at a time.
+    int usual() const {
+        const bool few_blocks = ctas_ < 2 * device_.multiprocessors;
+        const int64_t most = few_blocks ? 2 * slices_ - 1 : slices_ / (tile_.team == 1 ? 3 : 8);
+        int teams = 1;
+        while (2 * teams <= most && 2 * teams * tile_.team <= kMaxDecodeWarps &&
+               2 * teams * tile_.ring_bytes <= kDecodeSharedBytes)
+            teams *= 2;
+        if (tile_.team == 1 || teams == 1) return teams;
+        const int at_once = std::min(warps_ / (tile_.team * teams),
+                                     device_.shared_memory / (teams * tile_.ring_bytes + kReserved));
+        const int round = at_once * device_.multiprocessors;
+        return round < ctas_ && 2 * ctas_ < 3 * round ? teams / 2 : teams;
+    }
+
+    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
+    // keep its ring full for a while; where there are few CTAs, with one slice.
+    int at_once() const {
+        const int most = std::min(kMaxDecodeWarps / tile_.team, kDecodeSharedBytes / tile_.ring_bytes);
+        const auto fit = [&](int at_once) {
+            return std::min(warps_ / tile_.team / at_once,
+                            (device_.shared_memory / at_once - kReserved) / tile_.ring_bytes);
+        };
+        const int all = (ctas_ - 1) / device_.multiprocessors + 1;  // of a multiprocessor
+        int at_once = all;
+        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
+        const auto slices = static_cast<int>(slices_);
+        return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, most);
+    }
+
+    const Device& device_;
+    const DecodeTile& tile_;
+    int64_t slices_;  // of a block row, in the mean of all
+    int ctas_, warps_;
+};
+
+// Warps of a multiprocessor that its registers suffice for, each of which takes them in multiples of 256.
+inline cudaError_t warps_of_multiprocessor(const void* kernel, DecodeStart& known, int& warps) {
+    constexpr int kRegisters = 65536, kMultiple = 256;
+    int registers = 0;
+    if (const cudaError_t error = registers_of(kernel, known.registers, registers)) return error;
+    warps = kRegisters / ((32 * registers + kMultiple - 1) / kMultiple * kMultiple);
+    return cudaSuccess;
+}
+
+inline cudaError_t start_decode(const Problem& problem, const Device& device, const void* kernel,
+                                const DecodeTile& tile, bool grouped, DecodeStart& known, void* stream) {
+    const Matrix &input = problem.input(), &output = problem.output();
+    const Values& values = problem.values;
+    const auto blocks = static_cast<int>(problem.features() / tile.rows);
+    const int chunks = grouped ? 1 : static_cast<int>((problem.tokens + tile.tokens - 1) / tile.tokens);
+    const int ctas = blocks * (grouped ? problem.pattern.groups : chunks);
+    // Thread blocks that have something to do.
+    const auto busy = grouped ? static_cast<int>(blocks * busy_groups(problem)) : ctas;
+    DecodeArguments arguments{};
+    arguments.input = input.data;
+    arguments.input_ld = input.ld * tile.element;
+    arguments.results = {output.data,
+                         problem.bias,
+                         problem.residual.data,
+                         output.ld,
+                         problem.residual.ld,
+                         output.layout,
+                         problem.gated ? problem.gate_activation : problem.activation,
+                         problem.gated};
+    arguments.values = values.data;
+    arguments.rows = problem.block_rows();
+    arguments.tokens = static_cast<int>(problem.tokens);
+    arguments.row_shift = log2_of_block(problem.row_block());
+    arguments.k_shift = log2_of_block(problem.k_block());
+    arguments.metadata = values.metadata;
+    arguments.scales = values.scales;
+    arguments.row_scales = values.scales_per == ScalesPer::row;
+    arguments.chunks = chunks;
+    arguments.offsets = problem.offsets;
+    arguments.groups = problem.pattern.groups;
+    arguments.group_features = static_cast<int>(problem.features());
+    int warps = 0;  // where how many teams there are depends on them
+    if (tile.few_bytes || tile.team > 1)
+        if (const cudaError_t error = warps_of_multiprocessor(kernel, known, warps)) return error;
+    const int teams = DecodeTeams(problem, device, tile, busy, warps).count();
+    if (const cudaError_t error = allow_shared_memory(kernel, kDecodeSharedBytes, known.devices_done))
+        return error;
+    void* parameters[] = {&arguments};
+    return cudaLaunchKernel(kernel, dim3(ctas), dim3(32 * tile.team * teams), parameters,
+                            teams * tile.ring_bytes, static_cast<cudaStream_t>(stream));
+}
+
+// One row of the registry, of the formats that `Formats` chooses from by the values of a problem.
 template <class Math, class Formats>
 struct Decode {
     static constexpr int kMaxTokens = 1024;
@@ -385,7 +510,8 @@ struct Decode {
         if (const char* reason = Formats::refuses(problem)) return reason;
         const int64_t chunks = problem.grouped() ? problem.pattern.groups : (problem.tokens + 63) / 64;
         if (problem.features() / 16 * chunks > kMaxCtas) return "so many results are out of its reach";
-        return device.shared_memory < kSharedBytes ? "the device has too little shared memory" : nullptr;
+        return device.shared_memory < kDecodeSharedBytes ? "the device has too little shared memory"
+                                                         : nullptr;
     }
 
     static size_t workspace_size(const Problem&, const Device&, const Decision&) { return 0; }
@@ -419,117 +545,20 @@ struct Decode {
     }
 
   private:
-    static constexpr int kSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
-    static constexpr int kReserved = 1 << 10;      // of shared memory, by each CTA
     static constexpr int64_t kMaxCtas = 1 << 30;
 
     template <class Format, class Shape>
     using TraitsOf = DecodeTraits<Math, typename Format::template Weight<Math, Shape>, Shape::kTokenTiles>;
 
     template <class Traits, bool kGrouped>
-    static constexpr auto kernel_of() {
-        if constexpr (kGrouped)
-            return &grouped_decode_kernel<Traits>;
-        else
-            return &decode_kernel<Traits>;
-    }
-
-    template <class Traits, bool kGrouped>
     static int32_t start(const Problem& problem, const Device& device, void* stream) {
-        const Matrix &input = problem.input(), &output = problem.output();
-        const Values& values = problem.values;
-        const auto blocks = static_cast<int>(problem.features() / Traits::kRows);
-        const int chunks =
-            kGrouped ? 1 : static_cast<int>((problem.tokens + Traits::kTokens - 1) / Traits::kTokens);
-        const int ctas = blocks * (kGrouped ? problem.pattern.groups : chunks);
-        // Thread blocks that have something to do.
-        const auto busy = kGrouped ? static_cast<int>(blocks * busy_groups(problem)) : ctas;
-        DecodeArguments arguments{};
-        arguments.input = input.data;
-        arguments.input_ld = input.ld * static_cast<int64_t>(sizeof(typename Traits::Input));
-        arguments.output = output.data;
-        arguments.output_ld = output.ld;
-        arguments.values = values.data;
-        arguments.bias = problem.bias;
-        arguments.residual = problem.residual.data;
-        arguments.residual_ld = problem.residual.ld;
-        arguments.rows = problem.block_rows();
-        arguments.output_layout = output.layout;
-        arguments.activation = problem.gated ? problem.gate_activation : problem.activation;
-        arguments.gated = problem.gated;
-        arguments.tokens = static_cast<int>(problem.tokens);
-        arguments.row_shift = log2_of_block(problem.row_block());
-        arguments.k_shift = log2_of_block(problem.k_block());
-        arguments.metadata = values.metadata;
-        arguments.scales = values.scales;
-        arguments.row_scales = values.scales_per == ScalesPer::row;
-        arguments.chunks = chunks;
-        arguments.offsets = problem.offsets;
-        arguments.groups = problem.pattern.groups;
-        arguments.group_features = static_cast<int>(problem.features());
-        int warps = 0;  // of a multiprocessor, where how many teams there are depends on them
-        if constexpr (Traits::Weight::kFewBytes || Traits::kTeam > 1)
-            if (const cudaError_t error = warps_of_multiprocessor<kernel_of<Traits, kGrouped>()>(warps))
-                return error;
-        const int teams = Traits::Weight::kFewBytes ? teams_at_once<Traits>(problem, device, busy, warps)
-                                                    : teams_of<Traits>(problem, device, busy, warps);
-        return ts::sm80::launch<kernel_of<Traits, kGrouped>()>(
-            arguments, dim3(ctas), 32 * Traits::kTeam * teams, teams * Traits::kRingBytes, kSharedBytes,
-            stream);
-    }
-
-    // Slices of a block row, in the mean of all.
-    template <class Traits>
-    static int64_t slices_of(const Problem& problem) {
-        const int64_t rows = problem.features() * problem.pattern.groups;
-        return problem.pattern.value_count() / rows / Traits::kSlice;
-    }
-
-    // Enough slices for each team to keep its ring full for a while, in the mean of all rows (measured on an
-    // H200); where there are few CTAs, one slice. Fewer where a second round of CTAs would be short: then
-    // most of them run at a time.
-    template <class Traits>
-    static int teams_of(const Problem& problem, const Device& device, int ctas, int warps) {
-        const bool few_blocks = ctas < 2 * device.multiprocessors;
-        const int64_t slices = slices_of<Traits>(problem);
-        const int64_t most = few_blocks ? 2 * slices - 1 : slices / (Traits::kTeam == 1 ? 3 : 8);
-        int teams = 1;
-        while (2 * teams <= most && 2 * teams * Traits::kTeam <= kMaxDecodeWarps &&
-               2 * teams * Traits::kRingBytes <= kSharedBytes)
-            teams *= 2;
-        if (Traits::kTeam == 1 || teams == 1) return teams;
-        const int at_once = std::min(warps / (Traits::kTeam * teams),
-                                     device.shared_memory / (teams * Traits::kRingBytes + kReserved));
-        const int round = at_once * device.multiprocessors;
-        return round < ctas && 2 * ctas < 3 * round ? teams / 2 : teams;
-    }
-
-    // Warps that its registers suffice for, each of which takes them in multiples of 256.
-    template <auto kKernel>
-    static cudaError_t warps_of_multiprocessor(int& warps) {
-        constexpr int kRegisters = 65536, kMultiple = 256;
-        static std::array<std::atomic<int>, kMaxDevices> known{};
-        int registers = 0;
-        const auto kernel = reinterpret_cast<const void*>(kKernel);
-        if (const cudaError_t error = registers_of(kernel, known, registers)) return error;
-        warps = kRegisters / ((32 * registers + kMultiple - 1) / kMultiple * kMultiple);
-        return cudaSuccess;
-    }
-
-    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
-    // keep its ring full for a while; where there are few CTAs, with one slice.
-    template <class Traits>
-    static int teams_at_once(const Problem& problem, const Device& device, int ctas, int warps) {
-        constexpr int kMost = std::min(kMaxDecodeWarps / Traits::kTeam, kSharedBytes / Traits::kRingBytes);
-        const auto fit = [&](int at_once) {
-            return std::min(warps / Traits::kTeam / at_once,
-                            (device.shared_memory / at_once - kReserved) / Traits::kRingBytes);
-        };
-        const int all = (ctas - 1) / device.multiprocessors + 1;  // of a multiprocessor
-        int at_once = all;
-        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
-        const auto slices = static_cast<int>(slices_of<Traits>(problem));
-        return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, kMost);
+        static DecodeStart known{};
+        const void* kernel;
+        if constexpr (kGrouped)
+            kernel = reinterpret_cast<const void*>(grouped_decode_kernel<Traits>);
+        else
+            kernel = reinterpret_cast<const void*>(decode_kernel<Traits>);
+        return start_decode(problem, device, kernel, decode_tile<Traits>, kGrouped, known, stream);
     }
 };
 

@@ -14,19 +14,22 @@ namespace ts::sm80 {
 
 // Arguments of the decode kernel.
 
+struct DecodeResults {
+    void* output;
+    const void* bias;
+    const void* residual;  // or gate, in the output's layout
+    int64_t output_ld, residual_ld;
+    Layout layout;
+    Activation activation;  // of the sums or, if gated, of the gate
+    bool gated;
+};
+
 struct DecodeArguments {
     const void* input;
     int64_t input_ld;  // in bytes
-    void* output;
-    int64_t output_ld;
+    DecodeResults results;
     const void* values;
-    const void* bias;
-    const void* residual;  // or gate, in the output's layout
-    int64_t residual_ld;
     Adjacency rows;  // of results
-    Layout output_layout;
-    Activation activation;  // of the sums or, if gated, of the gate
-    bool gated;
     int tokens;
     int row_shift;  // log2 of the rows of a block
     int k_shift;    // log2 of the k of a block

@@ -9,7 +9,7 @@
 namespace ts::tma {
 
 // Some tokens of a product, as a product.
-inline Problem tokens_of(const Problem& problem, int64_t first, int64_t count) {
+[[gnu::noinline]] inline Problem tokens_of(const Problem& problem, int64_t first, int64_t count) {
     Problem some = problem;
     some.tokens = count;
     const auto advance = [&](Matrix& matrix, DType dtype) {

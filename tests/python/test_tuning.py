@@ -205,6 +205,21 @@ def test_what_a_gpu_has_measured_counts_for_those_of_its_name(path: Path) -> Non
     assert tuning.choose(product, "8.6").kernel == tuning.choose(product, "A10").kernel == best.kernel
 
 
+@pytest.mark.skipif("sm_80" not in _C.architectures(), reason="this library has no kernels for 8.0")
+def test_fast_sums_of_float8_are_measured_apart() -> None:
+    """Without a GPU: kernels that carry sums over or add them up apart take longer than those that do not."""
+    layer = BlockSparseLinear(4096, 4096, storage="float8_e4m3fn", block_shape=64, dtype=torch.bfloat16)
+    layer = layer.to_storage("float8_e4m3fn", activations="float8_e4m3fn")
+    gpu, usual = Device.find("H100"), Product.of(layer, tokens=4096)
+    layer.use_fast_accum = True
+    fast = Product.of(layer, tokens=4096)
+    best, second = tuning.choose(fast, gpu).candidates[:2]
+    store.count_measurement(Measurement(fast, gpu, {second.kernel: 20.0, best.kernel: 30.0}, 40.0))
+    assert tuning.choose(fast, gpu).kernel == second.kernel and "measured" in tuning.choose(fast, gpu).reason
+    assert "measured" not in tuning.choose(usual, gpu).reason
+    assert not Product.of(layer, tokens=4096, op="dgrad").use_fast_accum and "fast sums" in str(fast)
+
+
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
     model: Any = torch.nn.Sequential(
         BlockSparseLinear(64, 128, density=0.5, block_shape=32),

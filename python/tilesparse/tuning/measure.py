@@ -264,7 +264,9 @@ def product_calls(product: Product, device: torch.device) -> ProductCalls:
 
     def sparse() -> Tensor:
         if product.activations is not None and scales is not None:
-            return functional.quantized_linear(source, values, pattern, scales, metadata=metadata)
+            return functional.quantized_linear(
+                source, values, pattern, scales, metadata=metadata, use_fast_accum=product.use_fast_accum
+            )
         if product.column_major:
             return functional.dsd(values, pattern, source.t(), transpose=not forward).t()
         return functional.dds(source, values, pattern, transpose=forward, metadata=metadata, scales=scales)

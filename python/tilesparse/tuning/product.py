@@ -26,6 +26,7 @@ from .._checks import (
     QUANTIZED,
     SCALED,
     check_block_shape,
+    check_flag,
     check_policy,
     check_shapes,
     checked_count,
@@ -255,6 +256,8 @@ class Product:
         activations: None, or the name of the storage: x is multiplied in 8 bits, too; op is "forward" then.
         tf32: True multiplies float32 in TF32 on CUDA devices; None takes PyTorch's current setting. It
             becomes False for other dtypes.
+        use_fast_accum: True lets tensor cores of CUDA devices add all products of float8, as in
+            `functional.quantized_linear`. It becomes False unless activations are "float8_e4m3fn".
     """
 
     in_features: int
@@ -269,6 +272,7 @@ class Product:
     column_major: bool = False
     tf32: bool | None = None
     activations: str | None = None
+    use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features", "tokens"):
@@ -299,6 +303,9 @@ class Product:
         tf32 = tf32_allowed() if self.tf32 is None else self.tf32
         is_tf32 = self.dtype == torch.float32 and tf32 and self.activations is None
         object.__setattr__(self, "tf32", is_tf32)
+        check_flag("use_fast_accum", self.use_fast_accum)
+        fast = self.use_fast_accum and self.activations == "float8_e4m3fn"
+        object.__setattr__(self, "use_fast_accum", fast)
 
     def _check_activations(self) -> None:
         if self.activations is None:
@@ -324,7 +331,8 @@ class Product:
             op: "forward", "dgrad" (the gradient of x) or "wgrad" (the gradient of W).
         """
         few = layer.weight.is_cuda and tokens <= DECODE_TOKENS
-        return product_of_spec(layer.spec, tokens, op, None if few else layer.activations)
+        product = product_of_spec(layer.spec, tokens, op, None if few else layer.activations)
+        return replace(product, use_fast_accum=layer.use_fast_accum)
 
     @property
     def nnz(self) -> int:
@@ -354,7 +362,7 @@ class Product:
             DTYPES[self.dtype] if eight is None else eight,
             device.device,
             self.tokens,
-            precision=int(bool(self.tf32) and on_cuda),
+            precision=int((bool(self.tf32) or self.use_fast_accum) and on_cuda),
             result_dtype=0 if eight is None else DTYPES[self.dtype],
             policy=policy,
             x_layout=layout,
@@ -370,6 +378,7 @@ class Product:
         extras = [self.storage] * (not storage_of(self.storage).trainable) + ["2:4"] * (self.nm is not None)
         extras += ["W8A8"] * (self.activations is not None)
         extras += ["column-major"] * self.column_major + ["TF32"] * bool(self.tf32)
+        extras += ["fast sums"] * self.use_fast_accum
         words = [
             f"{self.op} of {self.in_features} -> {self.out_features} features",
             f"{self.tokens} tokens",
