@@ -78,9 +78,8 @@ def main() -> int:
     on_gpu, results = arguments.device != "cpu", document["cases"]
     texts.held_out = {kind: own for kind, own in texts.held_out.items() if not kind.startswith("of ")}
     neurons = arguments.neurons
-    if neurons is None:
-        document["ms"], neurons = times_of(dense, texts, arguments)
-        print(document["ms"], neurons, flush=True)
+    if neurons is None or not arguments.seconds:
+        neurons = measured(document, dense, texts, arguments)
     document["neurons"] = neurons
     write_json(arguments.output, document)
     if not arguments.seconds:
@@ -141,26 +140,35 @@ def timed(model: Any, texts: Texts, arguments: argparse.Namespace) -> float:
         return round(milliseconds([CapturedCall(call) if tokens.is_cuda else call], tokens.device, 20)[0], 4)
 
 
-def times_of(dense: Any, texts: Texts, arguments: argparse.Namespace) -> tuple[dict[str, float], int]:
-    """Return the milliseconds of each form, and how many neurons let narrow MLPs take as long as HALF."""
-    full, found = dense.config.intermediate_size, {"dense": timed(dense, texts, arguments)}
+def measured(document: dict[str, Any], dense: Any, texts: Texts, arguments: argparse.Namespace) -> int:
+    """Add the milliseconds of each form; return how many neurons let narrow MLPs take as long as HALF."""
+    full, ms = dense.config.intermediate_size, document.setdefault("ms", {})
 
-    def of_narrow(neurons: int) -> float:
+    def note(form: str, model: Any) -> None:
+        ms[form] = timed(model, texts, arguments)
+        write_json(arguments.output, document)
+        print(form, ms[form], flush=True)
+
+    def cut(neurons: int) -> Any:
         model = copy.deepcopy(dense)
         for layer in model.model.layers:
             keep(layer.mlp, torch.arange(neurons, device=arguments.device))
-        return timed(model, texts, arguments)
+        return model
 
+    note("dense", dense)
     for form, config in FORMS.items():
         if config is not None:
             model = copy.deepcopy(dense)
             sparsify_(model, config, layers=LAYERS)
-            found[form] = timed(model, texts, arguments)
-    saved = found["dense"] - found["blocks .5"]
-    left = full - full / 2 * saved / (found["dense"] - of_narrow(full // 2))  # time is linear in them
-    neurons = max(STEP, min(full, round(left / STEP) * STEP))
-    found["narrowed"] = of_narrow(neurons)
-    return found, neurons
+            note(form, model)
+    neurons: int | None = arguments.neurons
+    if neurons is None:  # time is linear in them
+        saved, saved_by_half = (
+            ms["dense"] - one for one in (ms["blocks .5"], timed(cut(full // 2), texts, arguments))
+        )
+        neurons = max(STEP, min(full, round((full - full / 2 * saved / saved_by_half) / STEP) * STEP))
+    note("narrowed", cut(neurons))
+    return neurons
 
 
 @torch.no_grad()
