@@ -162,10 +162,12 @@ def distil(
     rate: float,
     hidden_states: float,
     callback: Callable[[int, Any], None],
+    compiles: bool = True,
 ) -> Any:
     """Distil a model, compiled and in CUDA graphs on a GPU, at a rate by the course; return the history."""
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
+    compiles = compiles and on_gpu
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=torch.tensor(rate, device=device),  # which a graph reads in every step
@@ -174,13 +176,13 @@ def distil(
         capturable=on_gpu,
     )
     weights = {"logits": 1.0, "hidden_states": hidden_states}
-    with compiled(model, on_gpu):
+    with compiled(model, compiles):
         return distill_(
             model,
             teacher,
             batches,
             optimizer,
-            loss=CompiledLoss(**weights) if on_gpu else DistillationLoss(**weights),
+            loss=CompiledLoss(**weights) if compiles else DistillationLoss(**weights),
             scheduler=torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda _: max(1e-3, rate_of(course.progress(), WARM_UP))
             ),

@@ -93,6 +93,7 @@ SERVED = "h200_served.json"
 OF_SERVED = {
     "prefill": ("prefill of 8192", "dense float8"),
     "decode 1": ("decode of 1", "dense bfloat16"),
+    "decode 16": ("decode of 16", "dense bfloat16"),
     "decode 64": ("decode of 64", "dense bfloat16"),
 }
 
@@ -102,15 +103,11 @@ def served() -> str:
     lines: dict[str, list[str]] = {}
     for run in runs(SERVED):
         times = served_times(run)
-        fast = ", fast sums" if "fast_sums" in run else ""
         for form, of in times.items():
-            name = form + (fast if form.endswith(" float8") and not form.startswith("dense") else "")
-            if name not in lines:
-                lines[name] = []
+            if form not in lines:
+                lines[form] = []
                 for what, (_, dense) in OF_SERVED.items():
-                    both = what in of and what in times.get(dense, {})
-                    lines[name] += [f"{of[what]:.2f}" if what in of else "-"]
-                    lines[name] += [_over(times[dense], of, what) if both else "-"]
+                    lines[form] += [f"{of[what]:.2f}", _over(times[dense], of, what)]
     header = ["weights"]
     for label, dense in OF_SERVED.values():
         header += [f"{label}, ms", f"over {dense}"]

@@ -109,17 +109,21 @@ def activations_experts() -> str:
 
 
 def activations_lm() -> str:
-    """Perplexity and time of a model trained with ReLU², by the fraction that is off."""
+    """Perplexity and time of models trained with ReLU² and with experts, by the fraction that is off."""
     lines: list[list[str]] = []
-    found = {case["contender"]: case for case in document("h200_activations.json#relu2")["cases"]}
-    base = found.pop("all")
-    for contender, case in found.items():
-        if lines and case["loss"] == base["loss"]:
-            continue  # no more are off than for the fraction before
-        change = math.exp(case["loss"] - base["loss"]) - 1
-        time = f"{base['mlps_us'] / case['mlps_us']:.2f}×"
-        lines.append([contender, f"{case['off']:.0%}", f"{max(case['errors']):.3f}", f"{change:+.1%}", time])
-    return table(["fraction", "off", "largest error", "perplexity", "MLPs, bf16"], lines)
+    for run, model in {"relu2": "ReLU²", "mixture": "experts, SwiGLU"}.items():
+        found = {case["contender"]: case for case in document(f"h200_activations.json#{run}")["cases"]}
+        base = found.pop("all")
+        known = set()
+        for contender, case in found.items():
+            off = f"{case['off']:.0%}"
+            if off in known:
+                continue  # no more are off than for the fraction before
+            known.add(off)
+            change = math.exp(case["loss"] - base["loss"]) - 1
+            cells = [off, f"{max(case['errors']):.3f}", f"{change:+.1%}"]
+            lines.append([model, contender, *cells, f"{base['mlps_us'] / case['mlps_us']:.2f}×"])
+    return table(["", "fraction", "off", "largest error", "perplexity", "MLPs, bf16"], lines)
 
 
 def activation_blocks() -> str:
