@@ -524,15 +524,19 @@ class DdsConsumer {
                 carry_times_.add(Traits::Weight::kStepProducts);
             }
             constexpr int kSome = Traits::kSums * kTokens / Traits::kTileTokens;
-            Traits::Weight::template multiply<kRowMajorInput, kTokens>(reinterpret_cast<Sum(&)[kSome]>(sums),
-                                                                       arguments_, stage, tokens, add);
-            if constexpr (Traits::Weight::kEndsProducts) {
-                release(input_.stage, weight_.stage);
-                return weight_.advance();
-            }
+            auto& some = reinterpret_cast<Sum(&)[kSome]>(sums);
+            if constexpr (Traits::Weight::kStartsSingly)
+                products_.template start<0>(some, arguments_, stage, tokens, add);
+            else
+                Traits::Weight::template multiply<kRowMajorInput, kTokens>(some, arguments_, stage, tokens,
+                                                                           add);
             if (multiplied_) {
                 cute::warpgroup_wait<1>();
                 release(multiplied_input_, multiplied_weight_);
+            }
+            if constexpr (Traits::Weight::kStartsSingly) {
+                products_.template start<1>(some, arguments_, stage, tokens, true);
+                cute::warpgroup_wait<1>();
             }
         }
         multiplied_ = true;

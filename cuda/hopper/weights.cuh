@@ -116,7 +116,7 @@ struct DdsPlan : PlanView {
 struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;        // products read both operands along k alone
-    static constexpr bool kEndsProducts = false;  // multiply() waits for its products
+    static constexpr bool kStartsSingly = false;  // the two products of a step start one by one
     static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
@@ -437,7 +437,7 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     using Base = CompressedWeight<Math>;
     using Base::kFeatures;
     static constexpr bool kAlongK = true;
-    static constexpr bool kEndsProducts = true;
+    static constexpr bool kStartsSingly = true;
     static constexpr int kStep = 128;
     static constexpr int kStepProducts = 2;
     static constexpr int kBoxBytes = kFeatures * kStep / 2;
@@ -481,24 +481,30 @@ struct CompressedByteWeight : CompressedWeight<Math> {
                             corner, 2 * line(arguments));
     }
 
-    // See CompressedWeight for this.
-    template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
-    __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
-                                    uint32_t tokens, bool add) {
-        static_assert(kRowMajorTokens);
-        using Atom = SparseByteAtom<typename Math::Input, kTokens>;
-        uint32_t metadata[kStepProducts];
-#pragma unroll
-        for (int i = 0; i < kStepProducts; ++i) metadata[i] = metadata_of(stage + kBoxBytes, i);
-        const uint32_t weight = operand_address(stage);
-        const Operand &a = arguments.weight, &b = arguments.tokens_by_k;
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < kStepProducts; ++i)
-            wgmma<Atom>(sums, a.at(weight, i), b.at(tokens, 2 * i), add || i > 0, metadata[i]);
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
-    }
+    // Products with metadata from registers, which they read while they run. That the compiler does not know,
+    // and it would put other numbers there. So a product's register stays in use, as far as it can see, until
+    // the metadata of the same product of the next step is put there.
+    template <int kTokens>
+    class Products {
+      public:
+        // Starts one product of a step, sums (+)= weight tokens. Of those before it only the last may be
+        // under way.
+        template <int kProduct, class Sum, int kSums>
+        __device__ void start(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
+                              uint32_t tokens, bool add) {
+            using Atom = SparseByteAtom<typename Math::Input, kTokens>;
+            const uint32_t zero = arguments.tokens >> 31;
+            uint32_t& metadata = metadata_[kProduct];
+            metadata = metadata & zero | metadata_of(stage + kBoxBytes, kProduct);
+            cute::warpgroup_arrive();
+            wgmma<Atom>(sums, arguments.weight.at(operand_address(stage), kProduct),
+                        arguments.tokens_by_k.at(tokens, 2 * kProduct), add, metadata);
+            cute::warpgroup_commit_batch();
+        }
+
+      private:
+        uint32_t metadata_[kStepProducts] = {};
+    };
 
   private:
     // Bytes of a line of values.
