@@ -226,6 +226,30 @@ struct Dds {
     }
 };
 
+// Forward of 8 bits, the values 2:4. Fast sums of float8 have a kernel of their own in tiles of 256 tokens:
+// what is carried over takes registers, which the compiler saves elsewhere.
+template <class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
+struct CompressedBytes
+    : Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>> {
+    using Own = Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>>;
+    using FastMath = Bytes<Elements<typename Math::Input, typename Math::Value, float, typename Math::Result>,
+                           Float8Products, Math::kPrecision>;
+
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
+                          void* workspace, void* stream) {
+        using Fast =
+            Dds<Op::dds_nt, FastMath, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<FastMath>>;
+        const auto start = problem.precision == Precision::fast ? Fast::launch : Own::launch;
+        return start(problem, device, decision, workspace, stream);
+    }
+
+    static constexpr Kernel row(const char* name) {
+        Kernel row = Own::row(name);
+        if constexpr (Own::Traits::kCarries && kTileTokens == 256) row.launch = launch;
+        return row;
+    }
+};
+
 template <Op kOp, class Math>
 using GroupedWeight =
     std::conditional_t<is_quantized(Math::kInput), ByteWeight<Math>, DenseWeight<kOp, Math>>;
@@ -272,7 +296,7 @@ using GroupedWeight =
 // dds_8bit. The two warps that load the weight copy the metadata of each box as well, in bulk.
 // Chosen where its estimate is least, for compressed values.
 #define TS_ROW_dds_2_4_8bit(name, math, token_ranks, row_ranks, tile_tokens) \
-    TS_SM90_ROW(name, Dds<Op::dds_nt, math, token_ranks, row_ranks, tile_tokens, CompressedByteWeight<math>>)
+    TS_SM90_ROW(name, CompressedBytes<math, token_ranks, row_ranks, tile_tokens>)
 
 // Forward of activations and values in 8 bits, int8 or float8_e4m3fn: dds with wgmma for these types.
 //   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]

@@ -51,7 +51,7 @@ from tilesparse.storage import compress
 
 pytestmark = pytest.mark.gpu
 
-CPU, CUDA, TF32, PER_BLOCK, PER_FEATURE = 0, 1, 1, 1, 3
+CPU, CUDA, TF32, FAST, PER_BLOCK, PER_FEATURE = 0, 1, 1, 1, 1, 3
 DEVICE = torch.device("cuda", 0)
 TOKENS = [0, 1, 3, 17, 127, 1000, 4097]
 LIMITED = "TILESPARSE_DEVICE_LIMITS" in os.environ  # test_other_gpus.py knows what is refused then
@@ -808,6 +808,16 @@ def test_positive_sums(row: Row, terms: int) -> None:
     expected, _ = reference(row, problem, part)
     error = ((part.y.double() - expected) / expected).abs().max().item()
     assert error < rounding_unit(row.result) + (POSITIVE if row.dtype != torch.int8 else 0) + 1e-6
+
+
+@of([row for row in ROWS if row.dtype == torch.float8_e4m3fn and not row.scales_inside])
+def test_fast_sums(row: Row) -> None:
+    """Sums of float8 that stay with the tensor cores, which are as good as others up to 512 k."""
+    fast = row._replace(precision=FAST)
+    for block_shape in accepted_shapes(row):
+        pattern = make_pattern("random 50%", (1280 // block_shape[0], 512 // block_shape[1]), block_shape)
+        for tokens, options in product((130, 2100), OPTIONS[row.op][-2:]):
+            check(fast, Problem(pattern, within(row, tokens), **options))
 
 
 def test_long_sums(row: Row) -> None:
