@@ -11,6 +11,7 @@
 #include "hopper/epilogue.cuh"
 #include "hopper/weights.cuh"
 #include "tma/launch.cuh"
+#include "tma/pace.cuh"
 #include "tma/partial_sums.cuh"
 
 namespace ts::sm90 {
@@ -225,9 +226,16 @@ struct DdsProducer {
         typename Ring<Traits::kInputStages>::Position position;
         const int pieces = plan.pieces, width = Traits::kStep / pieces;
         const int steps_read = kWarpSize / pieces;
+        // One CTA of a cluster counts: the other one cannot go far without it.
+        const bool paces = Traits::kPaces && arguments.pace != nullptr && rank == 0;
+        [[maybe_unused]] tma::Pace pace;
+        [[maybe_unused]] int begun = 0;  // steps
         while (true) {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
-            if (work.tile < 0) return;
+            if (work.tile < 0) {
+                if (paces && elected) tma::Pace::end(arguments.pace);
+                return;
+            }
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const int boxes = Traits::kHalves && !Traits::is_half(work, token) ? 2 : 1;
             const auto read = [&](int first) {
@@ -242,6 +250,12 @@ struct DdsProducer {
                     const int from = i * pieces, mask = __shfl_sync(~0u, masks, from);
                     const uint32_t all = (1u << pieces) - 1;
                     const Multicast to = receivers(first + i, (same >> from & all) == all);
+                    if constexpr (Traits::kPaces) {
+                        if (paces && begun++ % tma::Pace::kSteps == 0) {
+                            if (elected) pace.begin(arguments.pace, gridDim.x / Traits::kRanks);
+                            __syncwarp();
+                        }
+                    }
                     shared.input_ring.wait_empty(position);
                     const Barrier& full = shared.input_ring.full[position.stage];
                     if (elected)

@@ -83,7 +83,7 @@ struct Dds {
 
     // The partial sums, or what tells of groups.
     static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
-        if (kGrouped) return groups::bytes_of(problem.pattern.groups, most_group_spans(problem));
+        if (kGrouped) return kPaceBytes + groups::bytes_of(problem.pattern.groups, most_group_spans(problem));
         return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
     }
 
@@ -124,6 +124,20 @@ struct Dds {
     }
 
   private:
+    static constexpr size_t kPaceBytes = Traits::kPaces ? tma::Pace::kBytes : 0;
+
+    // True if L2 does not hold the activations that clusters read at a time (see band_spans), so that those
+    // which are at other k than the rest would read them from memory; and if there are rounds enough for
+    // differences between clusters to even out.
+    static bool is_paced(const Problem& problem, const Device& device) {
+        if (!Traits::kPaces) return false;
+        constexpr int kClusters = Traits::Schedule::kMaxClusters / 2;
+        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem);
+        const int64_t tokens = kClusters * kSpanTokens / std::max<int64_t>(tiles, 1);
+        return tokens * problem.k_size() * Traits::kInputElementBytes > share_of_l2(device, 16 << 20) &&
+               tiles * spans >= 16 * kClusters;
+    }
+
     static const char* refuses_groups(const Problem& problem, const Device& device) {
         if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
         if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
@@ -147,8 +161,14 @@ struct Dds {
         groups.band_spans =
             static_cast<int>(std::min<int64_t>(std::max(band_spans(problem, device), least), spans));
         groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
-        if (const int32_t error =
-                groups::list(groups.groups, problem, kSpanTokens, {}, spans, workspace, stream))
+        if (is_paced(problem, device)) {
+            arguments.pace = static_cast<int*>(workspace);
+            if (const cudaError_t error =
+                    cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
+                return error;
+        }
+        if (const int32_t error = groups::list(groups.groups, problem, kSpanTokens, {}, spans,
+                                               static_cast<char*>(workspace) + kPaceBytes, stream))
             return error;
         return multiply(arguments, problem, device, tiles * spans, stream);
     }

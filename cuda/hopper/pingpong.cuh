@@ -24,25 +24,40 @@ struct HalvedWeight : ByteWeight<Math> {
                    ? "its blocks have 128 rows and 128 columns at least"
                    : nullptr;
     }
-    // The distance of groups of scales takes the place of the rows of groups, which there are none of.
+    // The distance of groups of scales takes the place of the rows of groups, which have no such scales.
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
-        arguments.group_rows = static_cast<int>(problem.x_scales_ld);
+        if (Math::kAccumulation == Accumulation::scaled)
+            arguments.group_rows = static_cast<int>(problem.x_scales_ld);
         return ByteWeight<Math>::map(arguments, problem);
     }
 };
 
-template <class Math>
-struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>
-    : DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false> {
-    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, false>;
+template <class Math, bool kGrouped_>
+struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, kGrouped_>
+    : DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, kGrouped_> {
+    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, kGrouped_>;
     using Weight = HalvedWeight<Math>;
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
     static constexpr int kStages = 6 / kRings;
     static constexpr int kFeatureHalves = 2;
     static constexpr bool kSplits = false;
-    using Schedule = tma::Turns<Bands<false>, StepCosts>;
+    static constexpr bool kHalves = false;
+    static constexpr int kBoxTokens = Base::kTileTokens;
+    using Schedule = tma::Turns<std::conditional_t<kGrouped_, GroupSpans, Bands<false>>, StepCosts>;
     using Work = typename Schedule::Work;
+
+    // Of a group's last span one CTA may have no tokens: in turn either one of the cluster.
+    __device__ static int first_token(const Work& work, int rank) {
+        return Base::first_token(work, kGrouped_ ? rank ^ work.tile & 1 : rank);
+    }
+    // True if a CTA has none of the tile's tokens.
+    __device__ static bool lacks_tokens(const Work& work, int rank) {
+        if constexpr (kGrouped_)
+            return first_token(work, rank) >= work.end;
+        else
+            return false;
+    }
 
     struct NoRing {
         __device__ void init(int) {}
@@ -64,8 +79,8 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, false>;
+template <class Math, bool kGrouped>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, kGrouped>;
 
 // Activations in 8 bits have no second parts.
 template <class Traits, int kThreads>
@@ -77,9 +92,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math>
-struct DdsProducer<PingPongTraits<Math>> {
-    using Traits = PingPongTraits<Math>;
+template <class Math, bool kGrouped>
+struct DdsProducer<PingPongTraits<Math, kGrouped>> {
+    using Traits = PingPongTraits<Math, kGrouped>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -117,6 +132,7 @@ struct DdsProducer<PingPongTraits<Math>> {
             if (work.tile < 0) return;
             if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const bool lacks_tokens = Traits::lacks_tokens(work, rank);
             const auto read = [&](int first) -> int2 {
                 const int step = first + lane;
                 return step < end ? int2{__ldg(plan.k + step), __ldg(plan.slots + step)} : int2{};
@@ -133,10 +149,11 @@ struct DdsProducer<PingPongTraits<Math>> {
                     const int from = __shfl_sync(~0u, k, i);
                     const int2 corner{__shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i)};
                     if (elected) {
-                        full.arrive_and_expect_tx(Traits::kInputBytes +
+                        full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
                                                   Traits::kFeatureHalves * Weight::kStageBytes);
-                        load_box(&arguments.input, full, Multicast{1}, shared.input[ring][position.stage],
-                                 from, token);
+                        if (!lacks_tokens)
+                            load_box(&arguments.input, full, Multicast{1}, shared.input[ring][position.stage],
+                                     from, token);
                         Weight::load(arguments, full, Multicast{Traits::kAllRanks},
                                      shared.weight[ring][position.stage][rank], 0, corner);
                     }
@@ -151,9 +168,9 @@ struct DdsProducer<PingPongTraits<Math>> {
     static constexpr int kWarpSize = 32, kBlock = 128;
 };
 
-template <class Math, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math>;
+template <class Math, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
@@ -188,7 +205,9 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
                 clear(sums);
             else
                 cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
-            for (int first = 0; first < work.steps; first += kWarpSize)
+            const bool lacks_tokens = Traits::lacks_tokens(work, rank_);
+            if (lacks_tokens) pass_over(work.steps);
+            for (int first = 0; !lacks_tokens && first < work.steps; first += kWarpSize)
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
@@ -196,6 +215,7 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
             }
+            if (lacks_tokens) continue;
             if constexpr (!Traits::kScaled) scale(sums, scales);
             store(sums[0], 0, work);
             store(sums[1], 1, work);
@@ -212,6 +232,17 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
         const int stage = position_.stage + steps;
         position_.stage = stage % Traits::kStages;
         position_.parity ^= stage / Traits::kStages & 1;
+    }
+
+    // Steps of a tile without tokens. The warps stay together: see release_input() of other kernels.
+    __device__ void pass_over(int steps) {
+        for (int step = 0; step < steps; ++step) {
+            shared_.weight_ring[ring_].wait_full(position_);
+            __syncwarp();
+            cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+            release(position_.stage);
+            position_.advance();
+        }
     }
 
     __device__ static void clear(Half (&sums)[Traits::kFeatureHalves]) {
@@ -380,6 +411,7 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
                                                    shared_.residual[place], place);
         epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_) - warpgroup_);
         epilogue.read_bias();
+        if constexpr (kGrouped) epilogue.set_group(work);
         epilogue.begin(Traits::first_token(work, rank_));
         epilogue.store(sums);
         // Ends a phase, as the epilogue of each tile begins with the same one.
@@ -399,10 +431,10 @@ class DdsConsumer<PingPongTraits<Math>, kRowMajorInput> {
     mutable int token_ = 0;
 };
 
-template <class Math>
-struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>> {
+template <class Math, bool kGrouped = false>
+struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>, kGrouped> {
     static constexpr Kernel row(const char* name) {
-        Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>>::row(name);
+        Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>, kGrouped>::row(name);
         row.variant = "_own";  // short, as estimates have it
         if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
         return row;
@@ -412,3 +444,6 @@ struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>> {
 }  // namespace ts::sm90
 
 #define TS_ROW_dds_pingpong(name, math) TS_SM90_ROW(name, PingPong<math>)
+
+// The same for groups of tokens; see dds_grouped.
+#define TS_ROW_dds_grouped_pingpong(name, math) TS_SM90_ROW(name, PingPong<math, true>)

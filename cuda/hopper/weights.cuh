@@ -59,6 +59,7 @@ struct DdsArguments {
     GroupArguments groups;     // of a grouped product, instead of `schedule`
     int group_rows;            // likewise, block rows of each weight
     PlanReport plan_report;
+    int* pace;  // counters of a grouped product whose clusters keep at the same pace, or nullptr
 };
 
 constexpr int kCarriedProducts = 16;  // 512 of k; see carry()

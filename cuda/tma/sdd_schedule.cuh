@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "common/problem.h"
+#include "tma/pace.cuh"
 
 namespace ts::tma {
 
@@ -171,33 +172,6 @@ class SddSchedule {
     int left_;   // steps of a tile that are left over
 };
 
-// Keeps CTAs at the same pace. Each counts when it begins 16 steps, and waits for those that have not begun
-// the 16 before. Nothing but speed depends on it: where other work keeps some CTAs from starting, the
-// others wait once and no more.
-class Pace {
-  public:
-    static constexpr int kSteps = 16;
-    static constexpr int kCounters = 64;  // used in turn
-
-    // The counters are zero at first. Called by one thread.
-    __device__ void begin(int* counters, int ctas) {
-        atomicAdd(counters + begun_ % kCounters, 1);
-        const int before = begun_++ - 1;
-        if (before < 0 || gave_up_) return;
-        const volatile int* const counter = counters + before % kCounters;
-        const int all = (before / kCounters + 1) * ctas;
-        int polls = 0;
-        while (*counter < all && ++polls < kMaxPolls) __nanosleep(200);
-        gave_up_ = polls == kMaxPolls;
-    }
-
-  private:
-    static constexpr int kMaxPolls = 64;
-
-    int begun_ = 0;
-    bool gave_up_ = false;
-};
-
 // --- Host side ---
 
 constexpr int kMinSplitSteps = 24;  // below this, finding nothing to do takes longer than can be won
@@ -218,7 +192,7 @@ inline bool fills(const Problem& problem, const Device& device, int64_t tile_val
 
 // The workspace of a kernel that may split tiles: the counters of the pace, and behind them the
 // partial sums of tiles.
-constexpr size_t kPaceBytes = Pace::kCounters * sizeof(int);
+constexpr size_t kPaceBytes = Pace::kBytes;
 
 inline size_t split_bytes(const Device& device, int64_t tile_values) {
     return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * sizeof(float) * tile_values;

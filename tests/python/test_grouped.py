@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -788,6 +789,27 @@ def test_the_host_does_not_wait() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+def test_large_experts_keep_at_one_pace() -> None:
+    """Sums over so many k that clusters wait for one another, on a GPU of 9.0; they repeat bit by bit."""
+    counts, out, ins = [6000, 0, 1, 4000, 2500, 3883], 8704, 4096
+    size = len(counts) * out, ins
+    pattern = BlockPattern.random(size, block_shape=128, density=0.05, parts=(len(counts), 1))
+    pattern = pattern.to("cuda")
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    values, dy = draw(pattern.nnz, 128, 128), draw(sum(counts), out)
+    x = draw(sum(counts), ins).requires_grad_()
+    y = functional.grouped_linear(x, values, pattern, offsets_of(counts, "cuda"))
+    first, second = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    blocks = torch.zeros(*pattern.grid, 128, 128, dtype=torch.bfloat16, device="cuda")
+    blocks[pattern.block_indices()] = values
+    weights = blocks.transpose(1, 2).reshape(len(counts), out, ins)
+    for own, part, weight in zip(dy.split(counts), first.split(counts), weights, strict=True):
+        exact = own.float() @ weight.float()
+        assert (part.float() - exact).norm() <= 4e-3 * exact.norm()
 
 
 @pytest.mark.gpu
