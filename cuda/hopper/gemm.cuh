@@ -287,8 +287,6 @@ struct DdsProducer {
         const bool loads = Traits::kTokenRanks == 1 || warpgroup % Traits::kTokenRanks == rank;
         const Multicast to{Traits::kTokenRanks == 1 ? uint16_t{1} : Traits::kAllRanks};
         const int offset = Weight::offset(arguments, row, piece);
-        [[maybe_unused]] int metadata_offset = 0;
-        if constexpr (Weight::kHasMetadata) metadata_offset = Weight::metadata_offset(arguments, row, piece);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
@@ -309,8 +307,6 @@ struct DdsProducer {
                 const uint32_t present = __ballot_sync(~0u, (mask >> 16 * warpgroup & 0xffff) != 0);
                 const int k = slot < 0 ? 0 : column & arguments.k_block - 1;
                 const auto [x, y] = Weight::corner(arguments, slot, feature, k);
-                [[maybe_unused]] int unit = 0;
-                if constexpr (Weight::kHasMetadata) unit = Weight::metadata_unit(arguments, {x, y});
                 float scale = 0;
                 if constexpr (Traits::kScaled)
                     if (slot >= 0) scale = __ldg(arguments.scales + slot);
@@ -326,15 +322,9 @@ struct DdsProducer {
                     }
                     if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                     if (loads)
-                        for (int box = 0; box < boxes; ++box) {
+                        for (int box = 0; box < boxes; ++box)
                             load_block(full, to, stage, __shfl_sync(~0u, offset, box),
                                        __shfl_sync(~0u, x, from + box), __shfl_sync(~0u, y, from + box));
-                            if constexpr (Weight::kHasMetadata)
-                                load_metadata(
-                                    full, to,
-                                    stage + Weight::kBoxBytes + __shfl_sync(~0u, metadata_offset, box),
-                                    __shfl_sync(~0u, unit, from + box));
-                        }
                     __syncwarp();
                     position.advance();
                 }
@@ -377,10 +367,6 @@ struct DdsProducer {
     __device__ void load_block(const Barrier& full, Multicast to, char* stage, int offset, int x,
                                int y) const {
         if (elected) Weight::load(arguments, full, to, stage, offset, make_int2(x, y));
-    }
-
-    __device__ void load_metadata(const Barrier& full, Multicast to, char* target, int unit) const {
-        if (elected) Weight::template load_metadata<Traits::kStep / 32>(arguments, full, to, target, unit);
     }
 
     // Loads the scales of a step's tokens; zero where there is none.

@@ -118,7 +118,6 @@ struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;        // products read both operands along k alone
     static constexpr bool kStartsSingly = false;  // the two products of a step start one by one
-    static constexpr bool kHasMetadata = false;   // a stage has metadata as well, see CompressedWeight
     static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
@@ -314,7 +313,6 @@ TS_SPARSE_ATOM(f16, 256, GMMA_64x256x32_F32F16F16_SS)
 // memory, where those of 32 of k of a block lie one after another.
 template <class Math>
 struct CompressedWeight : InSharedMemory {
-    static constexpr bool kHasMetadata = true;
     static constexpr uint32_t kStorages = bits_of(Storage::two_of_four);
     static constexpr uint32_t kDTypes = 0;
     static constexpr int kFeatures = 64;
@@ -359,36 +357,12 @@ struct CompressedWeight : InSharedMemory {
         return make_int2(k / 2, first + feature);
     }
 
-    // One thread: the box at an offset in a stage.
+    // One thread: the box at an offset in a stage, and its metadata.
     __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
                                 int offset, int2 corner) {
         load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
-    }
-
-    // The metadata of a box: its first unit in memory, and the offset behind the boxes of a stage. All lanes
-    // find theirs together: one thread takes longer for it than a step.
-    __device__ static int metadata_unit(const DdsArguments& arguments, int2 corner) {
-        // Without a block the weight is zero, whatever is kept of it: any metadata will do.
-        if (corner.y >= arguments.value_rows) return 0;
-        const int slot = corner.y >> arguments.row_shift, feature = corner.y & arguments.row_block - 1;
-        return (slot * (arguments.k_block / 32) + corner.x / 16) * (arguments.row_block / 16) + feature / 16;
-    }
-    __device__ static int metadata_offset(const DdsArguments& arguments, int row, int piece) {
-        return (piece * (arguments.k_block / 32) * kUnits + row * arguments.row_block / 16) * kUnitBytes;
-    }
-    // One thread: that of a step.
-    template <int kSteps>
-    __device__ static void load_metadata(const DdsArguments& arguments, const Barrier& full, Multicast to,
-                                         char* target, int unit) {
-        const uint32_t* from = arguments.metadata + int64_t{unit} * (kUnitBytes / 4);
-        const int bytes = arguments.row_width * (kUnitBytes / 16);
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {  // 32 of k, with a word for each feature
-            if (32 * i >= arguments.k_block) break;
-            load_bytes(from, full, to, target, bytes);
-            from += arguments.row_block;
-            target += kUnits * kUnitBytes;
-        }
+        load_metadata(arguments, full, to, stage + kBoxBytes, offset >> __ffs(k_width(arguments)) - 1, corner,
+                      k_width(arguments));
     }
 
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
@@ -408,9 +382,26 @@ struct CompressedWeight : InSharedMemory {
         cute::warpgroup_commit_batch();
     }
 
-  private:
-    static constexpr int kUnitBytes = 64, kUnits = kFeatures / 16;
+  protected:
+    // The metadata of a box, which begins at a line of the stage and has `width` of k.
+    __device__ static void load_metadata(const DdsArguments& arguments, const Barrier& full, Multicast to,
+                                         char* metadata, int line, int2 corner, int width) {
+        constexpr int kUnitBytes = 64, kUnits = kFeatures / 16;
+        const int row_units = arguments.row_block / 16, bytes = arguments.row_width / 16 * kUnitBytes;
+        const int slot = corner.y >> arguments.row_shift, feature = corner.y & arguments.row_block - 1;
+        // Without a block the weight is zero, whatever is kept of it: any metadata will do.
+        const bool exists = corner.y < arguments.value_rows;
+        int unit = exists ? (slot * (arguments.k_block / 32) + corner.x / 16) * row_units + feature / 16 : 0;
+        char* target =
+            metadata + (line / kFeatures * width / 32 * kUnits + line % kFeatures / 16) * kUnitBytes;
+        for (int k = 0; k < width; k += 32) {
+            load_bytes(arguments.metadata + int64_t{unit} * (kUnitBytes / 4), full, to, target, bytes);
+            if (exists) unit += row_units;
+            target += kUnits * kUnitBytes;
+        }
+    }
 
+  private:
     __host__ __device__ static int k_width(const DdsArguments& arguments) {
         return arguments.k_block < kStep ? arguments.k_block : kStep;
     }
@@ -482,6 +473,13 @@ struct CompressedByteWeight : CompressedWeight<Math> {
     }
     __device__ static int offset(const DdsArguments& arguments, int row, int piece) {
         return (piece * kFeatures + row * arguments.row_block) * line(arguments);
+    }
+
+    __device__ static void load(const DdsArguments& arguments, const Barrier& full, Multicast to, char* stage,
+                                int offset, int2 corner) {
+        load_box(&arguments.values, full, to, stage + offset, corner.x, corner.y);
+        Base::load_metadata(arguments, full, to, stage + kBoxBytes, offset >> __ffs(line(arguments)) - 1,
+                            corner, 2 * line(arguments));
     }
 
     // Products with metadata from registers, which they read while they run. That the compiler does not know,
