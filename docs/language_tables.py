@@ -36,6 +36,25 @@ def kinds() -> str:
     return table(["", "seconds", "kinds of training", *unseen], lines)
 
 
+def equal() -> str:
+    """Perplexity over that of dense SmolLM2 in forms that were distilled for as long, and their times."""
+    run, ms = document("h200_recover.json#smollm2"), document("h200_recover.json#smollm2_ms")["ms"]
+    found = {case["form"]: case for case in run["cases"]}
+    whole, known = found["dense"]["perplexity"], sum(run["tokens"].values())
+    lines = [["dense, perplexity", f"{ms['dense']:.1f}", "", *[""] * (len(whole) + 1)]]
+    lines[0] += [f"{perplexity:.1f}" for perplexity in whole.values()]
+    for form in ms:
+        if form == "dense":
+            continue
+        case, speedup = found[form], f"{ms['dense'] / ms[form]:.2f}×"
+        line = [form, f"{ms[form]:.1f}", speedup, f"{case['tokens'] / known:.2f}"]
+        for one in (found[f"{form}, not distilled"], case):
+            line += [f"{one['perplexity'][kind] / whole[kind]:.2f}×" for kind in whole]
+        lines.append(line)
+    kinds = [f"{stage} {kind}" for stage in ("pruned:", "distilled:") for kind in whole]
+    return table(["", "ms", "speedup", "passes over the text", *kinds], lines)
+
+
 def activations() -> str:
     """Perplexity by the fraction of neurons that is off, and the time of the MLPs over that without."""
     found = {case["contender"]: case for case in cases("cpu_activations.json")}
@@ -140,6 +159,7 @@ def activation_blocks() -> str:
 BLOCKS = "16x16", "64x64"
 LANGUAGE_TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
+    "equal": equal,
     "activations": activations,
     "activations_gpu": activations_gpu,
     "activations_experts": activations_experts,
