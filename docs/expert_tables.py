@@ -8,7 +8,7 @@ from typing import Any
 from table_parts import RESULTS, cases, document, short, stored, table
 
 OPS = {"forward": "forward", "dx": "gradient of x", "dw": "gradient of W"}
-FILES = {"H100": "h100_experts.json#products"}
+FILES = {"H100": "h100_experts.json#products", "H200": "h200_experts.json#products"}
 
 
 def grouped_products() -> str:
