@@ -1,14 +1,16 @@
-// Forward of 8 bits in blocks of 128: dds_8bit with whole tiles for each warpgroup.
+// Forward of 8 bits in blocks of 128 or 64: dds_8bit with whole tiles for each warpgroup.
 // Operands: as in dds_8bit.
-// CTA: tiles of 128 tokens x 128 features, which go to the two warpgroups in turn: while one scales, rounds
-// and stores its results, the other one multiplies. A warpgroup multiplies 64 of the features at a time.
+// CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
+// while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
+// features at a time. No block rows are united: a step has 128 k of one, two blocks of 64 x 64.
 // Cluster of 2: different tokens, which share the weight by multicast.
-// Warps: 2 load, 1 schedules, 8 multiply and store; 1 reads ahead what the end of a tile needs. CTAs are
-// persistent.
+// Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
+// CTAs are persistent.
 // Sums: int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one ring of stages
-// for both. Those of float8 are of 128 k, times the scales inside of the sums if there are any, and added to
-// float32 registers, for which those of 64 features leave room. Meanwhile the other warpgroup multiplies,
-// from a ring of its own. Chosen where its estimate is least.
+// for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In blocks of 128
+// they are of 128 k, times the scales inside of the sums if there are any, and added to float32 registers,
+// for which those of 64 x 128 leave room. Meanwhile the other warpgroup multiplies, from a ring of its own.
+// Chosen where its estimate is least.
 #pragma once
 
 #include "hopper/gemm_rows.cuh"
@@ -17,30 +19,38 @@
 
 namespace ts::sm90 {
 
-template <class Math>
+// `kRows`: of a block. Each CTA of a cluster loads half of them for both.
+template <class Math, int kRows>
 struct HalvedWeight : ByteWeight<Math> {
     static const char* refuses(const Problem& problem) {
-        return problem.row_block() != 128 || problem.k_block() < 128
-                   ? "its blocks have 128 rows and 128 columns at least"
-                   : nullptr;
+        if (problem.row_block() == kRows && problem.k_block() >= kRows) return nullptr;
+        return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
+                            : "its blocks have 64 rows and 64 columns at least";
     }
     // The distance of groups of scales takes the place of the rows of groups, which have no such scales.
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         if (Math::kAccumulation == Accumulation::scaled)
             arguments.group_rows = static_cast<int>(problem.x_scales_ld);
-        return ByteWeight<Math>::map(arguments, problem);
+        const int width = std::min<int>(arguments.k_block, ByteWeight<Math>::kStep);
+        const int64_t columns = problem.pattern.block_cols;
+        return encode(arguments.values, Math::kMapType, problem.values.data,
+                      {{columns, 1, width}, {arguments.value_rows, columns, kRows / 2}});
     }
 };
 
-template <class Math, bool kGrouped_>
-struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, kGrouped_>
-    : DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, kGrouped_> {
-    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, 128, kGrouped_>;
-    using Weight = HalvedWeight<Math>;
-    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept;
+template <class Math, int kRows, int kTokens, bool kGrouped_>
+struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
+    : DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_> {
+    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_>;
+    using Weight = HalvedWeight<Math, kRows>;
+    static constexpr int kTileFeatures = kRows;
+    static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
+    static constexpr int kChunks = Base::kAllChunks;
+    // Sums of 64 x 128 leave room for those of a step.
+    static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried && !kPromotes;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
-    static constexpr int kStages = 6 / kRings;
-    static constexpr int kFeatureHalves = 2;
+    static constexpr int kStages = kFeatureHalves == 1 ? 4 : 6 / kRings;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -69,18 +79,18 @@ struct DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, kGrouped_>
     struct Shared {
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
-        alignas(1024) char output[Base::kWarpgroups][Base::kChunks][Base::kChunkBytes];
+        alignas(1024) char output[Base::kWarpgroups][kChunks][Base::kChunkBytes];
         [[no_unique_address]] NoRing input_ring;
         Ring<kStages> weight_ring[kRings];  // of both operands
-        Barrier residual[Base::kWarpgroups * kFeatureHalves][Base::kChunks];
+        Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
         [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoScales> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math, bool kGrouped>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math>, 2, 1, 128, kGrouped>;
+template <class Math, int kRows, bool kGrouped>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, 128 * 128 / kRows, kGrouped>;
 
 // Activations in 8 bits have no second parts.
 template <class Traits, int kThreads>
@@ -92,9 +102,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math, bool kGrouped>
-struct DdsProducer<PingPongTraits<Math, kGrouped>> {
-    using Traits = PingPongTraits<Math, kGrouped>;
+template <class Math, int kRows, bool kGrouped>
+struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
+    using Traits = PingPongTraits<Math, kRows, kGrouped>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -104,29 +114,38 @@ struct DdsProducer<PingPongTraits<Math, kGrouped>> {
     int lane;
     bool elected;
 
-    // One warp: reads what the end of a tile needs, which then is in L1.
+    // One warp: reads the plan of a tile and what its end needs, which then are in L1.
     template <bool>
     __device__ void load_input() const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
+        const int pieces = kRows == 128 ? 1 : plan.pieces;
         while (true) {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
-            const int feature = (__ldg(plan.rows + work.tile) * kBlock) + kBlock / kWarpSize * lane;
+            // All are asked for before one is waited for.
+            const int at = work.step * pieces + lane;
+            const bool walks = lane < work.steps * pieces;
+            const int k = walks ? __ldg(plan.k + at) : 0, slot = walks ? __ldg(plan.slots + at) : 0;
+            const int feature = __ldg(plan.rows + work.tile) * kRows + kRows / kWarpSize * lane;
             const int token = Traits::first_token(work, rank) + Traits::kTileTokens / kWarpSize * lane;
-            if constexpr (!Traits::kScaled) {
-                asm volatile("" ::"f"(arguments.scales[feature]));
-                asm volatile("" ::"f"(__ldg(arguments.x_scales + min(token, arguments.tokens - 1))));
-            }
             using Bits = std::conditional_t<sizeof(typename Traits::Result) == 2, uint16_t, uint32_t>;
-            if (arguments.bias != nullptr)
-                asm volatile("" ::"r"(uint32_t{static_cast<const Bits*>(arguments.bias)[feature]}));
+            float of_feature = 0, of_token = 0;
+            if constexpr (!Traits::kScaled) {
+                of_feature = __ldg(arguments.scales + feature);
+                of_token = __ldg(arguments.x_scales + min(token, arguments.tokens - 1));
+            }
+            const Bits* const bias = static_cast<const Bits*>(arguments.bias);
+            const uint32_t of_bias = bias == nullptr ? 0 : bias[feature];
+            asm volatile("" ::"r"(k), "r"(slot), "f"(of_feature), "f"(of_token), "r"(of_bias));
         }
     }
 
-    // One warp for each ring: both operands. Of the weight each CTA loads half of the features for both.
+    // One warp for each ring: both operands, in boxes of one block, and zeros where a step lacks its second.
     __device__ void load_weight(int ring) const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kStages>::Position position;
+        const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
+        const int steps_read = kWarpSize / pieces;
         for (int turn = 0;; turn ^= 1) {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
@@ -134,28 +153,34 @@ struct DdsProducer<PingPongTraits<Math, kGrouped>> {
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const bool lacks_tokens = Traits::lacks_tokens(work, rank);
             const auto read = [&](int first) -> int2 {
-                const int step = first + lane;
-                return step < end ? int2{__ldg(plan.k + step), __ldg(plan.slots + step)} : int2{};
+                const int at = first * pieces + lane;
+                return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
             };
             int2 next_steps = read(work.step);
-            for (int first = work.step; first < end; first += kWarpSize) {
+            for (int first = work.step; first < end; first += steps_read) {
                 const auto [k, slot] = next_steps;
-                next_steps = read(first + kWarpSize);
+                next_steps = read(first + steps_read);
+                const int from = k < 0 ? arguments.k_size : k;
                 const auto [x, y] =
-                    Weight::corner(arguments, slot, rank * Weight::kFeatures, k & arguments.k_block - 1);
-                for (int i = 0; i < min(kWarpSize, end - first); ++i) {
+                    Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
+                for (int i = 0; i < min(steps_read, end - first); ++i) {
                     shared.weight_ring[ring].wait_empty(position);
                     const Barrier& full = shared.weight_ring[ring].full[position.stage];
-                    const int from = __shfl_sync(~0u, k, i);
-                    const int2 corner{__shfl_sync(~0u, x, i), __shfl_sync(~0u, y, i)};
-                    if (elected) {
+                    char* const input = shared.input[ring][position.stage];
+                    char* const weight = shared.weight[ring][position.stage][0];
+                    if (elected)
                         full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
                                                   Traits::kFeatureHalves * Weight::kStageBytes);
-                        if (!lacks_tokens)
-                            load_box(&arguments.input, full, Multicast{1}, shared.input[ring][position.stage],
-                                     from, token);
-                        Weight::load(arguments, full, Multicast{Traits::kAllRanks},
-                                     shared.weight[ring][position.stage][rank], 0, corner);
+                    for (int piece = 0; piece < pieces; ++piece) {
+                        const int in = i * pieces + piece, column = __shfl_sync(~0u, from, in);
+                        const int2 corner{__shfl_sync(~0u, x, in), __shfl_sync(~0u, y, in)};
+                        if (elected) {
+                            if (!lacks_tokens)
+                                load_box(&arguments.input, full, Multicast{1},
+                                         input + piece * width * Traits::kTokenBytes, column, token);
+                            Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
+                                         (piece * Weight::kFeatures + rank * kRows / 2) * width, corner);
+                        }
                     }
                     __syncwarp();
                     position.advance();
@@ -165,17 +190,17 @@ struct DdsProducer<PingPongTraits<Math, kGrouped>> {
     }
 
   private:
-    static constexpr int kWarpSize = 32, kBlock = 128;
+    static constexpr int kWarpSize = 32;
 };
 
-template <class Math, bool kGrouped, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kGrouped>;
+template <class Math, int kRows, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, kRows, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
     using Position = typename Ring<Traits::kStages>::Position;
-    static constexpr bool kPromotes = Traits::kPromotes;
+    static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
 
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
@@ -191,6 +216,7 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         Half sums[Traits::kFeatureHalves];
+        Epilogue epilogue = epilogue_of(0), second = epilogue_of(Traits::kFeatureHalves - 1);
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared_.schedule.pop(next, lane_);
@@ -201,24 +227,38 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
             }
             [[maybe_unused]] EndScales scales;
             if constexpr (!Traits::kScaled) scales = read_end_scales(work);
+            const int* const row = Traits::rows_of(plan_, work.tile, rank_) - warpgroup_;
+            epilogue.prepare(row);
+            second.prepare(row);
             if constexpr (kPromotes)
                 clear(sums);
             else
                 cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
             const bool lacks_tokens = Traits::lacks_tokens(work, rank_);
             if (lacks_tokens) pass_over(work.steps);
+            if constexpr (kCarries) begin_carrying(work);
             for (int first = 0; !lacks_tokens && first < work.steps; first += kWarpSize)
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
+            epilogue.read_bias();
+            second.read_bias();
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
                 cute::warpgroup_wait<0>();
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
+                if constexpr (kCarries)
+                    if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
             if (lacks_tokens) continue;
             if constexpr (!Traits::kScaled) scale(sums, scales);
-            store(sums[0], 0, work);
-            store(sums[1], 1, work);
+            if constexpr (kGrouped) epilogue.set_group(work);
+            epilogue.begin(Traits::first_token(work, rank_));
+            epilogue.store(sums[0]);
+            if constexpr (Traits::kFeatureHalves == 2) {
+                if constexpr (kGrouped) second.set_group(work);
+                second.begin(Traits::first_token(work, rank_));
+                second.store(sums[1]);
+            }
         }
         cute::tma_store_wait<0>();
     }
@@ -226,6 +266,12 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
   private:
     static constexpr int kWarpSize = 32;
     static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
+
+    template <class Visit>
+    __device__ static void each_half(Visit visit) {
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
+    }
 
     // Steps of the other warpgroup.
     __device__ void skip(int steps) {
@@ -247,8 +293,10 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
 
     __device__ static void clear(Half (&sums)[Traits::kFeatureHalves]) {
         asm volatile("");  // see DdsConsumer
+        each_half([&](int half) {
 #pragma unroll
-        for (int i = 0; i < Traits::kSums; ++i) sums[0][i] = sums[1][i] = 0;
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
+        });
     }
 
     // Some steps of a tile, as many as there are lanes or less.
@@ -276,10 +324,28 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
                         add || i > 0);
     }
 
+    __device__ void begin_carrying(const Work& work) {
+        const int interval = arguments_.carried_products;
+        carry_times_.begin(interval, 0, 1);
+        carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
+        if (carries_) each_half([&](int half) { carried_[half].begin(); });
+    }
+    __device__ void carry(Half (&sums)[Traits::kFeatureHalves]) {
+        if (carry_times_.are_due() && carries_) {
+            cute::warpgroup_wait<0>();
+            release_multiplied();
+            const float factor = carry_times_.factor();
+            // Always true, see DdsConsumer.
+            if (arguments_.carried_products > 0)
+                each_half([&](int half) { carried_[half].carry(sums[half], factor); });
+        }
+        carry_times_.add(Traits::Weight::kStepProducts);
+    }
+
     __device__ void keep(Half (&sums)[Traits::kFeatureHalves], bool add) {
+        if constexpr (kCarries) carry(sums);
         cute::warpgroup_arrive();
-        start(sums[0], 0, add);
-        start(sums[1], 1, add);
+        each_half([&](int half) { start(sums[half], half, add); });
         cute::warpgroup_commit_batch();
         if (multiplied_ >= 0) {
             cute::warpgroup_wait<1>();
@@ -295,15 +361,14 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
     // One half after the other, in the same registers.
     __device__ void promote(Half (&sums)[Traits::kFeatureHalves], int step) {
         Half products;
-#pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+        each_half([&](int half) {
             cute::warpgroup_arrive();
             start(products, half, false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             if (half == Traits::kFeatureHalves - 1) release(position_.stage);
             add(sums[half], products, step);
-        }
+        });
     }
     __device__ void add(Half& sums, const Half& products, int step) const {
         if constexpr (Traits::kScaled) {
@@ -403,20 +468,11 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
         }
     }
 
-    // Results of half of the features. To the epilogue each half is a warpgroup, and all of them lie in one
-    // tile.
-    __device__ void store(Half& sums, int half, const Work& work) {
+    // Of half of the features. To it each half is a warpgroup, and all of them lie in one tile.
+    using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
+    __device__ Epilogue epilogue_of(int half) const {
         const int place = Traits::kFeatureHalves * warpgroup_ + half;
-        DdsEpilogue<ScaledTraits<Traits>> epilogue(arguments_, shared_.output[warpgroup_],
-                                                   shared_.residual[place], place);
-        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_) - warpgroup_);
-        epilogue.read_bias();
-        if constexpr (kGrouped) epilogue.set_group(work);
-        epilogue.begin(Traits::first_token(work, rank_));
-        epilogue.store(sums);
-        // Ends a phase, as the epilogue of each tile begins with the same one.
-        if (arguments_.has_residual && threadIdx.x % 128 == 0)
-            for (const Barrier& arrived : shared_.residual[place]) arrived.arrive();
+        return {arguments_, shared_.output[warpgroup_], shared_.residual[place], place};
     }
 
     const DdsArguments& arguments_;
@@ -428,22 +484,28 @@ class DdsConsumer<PingPongTraits<Math, kGrouped>, kRowMajorInput> {
     int lane_;
     Position position_;
     int multiplied_ = -1;  // stage of the products under way
+    bool carries_ = false;
+    CarryTimes carry_times_;
+    [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
+        carried_[Traits::kFeatureHalves];
     mutable int token_ = 0;
 };
 
-template <class Math, bool kGrouped = false>
-struct PingPong : Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>, kGrouped> {
+template <class Math, int kRows, bool kGrouped = false>
+struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGrouped>::kTileTokens,
+                      HalvedWeight<Math, kRows>, kGrouped> {
     static constexpr Kernel row(const char* name) {
-        Kernel row = Dds<Op::dds_nt, Math, 2, 1, 128, HalvedWeight<Math>, kGrouped>::row(name);
+        Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
-        if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
+        if (PingPongTraits<Math, kRows, kGrouped>::kPromotes && Math::kAccumulation == Accumulation::carried)
+            row.accumulation = Accumulation::promoted;
         return row;
     }
 };
 
 }  // namespace ts::sm90
 
-#define TS_ROW_dds_pingpong(name, math) TS_SM90_ROW(name, PingPong<math>)
+#define TS_ROW_dds_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows>)
 
 // The same for groups of tokens; see dds_grouped.
-#define TS_ROW_dds_grouped_pingpong(name, math) TS_SM90_ROW(name, PingPong<math, true>)
+#define TS_ROW_dds_grouped_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows, true>)

@@ -27,12 +27,23 @@ class Turns {
                         int cluster, int clusters, int lane) {
         const Places places{arguments};
         typename Queue::Position position;
-        bool back = false;
-        for (int first = 0; is_own && first < places.size(); first += clusters, back = !back) {
-            const int item = first + (back ? clusters - 1 - cluster : cluster);
-            if (item >= places.size()) continue;
-            Work work = places.place_at(item);
-            places.set_steps(work, __ldg(costs.tiles + work.tile));
+        const int size = is_own ? places.size() : 0;
+        Work next{};
+        int2 steps{};
+        const auto read = [&](int round) {
+            const int item = round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
+            if (item >= size) return false;
+            next = places.place_at(item);
+            steps = __ldg(costs.tiles + next.tile);
+            return true;
+        };
+        // The steps of an item are asked for before the one before it is handed out.
+        bool exists = read(0);
+        for (int round = 1; exists; ++round) {
+            Work work = next;
+            const int2 of_work = steps;
+            exists = read(round);
+            places.set_steps(work, of_work);
             queue_.push(work, position, lane);
         }
         queue_.push(no_more<Work>(), position, lane);
