@@ -32,9 +32,9 @@ from helpers import (
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
-from tilesparse._checks import BLOCK_SIZES
+from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime import pattern_cache
-from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
+from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
@@ -1156,3 +1156,26 @@ def test_another_plan_in_memory_is_an_error_of_the_next_call() -> None:
         with pytest.raises(PatternChangedError, match="found another one there in an earlier call"):
             layer(x)
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 16), (77, 48), (4099, 1040)])
+def test_gradients_of_an_activation_of_the_c_interface(
+    activation: str, dtype: torch.dtype, tokens: int, features: int
+) -> None:
+    z, grad = (randn(tokens, features, dtype=dtype, device="cuda", seed=seed) for seed in (0, 1))
+    code, stream = ACTIVATIONS[activation], torch.cuda.current_stream().cuda_stream
+    size = _C.activation_gradient_workspace_size(DTYPES[dtype], tokens, features)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    result, of_bias = torch.full_like(z, torch.nan), z.new_full((features,), torch.nan)
+    _C.activation_gradient(
+        *(DTYPES[dtype], code, tokens, features, z.data_ptr(), grad.data_ptr(), result.data_ptr()),
+        *(of_bias.data_ptr(), workspace.data_ptr(), size, stream),
+    )
+    exact = z.cpu().double().requires_grad_()
+    getattr(torch.nn.functional, activation)(exact).backward(grad.cpu().double())
+    of_z, eps = exact.grad, torch.finfo(dtype).eps
+    assert of_z is not None
+    assert_within(result, of_z, 4 * eps * grad.cpu().double().abs() + 1e-6)
+    assert_within(of_bias, of_z.sum(0), eps * of_z.sum(0).abs() + 1e-5 * of_z.abs().sum(0) + 1e-6)
