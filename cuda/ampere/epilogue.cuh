@@ -108,12 +108,20 @@ struct EightSums {
     float of[8];
 };
 
-// Called, not inlined: a kernel activates sums and gates in a dozen places, each of which would have relu,
-// gelu and silu eight times.
 template <class Element>
-__device__ __noinline__ EightSums activated(EightSums sums, Activation activation) {
+__device__ __noinline__ EightSums called_activation(EightSums sums, Activation activation) {
     activate_all<Element>(sums.of, activation);
     return sums;
+}
+
+// A kernel activates sums and gates in a dozen places. In float32, whose gelu is long, each calls one
+// function; in 16 bits that takes 2 to 5 % longer and saves less room.
+template <class Element>
+__device__ inline void activate_eight(EightSums& sums, Activation activation) {
+    if constexpr (sizeof(Element) == 2)
+        activate_all<Element>(sums.of, activation);
+    else if (activation != Activation::none)
+        sums = called_activation<Element>(sums, activation);
 }
 
 __device__ __noinline__ inline double activated(double value, Activation activation) {
@@ -135,7 +143,7 @@ class Neighbours {
     __device__ void finish(const float (&bias)[kCount], Activation activation) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_.of[i] += bias[i];
-        if (activation != Activation::none) sums_ = activated<Element>(sums_, activation);
+        activate_eight<Element>(sums_, activation);
     }
 
     // As many elements of another matrix, aligned to 16 bytes. They may be read well before they are added.
@@ -168,7 +176,7 @@ class Neighbours {
         EightSums factors;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) factors.of[i] = to_float(elements[i]);
-        factors = activated<Element>(factors, activation);
+        activate_eight<Element>(factors, activation);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums_.of[i] *= rounded_to<Element>(factors.of[i]);
     }
