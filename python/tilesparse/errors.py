@@ -72,9 +72,8 @@ class CudaError(TileSparseError, RuntimeError):
 class TuneFileError(TileSparseError, OSError):
     """A file of measurements is damaged or foreign, or cannot be read or written.
 
-    Raised by `tilesparse.tuning.tune` before it measures, and where tables of latencies and reports of
-    `advise` are saved and loaded. A program that imports this package gets the same text as a warning and
-    goes on with estimates.
+    Raised by `tilesparse.tuning.tune` before it measures. A program that imports this package gets the
+    same text as a warning and goes on with estimates.
     """
 
 
