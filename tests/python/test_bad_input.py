@@ -12,9 +12,10 @@ import pytest
 import scipy.sparse
 import torch
 from helpers import DEVICES, make_pattern, randn, random_values
-from torch import Tensor
+from torch import Tensor, nn
 
-from tilesparse import BlockPattern, BlockSparseLinear, errors, functional
+import tilesparse
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, errors, functional, train
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, TileSparseError
 
 SHAPE, BLOCK_SHAPE = (48, 64), (16, 32)
@@ -346,3 +347,24 @@ def test_errors_are_also_the_built_in_ones(name: str) -> None:
     }.get(name, RuntimeError)
     assert issubclass(error, builtin)
     assert str(pickle.loads(pickle.dumps(error("text")))) == "text"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: tilesparse.sparsify_(model, BlockSparseConfig()),
+        lambda model: tilesparse.prune_(model, BlockSparseConfig(), [torch.ones(1)]),
+        lambda model: tilesparse.quantize_(model, BlockSparseConfig.w8a8(), [torch.ones(1)]),
+        lambda model: tilesparse.distill_(model, nn.Identity(), [torch.ones(1)], lr=1.0),
+        lambda model: tilesparse.reconstruct_(model, nn.Identity(), [torch.ones(1)] * 2),
+        lambda model: tilesparse.advise(model, torch.ones(1)),
+        tilesparse.summary,
+        tilesparse.densify_,
+        tilesparse.prepare_for_inference_,
+        train.BlockGates,
+        train.snapshot,
+    ],
+)
+def test_what_is_no_model_is_refused(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"model must be a torch\.nn\.Module, got str"):
+        use("model")

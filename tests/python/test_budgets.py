@@ -22,7 +22,7 @@ from tilesparse.prune import allocate, measure_errors
 from tilesparse.prune import allocation as solver
 from tilesparse.prune.allocation import solve
 from tilesparse.tuning import AdviceReport, Device
-from tilesparse.tuning.store import MeasuredLayers
+from tilesparse.tuning.advise import MeasuredLayers
 
 PLAIN = [Config(density, (block, block)) for density in (0.25, 0.5, 0.75) for block in (32, 64)]
 OTHERS = [Config(0.5, (64, 64), (2, 4), storage) for storage in ("plain", "compressed", "int8")]

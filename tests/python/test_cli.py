@@ -103,8 +103,9 @@ def test_bench_compares_the_products_asked_for(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_bench_computes_the_same_on_all_sides(op: str) -> None:
-    product = Product(64, 96, 16, 1.0, 32, op=op)
+@pytest.mark.parametrize("block_shape", [32, (4, 8)])
+def test_bench_computes_the_same_on_all_sides(op: str, block_shape: int | tuple[int, int]) -> None:
+    product = Product(64, 96, 16, 1.0, block_shape, op=op)
     with torch.no_grad():
         sparse, expanded, dense = (call() for call in product_calls(product, torch.device("cpu")))
     torch.testing.assert_close(sparse, expanded, rtol=1e-4, atol=1e-4)

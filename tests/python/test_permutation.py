@@ -119,6 +119,8 @@ def test_a_group_of_ones_own() -> None:
 def test_groups_that_are_none_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         PermutationGroup(*arguments)
+    with pytest.raises(InvalidArgumentError, match="groups must be PermutationGroup, got 'first'"):
+        permute_(Gated(), Config(0.5, 16), [torch.randn(5, 32)], groups=["first"])
 
 
 def masked() -> nn.Module:

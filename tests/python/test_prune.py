@@ -644,6 +644,7 @@ class Idle(nn.Module):
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"batches": []}, "batches must have at least one"),
     "one batch": ({"batches": torch.randn(4, 64)}, "batches must be an iterable of batches"),
+    "batches of None": ({"batches": None}, "batches must be an iterable of batches"),
     "batches on meta": (
         {"batches": [torch.ones(4, 64, device="meta")]},
         "batches must have tensors with data",

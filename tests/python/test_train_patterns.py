@@ -186,7 +186,7 @@ def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> 
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     schedule = PatternSchedule(model, optimizer, fraction=0.3, every=2, **METHODS[method])
     layer, moved = model[0], {}
-    score, average = torch.zeros(layer.weight.shape[0], device=device), torch.tensor(0.0)
+    score = torch.zeros(layer.weight.shape[0], device=device)
     for step in (1, 2):
         optimizer.zero_grad()
         dys: list[Tensor] = []
@@ -203,7 +203,6 @@ def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> 
         schedule.step()
         if step == 1:
             assert slots_of(layer) == before and schedule.moved == {}
-    average = 0.1 * norms
     after = slots_of(layer)
     changed = [slot for slot in range(len(after)) if after[slot] != before[slot]]
     count = int(0.3 * len(before))
@@ -213,9 +212,8 @@ def test_the_worst_blocks_go_where_the_method_says(device: str, method: str) -> 
     grown = {after[slot] for slot in changed}
     assert grown.isdisjoint(before)
     if method != "set":
-        growth = average if method == "snfs" else norms
         free = [(r, c) for r in range(OUT // BLOCK) for c in range(IN // BLOCK) if (r, c) not in set(before)]
-        assert grown == set(sorted(free, key=lambda place: -float(growth[place]))[:count])
+        assert grown == set(sorted(free, key=lambda place: -float(norms[place]))[:count])
     assert layer.weight[changed].eq(0).all()
     kept = [slot for slot in range(len(after)) if slot not in changed]
     torch.testing.assert_close(layer.weight.detach()[kept].abs().sum((1, 2)), magnitude[kept])
@@ -422,6 +420,8 @@ def test_resumed_training_is_the_same_bit_for_bit(name: str) -> None:
     go(parts, range(5))
     saved = copy.deepcopy([part.state_dict() for part in parts])
     go(parts, range(5, 11))
+    if isinstance(parts[2], PatternSchedule):
+        saved[2]["averages"] = {}  # of which earlier versions wrote none without growth by momentum
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
     go(resumed, range(5, 11))

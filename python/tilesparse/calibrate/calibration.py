@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape, checked_number
+from .._checks import check_block_shape, check_module, checked_number
 from .._reports import MOST, listed, warn_user
 from .._runtime.torch_private import exact_float32
 from ..config import BlockSparseConfig, check_of_experts
@@ -668,7 +668,8 @@ def _kept_tokens(batch: Any) -> Tensor | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise InvalidArgumentError where parameters have no data."""
+    """Raise InvalidArgumentError for what is no module, and where parameters have no data."""
+    check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidArgumentError("model must not have parameters on the meta device: they have no weights")
 

@@ -343,8 +343,9 @@ def call_apart(model: nn.Module, batch: Any) -> Any:
 
 
 def check_batches(batches: object) -> None:
-    """Raise InvalidArgumentError for one batch, whose keys or rows would be taken for batches."""
-    if isinstance(batches, Mapping | Tensor):
+    """Raise InvalidArgumentError for what is not iterable, and for one batch, whose keys or rows would be."""
+    is_iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if isinstance(batches, Mapping | Tensor) or not is_iterable:
         raise InvalidArgumentError(
             f"batches must be an iterable of batches, such as a list, got {type(batches).__name__}"
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._checks import check_module
 from .._hooks import layers_changed
 from .._reports import listed
 from ..calibrate.stream import call, call_apart, device_of, listening, uncompiled
@@ -71,6 +72,7 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
         >>> model = AutoModelForCausalLM.from_pretrained("pruned").cuda()
         >>> print(prepare_for_inference_(model, tokenizer("A text", return_tensors="pt").to("cuda")))
     """
+    check_module(model)
     layers = _checked_layers(model)
     if batch is not None:
         check_batch(batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._checks import shown
+from .._checks import check_module, shown
 from ..calibrate.stream import call_apart, observing, tensors_in
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..nn.dense import is_conv1d, is_stored_otherwise
@@ -261,6 +261,7 @@ def matching(
 
 def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Map each module of a model to all of its names."""
+    check_module(model)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .._checks import check_module
 from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
@@ -191,6 +192,7 @@ def summary(model: nn.Module) -> Report:
 
     ``before`` is the size of the model with dense layers in the dtypes of the sparse ones.
     """
+    check_module(model)
     names = {module: [name] for name, module in model.named_modules()}
     layers = [
         layer

@@ -14,7 +14,7 @@ from .._reports import Progress
 from ..calibrate.calibration import DAMPING, Calibration, Forward, Moments, call_model, check_model, collected
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from ..model.match import block_shape_of, checked_config, checked_configs, shape_of
 from ..model.modules import names_of_modules, owners_of_parameters
 from ..model.report import Report
@@ -203,6 +203,8 @@ def permute_(
     if not found:
         raise InvalidArgumentError("groups must be given: none is known of this model")
     for group in found:
+        if not isinstance(group, PermutationGroup):
+            raise InvalidTypeError(f"groups must be PermutationGroup, got {shown(group)}")
         group._check_fits(model, "groups")
         for name, (layer, _) in group._layers(model).items():
             checked_configs("config", name, [config], shape_of(layer))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .._checks import checked_count, checked_number, shown
+from .._checks import check_module, checked_count, checked_number, shown
 from .._runtime.torch_private import has_step_hooks
 from ..calibrate.stream import (
     call,
@@ -357,6 +357,7 @@ def distill_(
         raise InvalidArgumentError(
             f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
         )
+    check_module(model)
     if optimizer is None:
         rate = checked_number("lr", lr, above_zero=True)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import checked_count, checked_number
+from .._checks import check_module, checked_count, checked_number
 from .._reports import Progress, listed, warn_user
 from ..calibrate.stream import (
     Call,
@@ -82,6 +82,7 @@ def reconstruct_(
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """
+    check_module(model)
     check_distinct(model, teacher)
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import checked_fraction
+from .._checks import check_module, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.modules import NamePattern
 from ..nn.linear import BlockSparseLinear
@@ -21,6 +21,7 @@ _SHARED = "model: layers {!r} and {!r} share one weight, but not their patterns"
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     """Return the block-sparse layers of a model by qualified name; one with several has the first."""
+    check_module(model)
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 

@@ -181,6 +181,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too."""
         check_not_removed(self._removed)
+        if isinstance(state_dict, Mapping) and state_dict.get("averages") == {}:  # as earlier versions wrote
+            state_dict = {key: value for key, value in state_dict.items() if key != "averages"}
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups = state_dict["param_groups"]

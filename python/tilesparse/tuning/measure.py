@@ -31,6 +31,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..io import manifest
 from ..nn.linear import BlockSparseLinear
+from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import dequantize, row_scales
 from .product import (
@@ -231,15 +232,20 @@ class ProductCalls(NamedTuple):
 
 def product_calls(product: Product, device: torch.device) -> ProductCalls:
     """Return calls of a product, and of the dense products that replace it."""
-    config = BlockSparseConfig(
-        product.nnz / product.blocks,  # a density that rounds to just that number
-        product.block_shape,
-        product.nm,
-        product.storage,
-        activations=product.activations,
-    )
     shape = product.out_features, product.in_features
-    layer = random_layer(shape, config, device, product.dtype)
+    generator = torch.Generator().manual_seed(0)
+    layer = BlockSparseLinear(
+        product.in_features,
+        product.out_features,
+        bias=False,
+        pattern=BlockPattern.random(
+            shape, block_shape=product.block_shape, nnz=product.nnz, generator=generator
+        ),
+        nm=product.nm,
+        device=device,
+        dtype=product.dtype,
+        generator=generator,
+    ).to_storage(product.storage, activations=product.activations)
     pattern, values = layer.pattern, layer.weight.detach()
 
     @cache
