@@ -120,7 +120,12 @@ def test_groups_that_are_none_are_refused_where_they_are_made(arguments: Any, te
     with pytest.raises(InvalidArgumentError, match=text):
         PermutationGroup(*arguments)
     with pytest.raises(InvalidArgumentError, match="groups must be PermutationGroup, got 'first'"):
-        permute_(Gated(), Config(0.5, 16), [torch.randn(5, 32)], groups=["first"])
+        permute_(
+            Gated(),
+            Config(0.5, 16),
+            [torch.randn(5, 32)],
+            groups=["first"],  # type: ignore[list-item]
+        )
 
 
 def masked() -> nn.Module:
