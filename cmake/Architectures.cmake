@@ -32,5 +32,5 @@ endforeach()
 list(TRANSFORM native_architectures APPEND "-real" OUTPUT_VARIABLE native_code)
 
 # 8.9 has the first instruction for float8. Kernels of cuda/ampere that multiply it are compiled for that, too, into native
-# code and PTX, which later GPUs run; GPUs before it run the native code for 8.0.
-set(float8_code 80-real 89)
+# code and PTX, which later GPUs run in place of that for 8.0. Boards of Tegra before it, such as Orin, need the latter.
+set(float8_code 80 89)
