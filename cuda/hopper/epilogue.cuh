@@ -66,7 +66,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     // Tiles of which a group has no more than half the tokens load and multiply half as many.
     static constexpr bool kHalves = kGrouped && kTileTokens > 64;
     static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
-    // Whether clusters may keep at one pace, see Pace.
+    // True if clusters may keep at one pace, see Pace.
     static constexpr bool kPaces = kGrouped && kTileTokens == 256 && sizeof(Input) == 2;
     static constexpr int kWarpgroups = 2;  // warpgroups that multiply, each 64 features
     static constexpr int kWarpgroupFeatures = Weight::kFeatures;

@@ -57,7 +57,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
     using Schedule = tma::Turns<std::conditional_t<kGrouped_, GroupSpans, Bands<false>>, StepCosts>;
     using Work = typename Schedule::Work;
 
-    // Of a group's last span one CTA may have no tokens: in turn either one of the cluster.
+    // One CTA may have no tokens of a group's last span: in turn either one of the cluster.
     __device__ static int first_token(const Work& work, int rank) {
         return Base::first_token(work, kGrouped_ ? rank ^ work.tile & 1 : rank);
     }
@@ -468,7 +468,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         }
     }
 
-    // Of half of the features. To it each half is a warpgroup, and all of them lie in one tile.
+    // Results of half of the features. To it each half is a warpgroup, and all of them lie in one tile.
     using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
     __device__ Epilogue epilogue_of(int half) const {
         const int place = Traits::kFeatureHalves * warpgroup_ + half;

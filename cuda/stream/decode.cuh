@@ -193,7 +193,7 @@ __device__ inline float2 activate(float2 values, Activation activation) {
     return {activate<Result>(values.x, activation), activate<Result>(values.y, activation)};
 }
 
-// Where a CTA's sums are, and where results begin.
+// The places of a CTA's sums and of the results.
 struct DecodeSumsPlace {
     uint32_t sums;  // shared: [addends][tokens][kRows + 4], `bytes` apart, of which kRows are used
     int addends, bytes;
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(32 * kMaxDecodeWarps)
 
 constexpr int kDecodeSharedBytes = 96 << 10;  // of a CTA, at most: two of them on large devices
 
-// What the host has to know of DecodeTraits: the same code starts all decode kernels.
+// The host's view of DecodeTraits: the same code starts all decode kernels.
 struct DecodeTile {
     int rows, tokens, slice, team, ring_bytes;
     int element;  // bytes of one of x
@@ -389,7 +389,7 @@ constexpr DecodeTile decode_tile = {Traits::kRows,
                                     sizeof(typename Traits::Input),
                                     Traits::Weight::kFewBytes};
 
-// What was asked of a kernel.
+// Facts about a kernel that were asked for once.
 struct DecodeStart {
     std::array<std::atomic<int>, kMaxDevices> registers{};
     std::atomic<uint64_t> devices_done{0};

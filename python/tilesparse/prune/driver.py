@@ -70,7 +70,7 @@ from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import two_of_four
 
-# Of what pruning has changed of a layer's inputs, how much the layer makes up for. All of it follows the
+# The share of the change of its inputs by pruning that a layer makes up for. All of it follows the
 # calibration data too closely: on two models half was better than all, and all better than nothing.
 CORRECTION = 0.5
 METHODS = ("obs", "wanda", "magnitude")

@@ -191,7 +191,7 @@ def inverse_norms(outputs: Tensor) -> Tensor:
     return torch.where(norms > 0, 1 / norms, 0)
 
 
-# Of the mean of the diagonal. On tokens that were not calibrated on a tenth was better than a hundredth, and
+# A share of the mean of the diagonal. On tokens not calibrated on a tenth was better than a hundredth, and
 # much better with few tokens, where a hundredth was worse than rounding to the nearest.
 _DAMPING = 0.1
 

@@ -244,7 +244,7 @@ def _target(name: str, layer: BlockSparseLinear, density: float) -> int:
     return last
 
 
-# Of the hard concrete distribution, as Louizos et al. chose them.
+# Parameters of the hard concrete distribution, as Louizos et al. chose them.
 TEMPERATURE, LOWEST, HIGHEST = 2 / 3, -0.1, 1.1
 
 
