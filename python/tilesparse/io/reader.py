@@ -16,11 +16,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import DTYPES, Index, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_tensor, shown
-from .._hooks import check_can_change, layers_changed
 from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
 from ..model.modules import (
     Target,
+    check_can_change,
+    layers_changed,
     layers_in,
     names_of_modules,
     reason_from_parents,

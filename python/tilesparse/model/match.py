@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeAlias
@@ -34,7 +35,6 @@ from .modules import (
     tie_of,
     what_would_be_lost,
 )
-from .report import SkippedLayer, by_reason
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,30 @@ def rules_of(
         Rule(NamePattern.parse(name, argument="config"), None if own is None else LayerOptions(own))
         for name, own in config.items()
     ]
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A module that was to be changed and stays as it is: its name, its class and the reason."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
+    """Yield a line for each reason: how many layers of which kinds, and why."""
+    groups: dict[str, list[SkippedLayer]] = {}
+    for layer in skipped:
+        groups.setdefault(layer.reason, []).append(layer)
+    for reason, group in groups.items():
+        first, counts = group[0], Counter(layer.kind for layer in group)
+        name = first.name or "the model"
+        if len(group) == 1:
+            text = f"{name} ({first.kind})"
+        else:
+            text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f" ({name}, …)"
+        yield f"{text}: {reason}"
 
 
 NOT_LINEAR = "not nn.Linear"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -425,3 +425,23 @@ def weight_reads(model: nn.Module, batch: Any) -> dict[nn.Module, str]:
         stack.enter_context(reads)
         call_apart(model, batch)
     return reads.readers
+
+
+_LISTENERS: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
+
+
+def add_listener(check: Callable[[nn.Module], None], describe: Callable[[nn.Module], None]) -> None:
+    """Have a library describe models anew when their layers change; ``check`` raises where that would."""
+    _LISTENERS.append((check, describe))
+
+
+def check_can_change(model: nn.Module) -> None:
+    """Raise where `layers_changed` would; the model is only read."""
+    for check, _ in _LISTENERS:
+        check(model)
+
+
+def layers_changed(model: nn.Module) -> None:
+    """Tell the listeners that layers of a model were replaced, or are stored in another way."""
+    for _, describe in _LISTENERS:
+        describe(model)

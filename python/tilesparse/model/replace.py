@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, check_text, shown
-from .._hooks import check_can_change, layers_changed
 from .._reports import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
@@ -26,6 +25,7 @@ from .match import (
     Match,
     Refusal,
     Rule,
+    SkippedLayer,
     check_blocks_can_be_chosen,
     check_can_be_cut,
     check_can_be_ranked,
@@ -39,15 +39,17 @@ from .modules import (
     NamePattern,
     Replacement,
     Target,
+    check_can_change,
     hidden_attribute,
     is_linear,
+    layers_changed,
     matching,
     names_of_modules,
     parsed,
     replace_modules,
     weight_reads,
 )
-from .report import Report, SkippedLayer, patch_report, warn_of_empty
+from .report import Report, patch_report, warn_of_empty
 
 
 def patch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import ALIGNMENT, shown
-from .._hooks import adapt
 from ..errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 
 
@@ -170,6 +170,10 @@ def _refuse(initialise: Callable[..., Tensor], tensor: Tensor, *args: Any, **opt
     return initialise(tensor, *args, **options)
 
 
-adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _fans)
-for _name in ("orthogonal_", "dirac_"):
-    adapt(torch.nn.init, _name, _refuse)
+for _name, _adaptation in (
+    ("_calculate_fan_in_and_fan_out", _fans),
+    ("orthogonal_", _refuse),
+    ("dirac_", _refuse),
+):
+    _function: Callable[..., Any] = getattr(torch.nn.init, _name)
+    setattr(torch.nn.init, _name, wraps(_function)(partial(_adaptation, _function)))

@@ -30,6 +30,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
+    SkippedLayer,
     block_shape_of,
     checked_config,
     checked_configs,
@@ -40,7 +41,6 @@ from ..model.match import (
     reasons,
     shape_of,
 )
-from ..model.report import SkippedLayer
 from ..nn.dense import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.advise import AdviceReport

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_flag, check_shapes, checked_number, shown
-from .._hooks import check_can_change, layers_changed
 from .._reports import Progress, empty_of, listed, warn_user
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
@@ -62,7 +61,14 @@ from ..model.match import (
     reasons,
     reasons_against_experts,
 )
-from ..model.modules import Target, hidden_attribute, names_of_modules, replace_modules
+from ..model.modules import (
+    Target,
+    check_can_change,
+    hidden_attribute,
+    layers_changed,
+    names_of_modules,
+    replace_modules,
+)
 from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
 from ..nn.dense import dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear

@@ -33,7 +33,8 @@ from ..calibrate.stream import (
     tensor_of,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..model.report import Report, SkippedLayer
+from ..model.match import SkippedLayer
+from ..model.report import Report
 from ..nn.dense import is_conv1d
 from ..nn.linear import BlockSparseLinear
 from .distillation import Forward, _alike, _without_padding, autocasting, check_autocast
