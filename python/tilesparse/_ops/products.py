@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import (
-    DENSE,
-    DTYPES,
-    Index,
-    Operands,
-    check_factor_scales,
-    is_inside,
-)
+from .._checks import DENSE, DTYPES, Index, Operands, check_factor_scales, is_inside
 from .._runtime import device, launch
 from .._runtime.pattern_cache import Prepared, prepared
 from .._runtime.torch_private import transforms_active

@@ -24,11 +24,10 @@ from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..io.manifest import VERSION, check_belongs, parsed_layers, section
 from ..io.reader import prepare
-from ..model.modules import add_listener, layers_changed
+from ..model.match import add_listener, layers_changed
 from ..model.replace import densify_
 from ..nn.linear import BlockSparseLinear
-from ..nn.parameters import align
-from ..nn.weight import INDEX_NAMES
+from ..nn.weight import INDEX_NAMES, align
 from ..storage.formats import STORED_NAMES, forms_of, storage_of
 
 try:

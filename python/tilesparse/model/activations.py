@@ -23,12 +23,10 @@ from ..calibrate.calibration import call_model, check_model, collected
 from ..calibrate.stream import first_of, mask_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, projections_of
-from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.linear import BlockSparseLinear, dense_weight, evaluating, is_conv1d
 from ..nn.mlp import BlockSparseMLP, down_of
-from .match import SkippedLayer
-from .modules import is_linear, names_of_modules
+from .match import SkippedLayer, is_linear, names_of_modules
 from .replace import sparsify_
 from .report import Report
 

@@ -11,14 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._checks import check_module
-from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
+from .._checks import aligned, check_module, empty_of, empty_texts, warn_user, without_numbers
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
-from .match import SkippedLayer, by_reason
-from .modules import Replacement, Target, layers_in
+from .match import Replacement, SkippedLayer, Target, by_reason, layers_in
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,10 @@ from ..config import LayerSpec, check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..matrix import BlockSparseMatrix
 from ..pattern import BlockPattern, check_parts_beside
-from .dense import best_blocks
-from .linear import BlockSparseLinear, layer_of, layer_of_dense
+from .linear import BlockSparseLinear, best_blocks, layer_of, layer_of_dense
 from .merged import concatenate
 from .mlp import gated_halves, name_of_activation
-from .parameters import is_sharded
-from .weight import StoredWeight, dense_blocks, layer_index, stored_of, update_spec
+from .weight import StoredWeight, dense_blocks, is_sharded, layer_index, stored_of, update_spec
 
 
 class BlockSparseExperts(nn.Module):

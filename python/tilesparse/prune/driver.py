@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_shapes, checked_number, shown
-from .._reports import Progress, empty_of, listed, warn_user
+from .._checks import Progress, check_flag, check_shapes, checked_number, empty_of, listed, shown, warn_user
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
     DAMPING,
@@ -54,24 +53,21 @@ from ..matrix import BlockSparseMatrix
 from ..model.match import (
     STAYS_DENSE,
     Filter,
+    Target,
     block_shape_of,
+    check_can_change,
     checked_config,
     chosen_layers,
-    naming_layer,
-    reasons,
-    reasons_against_experts,
-)
-from ..model.modules import (
-    Target,
-    check_can_change,
     hidden_attribute,
     layers_changed,
     names_of_modules,
+    naming_layer,
+    reasons,
+    reasons_against_experts,
     replace_modules,
 )
 from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
-from ..nn.dense import dense_weight, is_conv1d
-from ..nn.linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..pattern import BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import two_of_four

@@ -13,8 +13,18 @@ from ..calibrate.calibration import call_model, check_model, collected, warn_of_
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..model.match import STAYS_DENSE, SkippedLayer, by_reason, refusal_of, rules_of
-from ..model.modules import check_can_change, layers_changed, matching, names_of_modules, owners_of_parameters
+from ..model.match import (
+    STAYS_DENSE,
+    SkippedLayer,
+    by_reason,
+    check_can_change,
+    layers_changed,
+    matching,
+    names_of_modules,
+    owners_of_parameters,
+    refusal_of,
+    rules_of,
+)
 from ..model.report import Report
 from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear

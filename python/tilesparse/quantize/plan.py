@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._reports import Progress
+from .._checks import Progress
 from ..calibrate.calibration import (
     Calibration,
     Damped,
