@@ -38,8 +38,7 @@ from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
 from ..config import LayerSpec
 from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
-from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern, check_parts_beside, zero_outside_
+from ..pattern import BlockPattern, check_parts_beside, kept_blocks, with_blocks, zero_outside_
 from ..storage.formats import forms_of, storage_of
 from ..storage.quantize import two_of_four
 from .weight import (
@@ -393,7 +392,7 @@ class BlockSparseLinear(StoredWeight):
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
-        return linear_of(BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense(), self)
+        return linear_of(with_blocks(dense_blocks(self, "to_linear"), self.pattern), self)
 
     @torch.no_grad()
     def cut(self: _Layer, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> _Layer:
@@ -788,9 +787,9 @@ def layer_of_dense(
     if pattern.shape != dense.shape:
         raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
     plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
-    tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
+    tensors = {"weight": kept_blocks(dense, on_device)}
     if spec.nm is not None:
-        by_block = None if scores is None else BlockSparseMatrix.from_dense(scores, on_device).values
+        by_block = None if scores is None else kept_blocks(scores, on_device)
         tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
     if bias is not None:
         tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)

@@ -49,7 +49,6 @@ from ..calibrate.calibration import (
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
-from ..matrix import BlockSparseMatrix
 from ..model.match import (
     STAYS_DENSE,
     Filter,
@@ -68,7 +67,7 @@ from ..model.match import (
 )
 from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
-from ..pattern import BlockPattern
+from ..pattern import BlockPattern, kept_blocks
 from ..storage.formats import storage_of
 from ..storage.quantize import two_of_four
 
@@ -142,10 +141,10 @@ class Pruner:
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
         dtype = self._dense.dtype
-        values = BlockSparseMatrix.from_dense(weight.to(dtype), pattern).values
+        values = kept_blocks(weight.to(dtype), pattern)
         mask = None
         if config.nm is not None:
-            mask = BlockSparseMatrix.from_dense(kept.float(), pattern).values.bool()
+            mask = kept_blocks(kept, pattern)
         before = self._error(torch.where(kept, self._dense, 0), self._dense_bias)
         solution = Solution(
             pattern.to("cpu"),
