@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast, records_gradient
 from .._ops.epilogue import combine, spread, spread_in_8_bits, straight_through
-from .._ops.linear import linear_on
+from .._ops.products import linear_on
 from .._runtime.select import multiplies_as_decode
 from .._runtime.torch_private import is_any_autocast_enabled
 from ..config import LayerSpec, check_experts

@@ -30,8 +30,7 @@ from .._checks import (
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
 from .._ops.epilogue import activated, activation_code, masked, straight_through
-from .._ops.linear import combined, linear_on
-from .._ops.products import COMPRESS
+from .._ops.products import COMPRESS, combined, linear_on
 from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import blocks_of, prepared
 from .._runtime.select import multiplies_compressed
