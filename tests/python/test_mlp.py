@@ -324,7 +324,6 @@ def test_models_compute_the_same(kind: str, tmp_path: Path) -> None:
         if name.endswith((".mlp", ".intermediate"))
     ]
     names = list(model.state_dict())
-    assert fuse_mlps_(model, x, dry_run=True).layers and fused(model) == []
     assert not fuse_mlps_(model).layers and fused(model) == []
     report = fuse_mlps_(model, x)
     found = [(mlp.name, mlp.gated, mlp.activation) for mlp in report.layers]

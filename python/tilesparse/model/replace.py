@@ -27,7 +27,6 @@ from .match import (
     check_can_be_ranked,
     check_can_change,
     check_rules,
-    hidden_attribute,
     layers_changed,
     match_modules,
     matching,
@@ -49,12 +48,7 @@ def _made(matched: Sequence[Match]) -> tuple[list[Target], list[SkippedLayer]]:
     for module, names, config, named in matched:
         name = names[0]
         try:
-            made = sparse_layer(module, config)
-            reason = hidden_attribute(module, made)
-            if reason is not None:
-                skipped.append(SkippedLayer(name, type(module).__name__, reason))
-                continue
-            targets.append(Target(names, module, made))
+            targets.append(Target(names, module, sparse_layer(module, config)))
         except TileSparseError as error:
             if named or not isinstance(error, CannotBeCutError):
                 kind = InvalidArgumentError if isinstance(error, CannotBeCutError) else type(error)
@@ -174,7 +168,6 @@ def densify_(
     layers: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    dry_run: bool = False,
 ) -> Report:
     """Give a model dense layers in place of block-sparse ones, zero where no block was kept.
 
@@ -187,7 +180,6 @@ def densify_(
         layers: names or regular expressions, as of `sparsify_`; None is all block-sparse layers.
         exclude: likewise, of layers that stay.
         filter_fn: takes a block-sparse layer, or experts, and its name, and returns True to make it dense.
-        dry_run: only report what would be done.
 
     Raises:
         UnsupportedError: weights are offloaded, layers have adapters, a model has no dense experts to take
@@ -211,9 +203,8 @@ def densify_(
         else:
             targets.append(Target(names[module], module, _dense(name, module, there.get(name))))
     report = patch_report("densify_", names, targets, skipped)
-    if not dry_run:
-        replace_modules(model, targets)
-        layers_changed(model)
+    replace_modules(model, targets)
+    layers_changed(model)
     return report
 
 
