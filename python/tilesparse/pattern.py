@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,20 +10,18 @@ from torch import Tensor
 
 from ._checks import (
     INT32_MAX,
-    Array,
     Index,
     as_integer,
     check_content,
-    check_flag,
     check_index,
     check_whole_blocks,
     checked_count,
     checked_fraction,
     grid_of,
     is_ragged,
+    is_tensor,
     pattern_block_shape,
     pattern_shapes,
-    shared,
     shown,
 )
 from ._runtime import pattern_cache
@@ -65,20 +62,12 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 
 
-def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
-    array = shared(name, array)
-    if isinstance(array, Tensor):
-        check_content(name, array)
-    given = torch.as_tensor(array, device="cpu")
-    if given.numel() == 0:
-        given = given.long()
-    if given.dim() != 1 or not is_integer(given):
-        raise InvalidPatternError(
-            f"{name} must be a 1-D array of integers, got shape {tuple(given.shape)} of {given.dtype}"
-        )
-    if length is not None and len(given) != length:
-        raise InvalidPatternError(f"{name} must have {length} entries, got {len(given)}")
+    given = _integers(name, array, InvalidPatternError)
+    if given.dim() != 1 or length not in (None, len(given)):
+        wanted = "a 1-D array" if length is None else f"a 1-D array with {length} entries"
+        raise InvalidPatternError(f"{name} must be {wanted}, got shape {tuple(given.shape)}")
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
         raise InvalidPatternError(
             f"{name} must have entries from 0 to 2^31 - 1, got {int(given.min())} to {int(given.max())}"
@@ -86,25 +75,91 @@ def _index_array(name: str, array: Array | Sequence[int], length: int | None = N
     return given.to(torch.int32, copy=True).contiguous()
 
 
-def is_integer(array: Tensor) -> bool:
-    """Return True if a tensor holds integers; bool does not count."""
-    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
-
-
-def _integers(name: str, given: Tensor | Sequence[Any], device: torch.device) -> Tensor:
-    """Return given integers as an int64 tensor on a device."""
+def _integers(
+    name: str,
+    given: Tensor | Sequence[Any],
+    error: type[InvalidArgumentError] = InvalidArgumentError,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return given integers as an int64 tensor on a device; bool does not count."""
     if isinstance(given, Tensor):
         check_content(name, given)
     numbers = torch.as_tensor(given, device=device)
-    if numbers.numel() and not is_integer(numbers):
-        raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+    if numbers.numel() and (
+        numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    ):
+        raise error(f"{name} must be integers, got {numbers.dtype}")
     return numbers.long()
 
 
-class PatternView:
-    """The sizes, the index tensors and the masks of a pattern; `BlockPattern` makes and updates it."""
+Device = torch.device | str | int | None
 
-    _index: Index
+
+class BlockPattern:
+    """The kept blocks of a weight W of shape [out_features, in_features].
+
+    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
+    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
+    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
+    rows, empty columns and patterns without any block are legal.
+
+    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
+    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
+
+    A pattern is these three tensors, on any device. The constructor copies and validates them once.
+    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
+    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
+    and copy it there if it lies elsewhere.
+
+    Args:
+        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
+        col_indices: [nnz] integers.
+        shape: (out_features, in_features).
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
+        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
+        device: device of the pattern; None is the device of ``col_indices``.
+
+    Raises:
+        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
+        InvalidPatternError: the tensors do not describe a pattern of that shape.
+    """
+
+    def __init__(
+        self,
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+        slot: Tensor | Sequence[int] | None = None,
+        device: Device = None,
+    ) -> None:
+        refuse_fakes("a pattern")
+        if device is None:
+            device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
+        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
+            crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+            col = _index_array("col_indices", col_indices)
+            order = torch.arange(len(col), dtype=torch.int32, device="cpu") if slot is None else slot
+            index = Index(crow, col, _index_array("slot", order, len(col)), shape, block_shape)
+            validate(index)
+            self._own(moved_index(index, torch.device(device)))
+
+    def _own(self, index: Index) -> None:
+        self._index = index
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
+        self._after_update: Callable[[], None] | None = None
+
+    @classmethod
+    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
+        check_index(index)
+        pattern = cls.__new__(cls)
+        pattern._own(index)
+        pattern._after_update = after_update
+        return pattern
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -172,23 +227,6 @@ class PatternView:
         mask[self.block_indices()] = True
         return mask
 
-    def waste(self, mask: Array) -> float:
-        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
-
-        Raises:
-            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
-        """
-        wanted = check_matrix("mask", mask) != 0
-        if wanted.shape != self.shape:
-            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
-        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
-        kept = counts[self.to_block_mask().to(counts.device)]
-        if int(kept.sum()) != int(counts.sum()):
-            raise InvalidArgumentError(
-                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
-            )
-        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
-
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
         (rows, cols), (bn, bk) = self.shape, self.block_shape
@@ -197,7 +235,7 @@ class PatternView:
 
     def __eq__(self, other: object) -> bool:
         """Return True for the same shapes and the same blocks at the same slots, on any devices."""
-        if not isinstance(other, PatternView):
+        if not isinstance(other, BlockPattern):
             return NotImplemented
         mine, theirs = self._index, other._index
         return mine[3:] == theirs[3:] and all(
@@ -213,77 +251,6 @@ class PatternView:
             f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
         )
 
-
-Device = torch.device | str | int | None
-
-
-class BlockPattern(PatternView):
-    """The kept blocks of a weight W of shape [out_features, in_features].
-
-    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
-    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
-    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
-    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
-    rows, empty columns and patterns without any block are legal.
-
-    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
-    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
-
-    A pattern is these three tensors, on any device. The constructor copies and validates them once.
-    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
-    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
-    and copy it there if it lies elsewhere.
-
-    Args:
-        crow_indices: [R + 1] integers: a tensor, an array of another library, or a sequence.
-        col_indices: [nnz] integers.
-        shape: (out_features, in_features).
-        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
-        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
-        device: device of the pattern; None is the device of ``col_indices``.
-
-    Raises:
-        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
-        InvalidPatternError: the tensors do not describe a pattern of that shape.
-    """
-
-    def __init__(
-        self,
-        crow_indices: Array | Sequence[int],
-        col_indices: Array | Sequence[int],
-        *,
-        shape: Sequence[int],
-        block_shape: int | Sequence[int],
-        slot: Array | Sequence[int] | None = None,
-        device: Device = None,
-    ) -> None:
-        refuse_fakes("a pattern")
-        col_indices = shared("col_indices", col_indices)
-        if device is None:
-            device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
-        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
-            crow = _index_array("crow_indices", crow_indices, block_rows + 1)
-            col = _index_array("col_indices", col_indices)
-            order = torch.arange(len(col), dtype=torch.int32, device="cpu") if slot is None else slot
-            index = Index(crow, col, _index_array("slot", order, len(col)), shape, block_shape)
-            validate(index)
-            self._own(moved_index(index, torch.device(device)))
-
-    def _own(self, index: Index) -> None:
-        self._index = index
-        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
-        self._after_update: Callable[[], None] | None = None
-
-    @classmethod
-    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
-        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
-        check_index(index)
-        pattern = cls.__new__(cls)
-        pattern._own(index)
-        pattern._after_update = after_update
-        return pattern
-
     @classmethod
     def random(
         cls,
@@ -293,7 +260,6 @@ class BlockPattern(PatternView):
         density: float | None = None,
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
-        cover: bool = True,
         generator: torch.Generator | None = None,
         device: Device = None,
     ) -> BlockPattern:
@@ -314,22 +280,17 @@ class BlockPattern(PatternView):
                 the same number of blocks from each of the r * c parts. Tensor parallelism over r processes
                 by rows, or c by columns, needs this balance. Rows and columns of the whole weight are
                 covered.
-            cover: False draws all blocks uniformly, without replacement. At low densities some block rows
-                then stay empty (their outputs are the bias alone), and so do some block columns (their
-                inputs are ignored).
             generator: a CPU generator; None is PyTorch's default generator.
             device: device of the pattern; None is the CPU.
 
         Raises:
             InvalidArgumentError: not exactly one of density and nnz is given, one of them is out of range, a
-                density above 0 rounds to no block, the blocks cannot be divided into such parts, or
-                ``cover`` is not a bool.
+                density above 0 rounds to no block, or the blocks cannot be divided into such parts.
         """
         refuse_fakes("a pattern")
         shape, block_shape, grid = pattern_shapes(shape, block_shape)
-        check_flag("cover", cover)
         of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
-        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        covering = _covering(grid, check_parts(parts), kept, generator)
         chosen = [
             numbers[_drawn(len(numbers), first, kept, generator)]
             for numbers, first in zip(of_parts, covering, strict=True)
@@ -347,7 +308,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Array | Sequence[tuple[int, int]],
+        blocks: Tensor | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -362,19 +323,13 @@ class BlockPattern(PatternView):
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        listed: Tensor | Sequence[tuple[int, int]] = shared("blocks", blocks)
         shape, block_shape, (rows, cols) = pattern_shapes(shape, block_shape)
-        if isinstance(listed, Tensor):
-            check_content("blocks", listed)
-        pairs = torch.as_tensor(listed, device="cpu")
+        pairs = _integers("blocks", blocks, InvalidPatternError)
         if pairs.numel() == 0:
-            pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-        if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
-            raise InvalidPatternError(
-                f"blocks must be (row, col) pairs of integers, got shape {tuple(pairs.shape)} of "
-                f"{pairs.dtype}"
-            )
-        row, col = pairs.long().unbind(1)
+            pairs = pairs.view(0, 2)
+        if pairs.dim() != 2 or pairs.shape[1] != 2:
+            raise InvalidPatternError(f"blocks must be (row, col) pairs, got shape {tuple(pairs.shape)}")
+        row, col = pairs.unbind(1)
         outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
         if len(outside):
             first = tuple(pairs[outside[0, 0]].tolist())
@@ -384,12 +339,12 @@ class BlockPattern(PatternView):
         if len(twice):
             first = divmod(int(chosen[twice[0, 0]]), cols)
             raise InvalidPatternError(f"blocks: {first} is listed twice")
-        device = listed.device if isinstance(listed, Tensor) else None
+        device = blocks.device if isinstance(blocks, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
     def from_block_mask(
-        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+        cls, mask: Tensor, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
     ) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
 
@@ -401,50 +356,17 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
-
-        Args:
-            mask: the elements to cover; `waste` says how much of the blocks is none of them.
-            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
-                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
-                the mask.
-        """
+    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         mask = check_matrix("mask", mask) != 0
-        if block_shape is None:
-            block_shape = _best_block_shape(mask)
         shape, block_shape, _ = pattern_shapes(mask.shape, block_shape)
         kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
 
     @classmethod
-    def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores."""
-        if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
-            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
-        crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-        return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
-
-    @classmethod
-    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
-        """Keep the blocks of a scipy.sparse matrix of any format.
-
-        Args:
-            matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
-            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
-        """
-        matrix = canonical_scipy(matrix, block_shape)
-        return cls(
-            torch.from_numpy(matrix.indptr),
-            torch.from_numpy(matrix.indices),
-            shape=matrix.shape,
-            block_shape=matrix.blocksize,
-        )
-
-    @classmethod
     def from_scores(
         cls,
-        scores: Array,
+        scores: Tensor,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -471,7 +393,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_dense(
         cls,
-        dense: Array,
+        dense: Tensor,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -580,7 +502,10 @@ class BlockPattern(PatternView):
             InvalidPatternError: a place lies outside or is taken; nothing has changed.
         """
         places = torch.stack(self.block_indices(), 1)
-        chosen, new = _integers("slots", slots, places.device), _integers("blocks", blocks, places.device)
+        chosen, new = (
+            _integers(name, given, device=places.device)
+            for name, given in (("slots", slots), ("blocks", blocks))
+        )
         chosen = chosen.reshape(-1)
         if new.numel() != 2 * len(chosen):
             raise InvalidArgumentError(
@@ -636,25 +561,6 @@ def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: A
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
 
 
-# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
-BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
-
-
-def _best_block_shape(mask: Tensor) -> tuple[int, int]:
-    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
-    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
-    of_rows, of_cols = (
-        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
-    )
-    costs = {
-        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
-        * BLOCK_COSTS[min(rows, cols)]
-        for rows in of_rows
-        for cols in of_cols
-    }
-    return min(costs, key=lambda shape: costs[shape])
-
-
 def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -671,34 +577,12 @@ def shape_of_grid(
     return checked, sides
 
 
-def check_matrix(name: str, given: Array) -> Tensor:
+def check_matrix(name: str, given: Tensor) -> Tensor:
     """Return a dense matrix with content; refuse anything else."""
-    matrix: Tensor = shared(name, given)
-    if not isinstance(matrix, Tensor):
+    if not is_tensor(given) or given.dim() != 2:
         raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
-    if matrix.dim() != 2 or matrix.layout != torch.strided:
-        raise InvalidArgumentError(
-            f"{name} must be a dense 2-D tensor, got shape {tuple(matrix.shape)}, {matrix.layout}"
-        )
-    check_content(name, matrix)
-    return matrix
-
-
-def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
-    """Return a BSR copy of a scipy matrix, with sorted columns and without duplicates."""
-    if not hasattr(matrix, "tobsr"):
-        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
-    if block_shape is None and matrix.format != "bsr":
-        raise InvalidArgumentError(
-            f"block_shape must be given for a scipy matrix of format {matrix.format!r}"
-        )
-    if block_shape is not None:
-        shape, block_shape, _ = pattern_shapes(matrix.shape, block_shape)
-        check_whole_blocks("matrix", shape, block_shape)
-    matrix = matrix.tobsr(blocksize=block_shape, copy=True)
-    matrix.sum_duplicates()
-    matrix.sort_indices()
-    return matrix
+    check_content(name, given)
+    return given
 
 
 def _blocks_of_parts(
@@ -760,7 +644,7 @@ def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | Non
 
 
 @torch.no_grad()
-def zero_outside_(values: Tensor, pattern: PatternView) -> Tensor:
+def zero_outside_(values: Tensor, pattern: BlockPattern) -> Tensor:
     """Write zeros to the parts of blocks [nnz, bn, bk] that lie outside of the weight."""
     if is_ragged(pattern.shape, pattern.block_shape):
         for side, places in enumerate(pattern.block_indices()):

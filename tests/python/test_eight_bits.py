@@ -43,7 +43,6 @@ from tilesparse import (
 from tilesparse._runtime import select
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from tilesparse.export import decompositions
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks, layer_index
@@ -764,9 +763,8 @@ def test_states_of_other_scales_are_refused(granularity: str, name: str) -> None
 
 
 @every_kind
-def test_compiled_exported_and_decomposed_layers(name: str) -> None:
+def test_compiled_and_exported_layers(name: str) -> None:
     model, x = nn.Sequential(make(name).eval(), nn.ReLU()), tokens(name=name)
-    wanted = model(x)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for some in (x, x[:5]):
         torch.testing.assert_close(compiled(some), model(some))
@@ -779,27 +777,6 @@ def test_compiled_exported_and_decomposed_layers(name: str) -> None:
     program = torch.export.export(model, (x,), dynamic_shapes={"input": {0: torch.export.Dim("tokens")}})
     for some in (x, x[:3]):
         torch.testing.assert_close(program.module()(some), model(some))
-    plain = program.run_decompositions(decompositions())
-    assert not any("tilesparse" in str(node.target) for node in plain.graph.nodes)
-    near = 1e-3 if name == GROUPED else 1e-5
-    torch.testing.assert_close(plain.module()(x), wanted, rtol=max(near / 10, 1.3e-6), atol=near)
-
-
-def test_decompositions_of_bias_residual_gate_and_gradient() -> None:
-    pattern = pattern_of("int8")
-    values, scales = stored(pattern, "int8")
-    x, other = tokens(), randn(TOKENS, OUT, dtype=torch.float32)
-
-    class Model(nn.Module):
-        def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            run: Callable[..., Tensor] = functional.quantized_linear
-            of = values, pattern, scales
-            dense = run(x, *of, policy="dense")
-            return run(x, *of, None, "relu", residual=other), run(x, *of, None, "silu", gate=other), dense
-
-    program = torch.export.export(Model(), (x, other)).run_decompositions(decompositions())
-    assert not any("tilesparse" in str(node.target) for node in program.graph.nodes)
-    torch.testing.assert_close(program.module()(x, other), Model()(x, other))
 
 
 # ---- measured and chosen ----
