@@ -587,9 +587,10 @@ def check_like(
     """Check device, dtype and shape of a tensor beside another; None: any shape, or any dtype."""
     if shape is not None and tensor.shape != tuple(shape):
         raise InvalidArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    wanted, like_its = (like.dtype, f" like {like_name}") if dtype is _ITS_OWN else (dtype, "")
+    wanted = like.dtype if dtype is _ITS_OWN else dtype
     if wanted is not None and tensor.dtype != wanted:
-        raise InvalidArgumentError(f"{name} must have dtype {wanted}{like_its}, got {tensor.dtype}")
+        same = f" like {like_name}" if wanted == like.dtype else ""
+        raise InvalidArgumentError(f"{name} must have dtype {wanted}{same}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
 

@@ -92,74 +92,10 @@ def _integers(
     return numbers.long()
 
 
-Device = torch.device | str | int | None
+class PatternView:
+    """The sizes, the index tensors and the masks of a pattern; `BlockPattern` makes and updates it."""
 
-
-class BlockPattern:
-    """The kept blocks of a weight W of shape [out_features, in_features].
-
-    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
-    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
-    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
-    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
-    rows, empty columns and patterns without any block are legal.
-
-    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
-    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
-
-    A pattern is these three tensors, on any device. The constructor copies and validates them once.
-    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
-    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
-    and copy it there if it lies elsewhere.
-
-    Args:
-        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
-        col_indices: [nnz] integers.
-        shape: (out_features, in_features).
-        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
-        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
-        device: device of the pattern; None is the device of ``col_indices``.
-
-    Raises:
-        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
-        InvalidPatternError: the tensors do not describe a pattern of that shape.
-    """
-
-    def __init__(
-        self,
-        crow_indices: Tensor | Sequence[int],
-        col_indices: Tensor | Sequence[int],
-        *,
-        shape: Sequence[int],
-        block_shape: int | Sequence[int],
-        slot: Tensor | Sequence[int] | None = None,
-        device: Device = None,
-    ) -> None:
-        refuse_fakes("a pattern")
-        if device is None:
-            device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
-        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
-            crow = _index_array("crow_indices", crow_indices, block_rows + 1)
-            col = _index_array("col_indices", col_indices)
-            order = torch.arange(len(col), dtype=torch.int32, device="cpu") if slot is None else slot
-            index = Index(crow, col, _index_array("slot", order, len(col)), shape, block_shape)
-            validate(index)
-            self._own(moved_index(index, torch.device(device)))
-
-    def _own(self, index: Index) -> None:
-        self._index = index
-        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
-        self._after_update: Callable[[], None] | None = None
-
-    @classmethod
-    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
-        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
-        check_index(index)
-        pattern = cls.__new__(cls)
-        pattern._own(index)
-        pattern._after_update = after_update
-        return pattern
+    _index: Index
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -235,7 +171,7 @@ class BlockPattern:
 
     def __eq__(self, other: object) -> bool:
         """Return True for the same shapes and the same blocks at the same slots, on any devices."""
-        if not isinstance(other, BlockPattern):
+        if not isinstance(other, PatternView):
             return NotImplemented
         mine, theirs = self._index, other._index
         return mine[3:] == theirs[3:] and all(
@@ -250,6 +186,76 @@ class BlockPattern:
             f"BlockPattern(shape={self.shape}, block_shape={self.block_shape}, "
             f"nnz={self.nnz}, density={self.density:.3g}, device={str(self.device)!r})"
         )
+
+
+Device = torch.device | str | int | None
+
+
+class BlockPattern(PatternView):
+    """The kept blocks of a weight W of shape [out_features, in_features].
+
+    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
+    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
+    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
+    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
+    rows, empty columns and patterns without any block are legal.
+
+    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
+    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
+
+    A pattern is these three tensors, on any device. The constructor copies and validates them once.
+    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
+    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
+    and copy it there if it lies elsewhere.
+
+    Args:
+        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
+        col_indices: [nnz] integers.
+        shape: (out_features, in_features).
+        block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
+        slot: [nnz] a permutation of 0..nnz-1; None means 0..nnz-1 in order.
+        device: device of the pattern; None is the device of ``col_indices``.
+
+    Raises:
+        InvalidArgumentError: ``shape`` or ``block_shape`` is invalid.
+        InvalidPatternError: the tensors do not describe a pattern of that shape.
+    """
+
+    def __init__(
+        self,
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
+        *,
+        shape: Sequence[int],
+        block_shape: int | Sequence[int],
+        slot: Tensor | Sequence[int] | None = None,
+        device: Device = None,
+    ) -> None:
+        refuse_fakes("a pattern")
+        if device is None:
+            device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
+        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
+        with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
+            crow = _index_array("crow_indices", crow_indices, block_rows + 1)
+            col = _index_array("col_indices", col_indices)
+            order = torch.arange(len(col), dtype=torch.int32, device="cpu") if slot is None else slot
+            index = Index(crow, col, _index_array("slot", order, len(col)), shape, block_shape)
+            validate(index)
+            self._own(moved_index(index, torch.device(device)))
+
+    def _own(self, index: Index) -> None:
+        self._index = index
+        self._copies: dict[torch.device, tuple[Index, tuple[object, int]]] = {}
+        self._after_update: Callable[[], None] | None = None
+
+    @classmethod
+    def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
+        """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
+        check_index(index)
+        pattern = cls.__new__(cls)
+        pattern._own(index)
+        pattern._after_update = after_update
+        return pattern
 
     @classmethod
     def random(

@@ -31,20 +31,6 @@ from .autograd import (
 _BY_PYTORCH = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
-def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(z)
-    return grad * sigmoid * (1 + z * (1 - sigmoid))
-
-
-# Gradients of z from that of activation(z).
-ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "none": lambda grad, z: grad,
-    "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
-    "gelu": torch.ops.aten.gelu_backward,
-    "silu": _gradient_of_silu,
-}
-
-
 def activation_code(activation: str) -> int:
     """Return the number of an activation for operators."""
     try:
@@ -132,12 +118,18 @@ _gate: Callable[..., Tensor] = _Gated.apply
 
 def _gate_gradients(
     grad: Tensor, y: Tensor, gate: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of y and the gate by PyTorch, so that they can be differentiated again."""
-    factor, by = _halves(y, gate)
-    of_factor = grad * activated(by, activation)
-    of_gate = ACTIVATION_GRADIENTS[activation](grad * factor, by)
-    return (torch.cat((of_gate, of_factor), -1), None) if gate is None else (of_factor, of_gate)
+    tensors = (y,) if gate is None else (y, gate)
+    with torch.enable_grad():
+        factor, by = _halves(y, gate)
+        result = factor * activated(by, activation)
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+    found = iter(torch.autograd.grad(result, needed, grad, create_graph=torch.is_grad_enabled()))
+    of_y, of_gate = (
+        next(found) if tensor is not None and tensor.requires_grad else None for tensor in (y, gate)
+    )
+    return of_y, of_gate
 
 
 def _gated_halves(y: Tensor, code: int) -> Tensor:
