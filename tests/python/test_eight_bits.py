@@ -56,7 +56,6 @@ GROUPED = "float8 by block"  # a scale for 128 features of a token, and one for 
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
 TOKENS = 70
 OPS: Any = torch.ops.tilesparse
-CHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 
 # How layers are made: in_features, out_features, and options; 2:4 inside of the blocks as well.
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -343,31 +342,6 @@ def test_sums_of_too_many_integers_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="in_features must be below 131072"):
         BlockSparseLinear(**wide, storage="int8", activations="int8")
     BlockSparseLinear(**wide, storage="float8_e4m3fn", activations="float8_e4m3fn")
-
-
-@every_kind
-@on_every_device
-def test_opcheck(device: str, name: str) -> None:
-    pattern = pattern_of(name)
-    values, scales = stored(pattern, name, device)
-    x = tokens(name=name, device=device).requires_grad_()
-    outs = pattern.out_features
-    bias = randn(outs, dtype=torch.float32, device=device).requires_grad_()
-    residual = randn(TOKENS, outs, dtype=torch.float32, device=device).requires_grad_()
-    of_x, index = quantized(name, x), pattern.index_on(x.device)
-    # PyTorch looks for writes by a product of each operand, which it has not for float8.
-    checks = CHECKS if name == "int8" else CHECKS[1:]
-    rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1]}
-    cases: list[tuple[Any, dict[str, Any]]] = [((x, values, *index, bias, residual), {"fast": True})]
-    if name != GROUPED or device == "cpu":
-        own = x.detach(), values, *index, bias.detach(), None, 2, True
-        cases.append((own, {"gate": residual.detach(), "fast": False}))
-    for arguments, options in cases:
-        torch.library.opcheck(OPS.dds_nt.default, arguments, rest | options, test_utils=checks)
-    if name == GROUPED:
-        torch.library.opcheck(OPS.quantize_groups.default, (x.detach(),), test_utils=checks)
-    else:
-        torch.library.opcheck(OPS.row_scales.default, (scales, *index))
 
 
 # ---- 2:4 inside of the blocks ----
@@ -888,29 +862,3 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     file.write_text(json.dumps(without))
     with pytest.raises(CheckpointError):
         tilesparse.load(dense_model, tmp_path)
-
-
-@both
-def test_models_of_transformers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    settings = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    model = transformers.LlamaForCausalLM(settings).eval()
-    sparsify_(model, BlockSparseConfig(0.5, 32, storage=name, activations=name))
-    tokens = torch.arange(12)[None]
-    with torch.no_grad():
-        wanted = model(tokens).logits
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    layer = loaded.model.layers[0].mlp.up_proj
-    assert isinstance(layer, BlockSparseLinear) and layer.activations == name
-    assert layer.scales.dtype == torch.float32
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, wanted)
-        half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        assert half.model.layers[0].mlp.up_proj.scales.dtype == torch.float32
-        torch.testing.assert_close(half(tokens).logits.float(), wanted, rtol=0.1, atol=0.1)
-        tilesparse.prepare_for_inference_(loaded)
-        torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=0.02, atol=0.02)
-        generated = loaded.generate(tokens, max_new_tokens=3, do_sample=False)
-    assert generated.shape == (1, 15)

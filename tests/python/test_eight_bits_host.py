@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import DEVICES, Recorder, make_pattern, randn, random_values, seeded
 from torch import Tensor, nn
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.utils import run_and_get_code
 
 import tilesparse
@@ -26,7 +25,6 @@ from tilesparse.model import fuse_mlps_
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70
 IS_READ = hasattr(Tensor, "__dlpack_c_exchange_api__")  # natively
-QUANTIZE: Any = torch.ops.tilesparse.quantize.default
 
 both = pytest.mark.parametrize("name", EIGHT)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -109,16 +107,6 @@ def test_products_are_repeated_as_they_ran(
         assert result.dtype == dtype and not result.requires_grad
 
 
-def test_kept_calls_tell_dtypes_and_shapes_apart() -> None:
-    """The 8 bits may be the same, while x has another dtype or shape."""
-    layer, x = make("int8", bias=False), tokens()
-    for some in (x, x.bfloat16(), x.half(), x[:3], x[None], x[0]):
-        for _ in range(2):
-            y = layer(some)
-            assert y.dtype == some.dtype and y.shape == (*some.shape[:-1], OUT)
-            assert torch.equal(y, layer(some.float()).to(some.dtype))
-
-
 @pytest.mark.parametrize("native", [True, False])
 @on_every_device
 def test_both_ways_to_quantize_agree(device: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +147,6 @@ def test_layers_that_share_an_input_quantize_it_once(counted: list[int]) -> None
     assert len(counted) == 4
     for layer, y in zip(layers[::-1], results, strict=True):
         assert torch.equal(y, layer(x.clone()))
-
-
-def test_profilers_see_what_runs_without_them() -> None:
-    layers, x = [make("int8", seed) for seed in range(3)], tokens()
-    with torch.profiler.profile() as profile:
-        for layer in layers:
-            layer(x)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["tilesparse::quantize"] == 1 and counts["tilesparse::dds_nt"] == 3
 
 
 def test_an_input_is_quantized_again_where_it_may_have_changed(counted: list[int]) -> None:
@@ -365,18 +344,6 @@ def test_compiled_inference_quantizes_a_shared_input_once(
     assert sum(code.count("tilesparse.quantize.default(") for code in codes) == 1 + write
 
 
-def test_exported_programs_have_one_quantization_after_cse() -> None:
-    program = torch.export.export(Three(), (tokens(),))
-
-    def count(graph: torch.fx.Graph) -> int:
-        return sum(node.target is QUANTIZE for node in graph.nodes)
-
-    assert count(program.graph) == 3
-    assert count(fx_graph_cse(program.graph)) == 1
-    written = torch.export.export(Three(write=True), (tokens(),)).run_decompositions()
-    assert count(fx_graph_cse(written.graph)) == 2
-
-
 # ---- MLPs ----
 
 
@@ -428,15 +395,6 @@ def test_every_mlp_takes_three_products_in_8_bits(
     near = 0.02 if name == "int8" else 0.1
     torch.testing.assert_close(y, wanted, rtol=near, atol=near)
     torch.testing.assert_close(added, y + residual, rtol=1e-5, atol=1e-5)
-
-
-def test_gate_up_in_one_layer_quantizes_twice(counted: list[int]) -> None:
-    mlp = BlockSparseMLP(
-        None, make("int8", 1, (OUT, IN)), gate_up=make("int8", 0, (IN, 2 * OUT)), activation="silu"
-    )
-    with torch.inference_mode():
-        mlp(tokens())
-    assert len(counted) == 2
 
 
 def test_autocast_casts_and_quantizes_an_input_of_an_mlp_once(counted: list[int]) -> None:

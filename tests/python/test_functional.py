@@ -451,17 +451,6 @@ def test_backward_after_an_update_is_refused(device: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_pattern_outlives_its_last_name_until_backward(device: str, policy: str) -> None:
-    pattern = make_pattern("diagonal", (3, 3), (16, 16))
-    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
-    y = functional.linear(randn(4, 48, dtype=torch.float32, device=device), values, pattern, policy=policy)
-    del pattern
-    y.sum().backward()
-    assert values.grad is not None
-
-
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device: str, dtype: torch.dtype, policy: str) -> None:
@@ -477,15 +466,6 @@ def test_autocast(device: str, dtype: torch.dtype, policy: str) -> None:
     assert_product_close(y, x.to(dtype), dense_weight(values.to(dtype), pattern).t(), bias.to(dtype))
     y.sum().backward()
     assert x.grad.dtype == values.grad.dtype == torch.float32
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    pattern = make_pattern("full", (1, 2), (16, 16))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = functional.linear(
-            torch.ones(2, 32, dtype=torch.float64), random_values(pattern, dtype=torch.float64), pattern
-        )
-    assert y.dtype == torch.float64
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
@@ -546,40 +526,6 @@ def test_meta_tensors_give_shapes_only(policy: str) -> None:
     assert y.device.type == "meta" and y.shape == (2, 5, pattern.out_features)
     y.sum().backward()
     assert values.grad.shape == values.shape
-
-
-@pytest.mark.gpu
-def test_float32_follows_pytorchs_tf32_setting() -> None:
-    pattern = BlockPattern.full((256, 256), block_shape=(64, 64))
-    values = random_values(pattern, dtype=torch.float32, device="cuda")
-    x = randn(64, 256, dtype=torch.float32, device="cuda")
-    exact = x.double() @ dense_weight(values, pattern).t().cuda()
-    errors = {}
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        errors[precision] = (functional.linear(x, values, pattern) - exact).abs().max()
-    torch.set_float32_matmul_precision("highest")
-    assert errors["highest"] < 1e-4 < errors["high"] < 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
-def test_streams_and_graph_capture(policy: str) -> None:
-    pattern = make_pattern("random 50%", (8, 8), (64, 64))
-    values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
-    x = randn(256, pattern.in_features, dtype=torch.bfloat16, device="cuda")
-    expected = functional.linear(x, values, pattern, policy=policy)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        assert torch.equal(functional.linear(x, values, pattern, policy=policy), expected)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = functional.linear(x, values, pattern, policy=policy)
-    x.copy_(x.roll(1, 0))
-    graph.replay()
-    assert torch.equal(y, expected.roll(1, 0))
 
 
 @pytest.mark.gpu

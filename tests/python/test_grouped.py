@@ -468,35 +468,6 @@ def test_what_grouped_products_in_8_bits_must_be() -> None:
         _C.Product(columns, DDS_NT, QUANTIZED[torch.float8_e4m3fn], 0, 12, **inside).resolve()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_and_compiled_code_in_8_bits(device: str) -> None:
-    case = Case([90, 0, 75], torch.float32, device, (32, 32))
-    case.pattern = case.pattern.to(device)
-    stored, _ = in_8_bits(case, "int8")
-    x_values, x_scales = functional.quantize_activations(case.x, torch.int8)
-    eight = {"fast": True, "x_values": x_values, "x_scales": x_scales, "scales": stored["scales"]}
-    index = case.pattern.index_on(case.x.device)
-    check(OPS.dds_nt, case.x.detach(), stored["values"], *index, offsets=case.offsets, **eight)
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, dynamic=True)
-    def compiled(x: Tensor, offsets: Tensor) -> Tensor:
-        return functional.quantized_linear(
-            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
-        )
-
-    for counts in ([90, 0, 75], [0, 300, 1]):
-        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
-        offsets = offsets_of(counts, device)
-        y = compiled(x, offsets)
-        expected = functional.quantized_linear(
-            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
-        )
-        assert torch.equal(y, expected)
-        for one, other in zip(*(torch.autograd.grad(each.sum(), x) for each in (y, expected)), strict=True):
-            torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
 def test_one_workspace_serves_all_offsets(op: int, dtype: torch.dtype) -> None:
@@ -547,19 +518,6 @@ def test_gradcheck() -> None:
             inputs = case.x, case.values, case.bias, other
             assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
             assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-
-def test_transforms_of_torch_func() -> None:
-    case = Case([3, 0, 2], torch.float64, "cpu", (16, 16), (1, 2))
-
-    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias).square().sum()
-
-    inputs = tuple(tensor.detach() for tensor in (case.x, case.values, case.bias))
-    by_func = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
-    y = loss(case.x, case.values, case.bias)
-    for one, other in zip(by_func, torch.autograd.grad(y, (case.x, case.values, case.bias)), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -725,24 +683,6 @@ def test_bad_arguments(what: str) -> None:
 
 
 # ---- on a GPU ----
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("counts", [[1000, 0, 500, 548], [2, 0, 5, 1]])  # of many tokens, and decode
-def test_graphs_follow_their_offsets(counts: list[int]) -> None:
-    case = Case(counts, torch.bfloat16, "cuda", (64, 64), (4, 4))
-    case.pattern = case.pattern.to("cuda")
-    for _ in range(2):
-        case.run()  # so that all is there before the capture
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        y, grads = case.run()
-    for routing in (counts, counts[::-1], [sum(counts), 0, 0, 0], [0, 0, 1, sum(counts) - 1]):
-        case.offsets.copy_(offsets_of(routing))
-        graph.replay()
-        assert_forward(y, case.x, case.values, case.pattern, routing, case.bias)
-        assert_gradients(grads, case.dy, case.x, case.values, case.pattern, routing)
 
 
 @pytest.mark.gpu

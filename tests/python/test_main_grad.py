@@ -176,25 +176,6 @@ def test_biases(device: str, dtype: torch.dtype, block_shape: tuple[int, int]) -
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "autocast", "activation"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_biases_in_every_way_to_compute(way: str, device: str) -> None:
-    layer = make(device, torch.float32 if way == "autocast" else torch.bfloat16)
-    bias: Any = layer.bias
-    before, bias.main_grad = with_main_grad(layer), torch.ones(384, device=device)
-    WAYS.get(way, lambda _: None)(layer)
-    x, dy = batch(layer, 1)
-    if way == "autocast":
-        x, dy = x.bfloat16(), dy.bfloat16()
-    with torch.autocast(device, torch.bfloat16, enabled=way == "autocast"):
-        y = layer(x, activation="relu" if way == "activation" else "none")
-    y.backward(dy)
-    dy = dy * (y > 0) if way == "activation" else dy
-    assert bias.grad is None and layer.weight.grad is None and y.dtype == torch.bfloat16
-    assert_summed(bias.main_grad, torch.ones(384), [(x, dy)])
-    assert_added(layer, before, [(x, dy)])
-
-
 def test_only_the_gradients_that_are_wanted_are_added() -> None:
     layer = make()
     before, ones = with_main_grad(layer), torch.ones(384)

@@ -70,29 +70,6 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_with_leading_dimensions_and_strides(device: str) -> None:
-    pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    x, y, values, _ = operands(pattern, torch.float32, device, tokens=12)
-    index = pattern.index_on(x.device)
-    x3 = x.detach().view(3, 4, -1).transpose(0, 1).requires_grad_()
-    y_t = y.detach().t().contiguous().t().requires_grad_()
-    check(OPS.dds_nt, x3, values, *index, None, None, 0, True)
-    check(OPS.dds_nn, y_t, values, *index)
-    check(OPS.sdd_tn, y_t, x, *index)
-
-
-def test_opcheck_without_blocks_or_tokens() -> None:
-    for name, tokens in (("empty", 5), ("full", 0)):
-        pattern = make_pattern(name, (2, 3), (16, 32))
-        x, y, values, bias = operands(pattern, torch.float32, "cpu", tokens=tokens)
-        index = pattern.index_on(x.device)
-        check(OPS.dds_nt, x, values, *index, bias)
-        check(OPS.dds_nn, y, values, *index)
-        check(OPS.sdd_tn, y, x, *index)
-        check(OPS.expand, values, *index)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_fused_activation_records_no_gradient(device: str) -> None:
     pattern = make_pattern("full", (1, 1), (16, 16))
     x, _, values, _ = operands(pattern, torch.float32, device)
@@ -261,17 +238,6 @@ def test_eager_products_of_unusual_tensors(device: str, name: str) -> None:
     assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
     if name == "subclass":
         assert all(type(result) is Subclass for result in results)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_eager_products_in_inference_mode(device: str) -> None:
-    pattern = make_pattern("random 50%", (2, 3), (16, 32))
-    x, y, values, _ = operands(pattern, torch.float32, device)
-    expected = eager_products(pattern, x, y, values)
-    with torch.inference_mode():
-        results = eager_products(pattern, x, y, values)
-    assert all(result.is_inference() for result in results)
-    assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])
@@ -489,9 +455,3 @@ def test_nothing_is_made_under_fake_tensor_mode() -> None:
             with pytest.raises(UnsupportedError, match="must not be made under FakeTensorMode"):
                 make()
         assert made(torch.randn(3, 64)).shape == (3, 32)  # as all models compute there
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch 2.9 and later")
-def test_muon_says_that_it_takes_matrices_alone() -> None:
-    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
-        torch.optim.Muon(BlockSparseLinear(64, 32, bias=False, block_shape=32).parameters())
