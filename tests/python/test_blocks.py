@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import written_sdd
+from helpers import use_kernel, written_sdd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_bounds import Area
@@ -20,7 +20,6 @@ import tilesparse as ts
 from tilesparse import functional as F
 from tilesparse._checks import BLOCK_SIDES
 from tilesparse._checks import DTYPES as CODES
-from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError
 
 SIDES = st.integers(min(BLOCK_SIDES), max(BLOCK_SIDES))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import use_kernel
 from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseMatrix
@@ -186,7 +187,7 @@ def test_kernels_and_threads_agree_bit_by_bit() -> None:
             ]
         )
         for name in EIGHT_BITS:
-            with launch.use_kernel(name):
+            with use_kernel(name):
                 try:
                     of_threads = [with_threads(threads, encoder, x, offsets) for threads in (1, 2, 4)]
                 except UnsupportedError as error:

@@ -26,6 +26,7 @@ from helpers import (
     randn,
     random_values,
     seeded,
+    use_kernel,
     written_sdd,
 )
 from torch import Tensor
@@ -34,7 +35,6 @@ from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
 from tilesparse.nn.weight import INDEX_NAMES, layer_index

@@ -30,13 +30,14 @@ from helpers import (
     shuffled,
     stored_values,
     sums_unit,
+    use_kernel,
 )
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, functional, storage
 from tilesparse._checks import QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.launch import known_kernels, use_kernel
+from tilesparse._runtime.launch import known_kernels
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 

@@ -30,6 +30,7 @@ from helpers import (
     rounding_unit,
     seeded,
     stored_values,
+    use_kernel,
 )
 from hypothesis import strategies
 from torch import Tensor
@@ -38,7 +39,6 @@ from tilesparse import _C, BlockPattern, _checks, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.products import linear_on
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
-from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import compress, dequantize, quantize_int4, quantize_weights, row_scales, two_of_four
 from tilesparse.storage.quantize import CLIP_RATIOS, clip_limits

@@ -325,12 +325,6 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 LIB.define("dequantize_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
 LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
-# Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
-LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
-LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
-
-
-DEVICES = "CPU", "CUDA"
 
 
 def by_number(function: Callable[..., Any], dtypes: Mapping[torch.dtype, int]) -> Callable[..., Any]:
@@ -424,12 +418,11 @@ def register_plainly(
     name: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    devices: tuple[str, ...] = DEVICES,
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Any:
     """Register an operator without a pattern; ``gradients``: (backward, setup_context)."""
     torch.library.register_fake(f"tilesparse::{name}", fake, lib=LIB)
-    for device in devices:
+    for device in ("CPU", "CUDA"):
         LIB.impl(name, kernel, device)
     if gradients is not None:
         backward, setup_context = gradients

@@ -80,9 +80,6 @@ def gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
             return launch.gate(y, gate, activation_code(activation))
         if gate is None or y.numel() >= launch.MANY_ELEMENTS:
             return _gate(y, gate, activation)
-    if gate is None and is_compiling() and launch.may_multiply_by_gate(y, 32) and not transforms_active():
-        halves: Tensor = _GATED_HALVES(y, activation_code(activation))
-        return halves
     factor, by = _halves(y, gate)
     return factor * activated(by, activation)
 
@@ -132,46 +129,8 @@ def _gate_gradients(
     return of_y, of_gate
 
 
-def _gated_halves(y: Tensor, code: int) -> Tensor:
-    return launch.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
-
-
-def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
-    if y.numel() == 0:
-        return y.new_empty(y.shape)
-    return launch.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
-
-
 def _in_rows(tensor: Tensor) -> Tensor:
     return tensor if row_stride(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _gated_halves_fake(y: Tensor, code: int) -> Tensor:
-    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-
-
-def _gated_halves_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    y, ctx.code = inputs
-    ctx.save_for_backward(y)
-
-
-def _gated_halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (y,) = ctx.saved_tensors
-    if records_gradient((grad, y)):
-        return _gate_gradients(grad, y, None, list(ACTIVATIONS)[ctx.code])[0], None
-    return _GATED_HALVES_GRADIENT(grad, y, ctx.code), None
-
-
-_GATED_HALVES = register_plainly(
-    "gated_halves",
-    _gated_halves,
-    _gated_halves_fake,
-    ("CUDA",),
-    (_gated_halves_backward, _gated_halves_context),
-)
-_GATED_HALVES_GRADIENT = register_plainly(
-    "gated_halves_gradient", _gated_halves_gradient, lambda grad, y, code: y.new_empty(y.shape), ("CUDA",)
-)
 
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes

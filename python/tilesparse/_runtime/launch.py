@@ -123,8 +123,7 @@ def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
 def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     """Return the same, only to be read.
 
-    They are made in every call, because not every write to scales can be seen, unless the layer is prepacked,
-    and in every replay of a CUDA graph.
+    They are made in every call, as not every write to scales is seen, unless the layer is prepacked.
     """
     with pattern.launching():
         if not pattern.prepacks or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -205,14 +204,6 @@ def ask_for(kernel: int) -> Iterator[None]:
             asked_kernel = next(reversed(_asked.values()), 0)
 
 
-def use_kernel(name: str) -> AbstractContextManager[None]:
-    """Run every product in this context on the named kernel of ``_C.kernels()``, or raise."""
-    names = [kernel.name for kernel in known_kernels()]
-    if name not in names:
-        raise InvalidArgumentError(f"name must be one of {names}, got {name!r}")
-    return ask_for(names.index(name) + 1)
-
-
 def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
     """Run products in this context on kernels with this prefix, where one of them computes the product."""
     if prefix not in _preferences:
@@ -226,7 +217,7 @@ def preference() -> str:
 
 
 def preferred(kernel: int) -> str:
-    """Return the prefix that a number given to `ask_for` stands for."""
+    """Return the prefix that a number given to `ask_for` stands for; empty for none."""
     return _preferences[-1 - kernel] if kernel < 0 else ""
 
 
@@ -401,17 +392,17 @@ _SKIP_INPUTS, _SKIP_OUTPUTS = 1, 2  # TS_SKIP_INPUTS and TS_SKIP_OUTPUTS
 
 
 def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands) -> Tensor:
-    """Run a product of a small batch that reads the weights of neurons that are on alone.
-
-    One of the thresholds is set. Where no kernel skips, zeros are multiplied.
-    """
+    """Run a product with one threshold that reads the weights of neurons that are on, or multiplies zeros."""
     bias, residual, activation, column_major, gate = epilogue
-    threshold, gate_threshold, scales = operands.threshold, operands.gate_threshold, operands.scales
-    offsets = operands.offsets
-    of_inputs, gated = threshold is not None, gate is not None
+    scales, offsets, of_inputs, gated = (
+        operands.scales,
+        operands.offsets,
+        operands.threshold is not None,
+        gate is not None,
+    )
     entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
     weight = kept_turned(entry, values) if of_inputs else values
-    limit: Any = limit_of(threshold if of_inputs else gate_threshold, x.dtype)
+    limit: Any = limit_of(operands.threshold if of_inputs else operands.gate_threshold, x.dtype)
     added = bias, gate if gated else residual, activation, column_major
     beside = None, scales, asked_kernel, gated
     how = _SKIP_INPUTS if of_inputs else _SKIP_OUTPUTS, limit
@@ -455,14 +446,10 @@ def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, 
     return result
 
 
-def skipped_tokens() -> int:
-    """Return how many tokens skipping pays for, of at most 8 that kernels take.
-
-    On an H200 with half of 14336 inputs off, weights in 16 bits are even with masked x at 2 tokens, and 1.5
-    times as slow at 4; int8 pays for half as many, int4 for none. Experts read theirs for each of their
-    tokens, of which there may be as many as experts.
-    """
-    return 2
+# Tokens that skipping pays for, of at most 8 that kernels take. On an H200 with half of 14336 inputs off,
+# weights in 16 bits are even with masked x at 2 tokens, and 1.5 times as slow at 4; int8 pays for half as
+# many, int4 for none. Experts read theirs for each of their tokens, of which there may be as many as experts.
+SKIPPED_TOKENS = 2
 
 
 def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Operands) -> bool:
@@ -470,7 +457,7 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
     if x.shape[-1] == 0 or operands.fast is not None:
         return False
     in_int8 = operands.scales is not None
-    most = skipped_tokens() // (2 if in_int8 and x.is_cuda else 1)
+    most = SKIPPED_TOKENS // (2 if in_int8 and x.is_cuda else 1)
     experts = 0 if operands.offsets is None else operands.offsets.shape[0] - 1
     if x.numel() // x.shape[-1] > max(most, experts):
         return False
@@ -686,14 +673,9 @@ def gate_gradient(
 
 def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
     """Return True if a kernel reads both in place, or without ``by`` the halves of y."""
-    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_stride(y) is None:
+    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % (32 if by is None else 16):
         return False
-    return by is None or row_stride(by) is not None
-
-
-def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
-    """Return True if a kernel multiplies them once they are row-major with features of that multiple."""
-    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
+    return row_stride(y) is not None and (by is None or row_stride(by) is not None)
 
 
 def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
