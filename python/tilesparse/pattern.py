@@ -8,22 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import (
-    INT32_MAX,
-    Index,
-    as_integer,
-    check_content,
-    check_index,
-    check_whole_blocks,
-    checked_count,
-    checked_fraction,
-    grid_of,
-    is_ragged,
-    is_tensor,
-    pattern_block_shape,
-    pattern_shapes,
-    shown,
-)
+from . import _checks
+from ._checks import Index, grid_of, is_ragged, is_tensor, shown
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
 from ._runtime.pattern_cache import blocks_of, content_of, prepared, update_of, validate
@@ -68,7 +54,7 @@ def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = 
     if given.dim() != 1 or length not in (None, len(given)):
         wanted = "a 1-D array" if length is None else f"a 1-D array with {length} entries"
         raise InvalidPatternError(f"{name} must be {wanted}, got shape {tuple(given.shape)}")
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= _checks.INT32_MAX:
         raise InvalidPatternError(
             f"{name} must have entries from 0 to 2^31 - 1, got {int(given.min())} to {int(given.max())}"
         )
@@ -83,7 +69,7 @@ def _integers(
 ) -> Tensor:
     """Return given integers as an int64 tensor on a device; bool does not count."""
     if isinstance(given, Tensor):
-        check_content(name, given)
+        _checks.check_content(name, given)
     numbers = torch.as_tensor(given, device=device)
     if numbers.numel() and (
         numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
@@ -234,7 +220,7 @@ class BlockPattern(PatternView):
         refuse_fakes("a pattern")
         if device is None:
             device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
+        shape, block_shape, (block_rows, _) = _checks.pattern_shapes(shape, block_shape)
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
             crow = _index_array("crow_indices", crow_indices, block_rows + 1)
             col = _index_array("col_indices", col_indices)
@@ -251,7 +237,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
         """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
-        check_index(index)
+        _checks.check_index(index)
         pattern = cls.__new__(cls)
         pattern._own(index)
         pattern._after_update = after_update
@@ -294,7 +280,7 @@ class BlockPattern(PatternView):
                 density above 0 rounds to no block, or the blocks cannot be divided into such parts.
         """
         refuse_fakes("a pattern")
-        shape, block_shape, grid = pattern_shapes(shape, block_shape)
+        shape, block_shape, grid = _checks.pattern_shapes(shape, block_shape)
         of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
         covering = _covering(grid, check_parts(parts), kept, generator)
         chosen = [
@@ -308,7 +294,7 @@ class BlockPattern(PatternView):
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
         """Keep every block; see the class for the arguments."""
-        shape, block_shape, grid = pattern_shapes(shape, block_shape)
+        shape, block_shape, grid = _checks.pattern_shapes(shape, block_shape)
         return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
@@ -329,7 +315,7 @@ class BlockPattern(PatternView):
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        shape, block_shape, (rows, cols) = pattern_shapes(shape, block_shape)
+        shape, block_shape, (rows, cols) = _checks.pattern_shapes(shape, block_shape)
         pairs = _integers("blocks", blocks, InvalidPatternError)
         if pairs.numel() == 0:
             pairs = pairs.view(0, 2)
@@ -365,7 +351,7 @@ class BlockPattern(PatternView):
     def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         mask = check_matrix("mask", mask) != 0
-        shape, block_shape, _ = pattern_shapes(mask.shape, block_shape)
+        shape, block_shape, _ = _checks.pattern_shapes(mask.shape, block_shape)
         kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
 
@@ -411,7 +397,7 @@ class BlockPattern(PatternView):
         ``density``, ``nnz`` and ``parts`` are those of `random`.
         """
         dense = check_matrix("dense", dense)
-        shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
+        shape, block_shape, _ = _checks.pattern_shapes(dense.shape, block_shape)
         blocks, dtype = (
             blocks_of(dense.detach(), block_shape),
             torch.promote_types(dense.dtype, torch.float32),
@@ -547,10 +533,10 @@ class BlockPattern(PatternView):
 
         Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
         """
-        small, (bn, bk) = pattern_block_shape(block_shape), self.block_shape
+        small, (bn, bk) = _checks.pattern_block_shape(block_shape), self.block_shape
         if bn % small[0] or bk % small[1]:
             raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
-        check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
+        _checks.check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
         rows, cols = self.block_indices()
         down = torch.arange(bn // small[0], device=rows.device)
         across = torch.arange(bk // small[1], device=rows.device)
@@ -571,10 +557,10 @@ def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shape of a weight with a number for each block, if not given of whole blocks, and theirs."""
-    bn, bk = pattern_block_shape(block_shape)
+    bn, bk = _checks.pattern_block_shape(block_shape)
     rows, cols = grid.shape
     given = (rows * bn, cols * bk) if shape is None else shape
-    checked, sides, wanted = pattern_shapes(given, (bn, bk))
+    checked, sides, wanted = _checks.pattern_shapes(given, (bn, bk))
     if wanted != (rows, cols):
         raise InvalidArgumentError(
             f"{name} must have a number for each of the {wanted[0]} x {wanted[1]} blocks of shape, "
@@ -587,7 +573,7 @@ def check_matrix(name: str, given: Tensor) -> Tensor:
     """Return a dense matrix with content; refuse anything else."""
     if not is_tensor(given) or given.dim() != 2:
         raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
-    check_content(name, given)
+    _checks.check_content(name, given)
     return given
 
 
@@ -611,7 +597,7 @@ def _blocks_of_parts(
 def all_blocks(grid: tuple[int, int]) -> Tensor:
     """Return the numbers of all blocks, if there are not too many to choose from."""
     rows, cols = grid
-    if rows * cols > INT32_MAX:
+    if rows * cols > _checks.INT32_MAX:
         raise InvalidArgumentError(
             f"shape must have fewer than 2^31 blocks to choose from, got {rows} x {cols}; "
             "BlockPattern.from_blocks takes a list of those to keep"
@@ -678,7 +664,7 @@ def zero_outside_(values: Tensor, pattern: BlockPattern) -> Tensor:
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:
     """Return parts as two positive integers."""
     try:
-        r, c = (as_integer(count) for count in parts)
+        r, c = (_checks.as_integer(count) for count in parts)
         if r > 0 and c > 0:
             return r, c
     except (TypeError, ValueError):
@@ -699,13 +685,13 @@ def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
     if (density is None) == (nnz is None):
         raise InvalidArgumentError("exactly one of density and nnz must be given")
     if density is not None:
-        kept = round(checked_fraction("density", density) * total)
+        kept = round(_checks.checked_fraction("density", density) * total)
         if kept == 0 and density > 0:
             raise InvalidArgumentError(
                 f"density must be 0 or at least {1 / total:.3g}: {density} of {total} blocks rounds to none"
             )
         return kept
-    return checked_count("nnz", nnz, 0, total)
+    return _checks.checked_count("nnz", nnz, 0, total)
 
 
 __all__ = ["BlockPattern"]

@@ -43,7 +43,6 @@ from tilesparse import (
 from tilesparse._runtime import select
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks, layer_index
 from tilesparse.tuning import Product, load
@@ -695,20 +694,6 @@ def test_there_and_back_and_copies_with_scales_inside() -> None:
     assert torch.equal(layer.to_storage("plain").weight, blocks)
 
 
-def test_joined_layers_and_parts_of_layers() -> None:
-    one, other, x = make(GROUPED), make(GROUPED).to_storage("plain").to_storage("int8"), tokens(name=GROUPED)
-    other.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
-    joined = tilesparse.nn.concatenate([one, other])
-    assert joined.spec.granularity == "block"
-    assert torch.equal(joined(x), torch.cat((one(x), other(x)), -1))
-    part = one.cut(rows=(128, 384), columns=(0, 256))
-    assert part.spec.granularity == "block"
-    whole = one.to_linear().weight[128:, :256]
-    assert torch.equal(part.to_linear().weight, whole)
-    with pytest.raises(InvalidArgumentError, match="granularity must be one of"):
-        one.cut(rows=(64, 384))
-
-
 def test_states_with_scales_inside_are_for_such_layers() -> None:
     layer = make(GROUPED)
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")
@@ -807,29 +792,6 @@ def dense_model() -> nn.Sequential:
 
 def batch() -> Tensor:
     return randn(TOKENS, 256, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_patched_and_pruned_models(name: str) -> None:
-    x, config, model = batch(), replace(CONFIGS[name], density=1.0), dense_model()
-    wanted = model(x)
-    report = sparsify_(model, config)
-    described = f"{'2:4 ' if config.nm else ''}{config.storage} W8A8"
-    assert described in str(report) and report.layers[0].activations == config.activations
-    if config.nm is None:
-        torch.testing.assert_close(model(x), wanted, rtol=0.1, atol=0.1)
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(".*", {key: value for key, value in vars(config).items() if key != "transposable"})
-    other = dense_model()
-    patcher.patch_model(other)
-    assert torch.equal(other(x), model(x))
-    tilesparse.prepare_for_inference_(model)
-    torch.testing.assert_close(model(x), other(x))
-    pruned = dense_model()
-    assert described in str(tilesparse.prune_(pruned, CONFIGS[name], [x]))
-    layer: Any = pruned[0]
-    assert (layer.nm, layer.activations) == (config.nm, config.activations)
-    assert Product.of(layer, tokens=100).activations == config.activations
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -521,16 +521,6 @@ def test_gradcheck() -> None:
             assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str) -> None:
-    case = Case([3, 0, 20], torch.float32, device)
-    with torch.autocast(device, torch.bfloat16):
-        y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets, case.bias)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert case.values.grad is not None and case.values.grad.dtype == torch.float32
-
-
 # ---- patterns that change ----
 
 
@@ -614,30 +604,6 @@ def test_compiled_code_follows_offsets_and_numbers_of_tokens(device: str) -> Non
         grads = torch.autograd.grad(y.square().sum(), inputs)
         for one, other in zip(grads, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_export(device: str) -> None:
-    case = Case([3, 0, 9], torch.float32, device)
-    case.pattern = case.pattern.to(device)
-
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(case.values.detach())
-
-        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-            return functional.grouped_linear(x, self.weight, case.pattern, offsets)
-
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    program = torch.export.export(
-        Experts(), (case.x.detach(), case.offsets), dynamic_shapes=({0: tokens}, None), strict=False
-    )
-    for counts in ([3, 0, 9], [0, 30, 1]):
-        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device)
-        offsets = offsets_of(counts, device)
-        expected = functional.grouped_linear(x, case.values.detach(), case.pattern, offsets)
-        assert torch.equal(program.module()(x, offsets), expected)
 
 
 # ---- what is refused ----

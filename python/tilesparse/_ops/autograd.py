@@ -21,21 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._checks import (
-    DENSE,
-    NO_EPILOGUE,
-    QUANTIZED,
-    Epilogue,
-    Index,
-    Operands,
-    check_dds,
-    check_dense,
-    check_feature_scales,
-    check_index,
-    check_nothing_added,
-    check_sdd,
-    check_values,
-)
+from .. import _checks
+from .._checks import DENSE, NO_EPILOGUE, QUANTIZED, Epilogue, Index, Operands
 from .._runtime.device import DDS_NN, DDS_NT
 from .._runtime.layout import empty, result_form
 from .._runtime.pattern_cache import Prepared, prepared
@@ -360,7 +347,7 @@ def _with_records(
 
 
 def _checked(index: Index) -> Index:
-    check_index(index)
+    _checks.check_index(index)
     settings = packaging()
     if settings is not None:
         _check_packaging(settings, [array.shape[0] for array in index[:3]])
@@ -434,10 +421,10 @@ def dds_fake(
     op: int, source: Tensor, values: Tensor, index: Index, epilogue: Epilogue, operands: Operands
 ) -> Tensor:
     if operands.transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
-        check_nothing_added(epilogue)
+        _checks.check_nothing_added(epilogue)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), DDS_NN - op
-    check_dds("x" if op == DDS_NT else "y", source, values, index, epilogue, operands)
+    _checks.check_dds("x" if op == DDS_NT else "y", source, values, index, epilogue, operands)
     features = index.shape[op]
     if operands.offsets is not None and op == DDS_NT:
         features //= operands.offsets.shape[0] - 1
@@ -445,14 +432,14 @@ def dds_fake(
 
 
 def row_scales_fake(scales: Tensor, _: None, index: Index) -> Tensor:
-    check_feature_scales(scales, index)
+    _checks.check_feature_scales(scales, index)
     return scales.new_empty(index.col_indices.shape[0], index.block_shape[0])
 
 
 def sdd_tn_fake(
     y: Tensor, x: Tensor, index: Index, _: Epilogue = NO_EPILOGUE, operands: Operands = DENSE
 ) -> Tensor:
-    check_sdd(y, x, index, operands.offsets)
+    _checks.check_sdd(y, x, index, operands.offsets)
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
 
@@ -461,10 +448,10 @@ def sdd_tn_with_bias_fake(y: Tensor, x: Tensor, index: Index) -> tuple[Tensor, T
 
 
 def expand_fake(values: Tensor, _: None, index: Index, *__: object) -> Tensor:
-    check_values("values", values, index)
+    _checks.check_values("values", values, index)
     return values.new_empty(index.shape)
 
 
 def gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
-    check_dense(dense, index)
+    _checks.check_dense(dense, index)
     return dense.new_empty(index.col_indices.shape[0], *index.block_shape)
