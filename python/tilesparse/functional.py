@@ -59,10 +59,15 @@ def linear(
     gate: Tensor | None = None,
     threshold: float | None = None,
     gate_threshold: float | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
-    With a GLU gate it is (x Wᵀ + bias) ⊙ activation(gate).
+    With a GLU gate it is (x Wᵀ + bias) ⊙ activation(gate). With offsets each token meets the weight of its
+    expert e: the weights of E experts, at most 1024, lie below each other in one pattern of
+    [E * out_features, in_features], and tokens are sorted by expert. No token enters a result, or a gradient
+    of a weight, of another expert. On CUDA the host does not read offsets, so that routing may change between
+    replays of a graph.
 
     Args:
         x: [..., in_features].
@@ -90,6 +95,10 @@ def linear(
             do. One or two tokens without a gradient read only the weights of inputs that are on for one
             of them, see [neurons that are off](../activations.md). None multiplies all numbers.
         gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
+        offsets: int32 [E + 1], contiguous, on the device of x [tokens, in_features]: tokens ``offsets[e]`` to
+            ``offsets[e + 1] - 1`` belong to expert e. They ascend from 0 to the number of tokens. On CUDA
+            nobody checks that they do; results of tokens in no expert or in several are then undefined. The
+            bias may be [E, out_features], the policy is not "dense", and the result row-major.
 
     Returns:
         [..., out_features].
@@ -101,6 +110,9 @@ def linear(
             threshold=checked_threshold("threshold", threshold),
             gate_threshold=checked_threshold("gate_threshold", gate_threshold),
         )
+    if offsets is not None:
+        _check_grouped(offsets, policy, column_major_output)
+        stored = stored._replace(offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, column_major_output, policy, stored, gate)
 
 
@@ -148,9 +160,7 @@ def quantized_linear(
         use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
             keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
             False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
-        offsets: as of `grouped_linear`, of a grouped product, or None. Then x is [tokens, in_features];
-            scales are those of the features of all experts, not of blocks; the policy is not "dense", and the
-            result row-major.
+        offsets: as in `linear`; scales are those of the features of all experts, not of blocks.
 
     Returns:
         [..., out_features] in the dtype of x.
@@ -167,49 +177,7 @@ def quantized_linear(
     )
 
 
-def grouped_linear(
-    x: Tensor,
-    values: Tensor,
-    pattern: BlockPattern,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    *,
-    residual: Tensor | None = None,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """Return activation(x Wₑᵀ + biasₑ) + residual, where each token meets the weight of its expert e.
-
-    The weights of E experts, all [out_features, in_features], lie below each other in one pattern of
-    [E * out_features, in_features]. Tokens are sorted by expert. No token enters a result, or a gradient of
-    a weight, of another expert. On CUDA the host does not read ``offsets``, so that routing may change
-    between replays of a graph. E is at most 1024.
-
-    Args:
-        x: [tokens, in_features], copied if it is not row-major.
-        values: of the blocks of all experts, as in `linear`.
-        pattern: positions of the blocks, [E * out_features, in_features].
-        offsets: int32 [E + 1], contiguous, on the device of x: tokens ``offsets[e]`` to
-            ``offsets[e + 1] - 1`` belong to expert e. They ascend from 0 to the number of tokens. On CUDA
-            nobody checks that they do; results of tokens in no expert or in several are then undefined.
-        bias: [E, out_features] or [E * out_features] or None.
-        activation: as in `linear`.
-        residual: [tokens, out_features] or None.
-        metadata: of 2:4 values, see `linear`.
-        scales: of values in 8 or 4 bits, see `linear`; `quantized_linear` multiplies x in 8 bits, too.
-        gate: [tokens, out_features], or None; in the place of a residual.
-
-    Returns:
-        [tokens, out_features].
-    """
-    _check_grouped(offsets)
-    index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
-    return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
-
-
-def _check_grouped(offsets: object, policy: str = "sparse", column_major: bool = False) -> None:
+def _check_grouped(offsets: object, policy: str, column_major: bool) -> None:
     if not is_tensor(offsets):
         raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
     if policy == "dense" or column_major:

@@ -65,6 +65,12 @@ def pattern_of(
     return shuffled(BlockPattern.from_block_mask(mask.flatten(0, 1), block_shape=block_shape))
 
 
+def grouped_linear(
+    x: Tensor, values: Tensor, pattern: BlockPattern, offsets: Any, *args: Any, **options: Any
+) -> Tensor:
+    return functional.linear(x, values, pattern, *args, offsets=offsets, **options)
+
+
 def offsets_of(counts: list[int], device: str = "cpu") -> Tensor:
     ends = list(itertools.accumulate(counts, initial=0))
     return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -140,7 +146,7 @@ class Case:
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The result and the gradients of x, values and bias."""
-        y = functional.grouped_linear(self.x, self.values, self.pattern, self.offsets, self.bias)
+        y = grouped_linear(self.x, self.values, self.pattern, self.offsets, self.bias)
         grads = torch.autograd.grad(y, (self.x, self.values, self.bias), self.dy)
         return y.detach(), {"x": grads[0], "values": grads[1], "bias": grads[2].flatten()}
 
@@ -276,7 +282,7 @@ def test_operands_with_gaps_between_their_rows(device: str) -> None:
         return inner.copy_(matrix.detach())
 
     x, residual = spread(case.x).requires_grad_(), spread(torch.ones_like(case.dy))
-    y = functional.grouped_linear(x, case.values, case.pattern, case.offsets, case.bias, residual=residual)
+    y = grouped_linear(x, case.values, case.pattern, case.offsets, case.bias, residual=residual)
     grads = torch.autograd.grad(y, (x, case.values, case.bias), spread(case.dy))
     expected, wanted = case.run()
     torch.testing.assert_close(y, expected + 1)
@@ -284,7 +290,7 @@ def test_operands_with_gaps_between_their_rows(device: str) -> None:
     torch.testing.assert_close(grads[1], wanted["values"])
     torch.testing.assert_close(grads[2].flatten(), wanted["bias"])
     columns = case.x.detach().t().contiguous().t()  # column-major: copied
-    y = functional.grouped_linear(columns, case.values, case.pattern, case.offsets, case.bias)
+    y = grouped_linear(columns, case.values, case.pattern, case.offsets, case.bias)
     assert torch.equal(y, expected)
 
 
@@ -312,9 +318,9 @@ def test_epilogues(device: str, dtype: torch.dtype, routing: str, activation: st
     expected = exact * function(host) if other == "gate" else function(exact)
     expected = expected + host if other == "residual" else expected
     arguments = case.x, case.values, case.pattern, case.offsets, case.bias, activation
-    recorded = functional.grouped_linear(*arguments, **options)
+    recorded = grouped_linear(*arguments, **options)
     with torch.no_grad():
-        fused = functional.grouped_linear(*arguments, **options)
+        fused = grouped_linear(*arguments, **options)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     for y in (recorded, fused):
         torch.testing.assert_close(y.detach().cpu().double(), expected, atol=tolerance, rtol=tolerance)
@@ -329,7 +335,7 @@ def test_storages(device: str, dtype: torch.dtype, routing: str, storage: str) -
     counts = COUNTS[routing]
     case = Case(counts, dtype, device, (32, 32))
     stored = stored_values(case.pattern, STORAGES[storage], dtype=dtype, device=device)
-    y = functional.grouped_linear(case.x, stored.values, case.pattern, case.offsets, **stored.extras)
+    y = grouped_linear(case.x, stored.values, case.pattern, case.offsets, **stored.extras)
     assert_forward(y, case.x, stored.plain, case.pattern, counts)
     (of_x,) = torch.autograd.grad(y, case.x, case.dy)
     weights = weights_of(stored.plain, case.pattern, counts)
@@ -508,7 +514,7 @@ def test_gradcheck() -> None:
 
     def product(*tensors: Tensor, **options: Any) -> Tensor:
         x, values, bias = tensors[:3]
-        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias, **options)
+        return grouped_linear(x, values, case.pattern, case.offsets, bias, **options)
 
     for name, other in (("residual", residual), ("gate", gate)):
         for activation in ("none", "silu"):
@@ -545,7 +551,7 @@ def test_products_follow_updates_of_the_pattern(device: str) -> None:
 def test_a_backward_pass_refuses_a_pattern_that_has_changed(device: str) -> None:
     case = Case([5, 0, 33, 4], torch.float32, device)
     case.pattern = case.pattern.to(device)
-    y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets)
+    y = grouped_linear(case.x, case.values, case.pattern, case.offsets)
     changed = BlockPattern.random(
         case.pattern.shape, block_shape=(16, 32), nnz=case.pattern.nnz, device=device, generator=seeded(5)
     )
@@ -560,7 +566,7 @@ def test_one_pattern_serves_several_numbers_of_experts(device: str) -> None:
     values = random_values(pattern, dtype=torch.float32, device=device)
     for counts in ([11], [5, 6], [1, 2, 3, 5]):
         x = randn(11, pattern.in_features, dtype=torch.float32, device=device)
-        y = functional.grouped_linear(x, values, pattern, offsets_of(counts, device))
+        y = grouped_linear(x, values, pattern, offsets_of(counts, device))
         assert_forward(y, x, values, pattern, counts)
     assert_product_close(functional.linear(x, values, pattern), x, dense_weight(values, pattern).t())
 
@@ -592,13 +598,13 @@ def test_compiled_code_follows_offsets_and_numbers_of_tokens(device: str) -> Non
 
     @torch.compile(fullgraph=True, dynamic=True)
     def compiled(x: Tensor, values: Tensor, offsets: Tensor, bias: Tensor) -> Tensor:
-        return functional.grouped_linear(x, values, case.pattern, offsets, bias, "silu")
+        return grouped_linear(x, values, case.pattern, offsets, bias, "silu")
 
     for counts in ([3, 0, 9], [0, 30, 1], [5, 4, 3]):
         x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
         offsets = offsets_of(counts, device)
         y = compiled(x, case.values, offsets, case.bias)
-        expected = functional.grouped_linear(x, case.values, case.pattern, offsets, case.bias, "silu")
+        expected = grouped_linear(x, case.values, case.pattern, offsets, case.bias, "silu")
         torch.testing.assert_close(y, expected)
         inputs = x, case.values, case.bias
         grads = torch.autograd.grad(y.square().sum(), inputs)
@@ -646,7 +652,7 @@ def test_bad_arguments(what: str) -> None:
     given = {"x": case.x, "values": case.values, "pattern": case.pattern, "offsets": case.offsets}
     given["residual"] = case.dy if what == "residual and gate" else None
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
-        functional.grouped_linear(**{**given, name: change(case)})
+        grouped_linear(**{**given, name: change(case)})
 
 
 # ---- on a GPU ----
@@ -708,7 +714,7 @@ def test_large_experts_keep_at_one_pace() -> None:
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     values, dy = draw(pattern.nnz, 128, 128), draw(sum(counts), out)
     x = draw(sum(counts), ins).requires_grad_()
-    y = functional.grouped_linear(x, values, pattern, offsets_of(counts, "cuda"))
+    y = grouped_linear(x, values, pattern, offsets_of(counts, "cuda"))
     first, second = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     blocks = torch.zeros(*pattern.grid, 128, 128, dtype=torch.bfloat16, device="cuda")
