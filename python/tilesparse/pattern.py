@@ -474,11 +474,7 @@ class BlockPattern(PatternView):
         return self
 
     def move_blocks_(
-        self,
-        slots: Tensor | Sequence[int],
-        blocks: Tensor | Sequence[tuple[int, int]],
-        *,
-        check: bool = True,
+        self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]], *, check: bool = True
     ) -> BlockPattern:
         """Move the blocks at ``slots`` to new places; see `update_` for the effects.
 

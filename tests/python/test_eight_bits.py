@@ -89,11 +89,7 @@ def pattern_of(name: str, kind: str = "random 50%") -> BlockPattern:
 
 
 def tokens(
-    *shape: int,
-    name: str = "int8",
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 1,
+    *shape: int, name: str = "int8", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1
 ) -> Tensor:
     """Activations; of groups with magnitudes that differ, so that it shows which scale each has."""
     x = randn(*(shape or (TOKENS,)), LAYERS[name][0], dtype=torch.float32, device="cpu", seed=seed)
@@ -119,12 +115,7 @@ def stored(pattern: BlockPattern, name: str, device: str = "cpu") -> tuple[Tenso
 
 
 def expected(
-    name: str,
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    pattern: BlockPattern,
-    bias: Tensor | None = None,
+    name: str, x: Tensor, values: Tensor, scales: Tensor, pattern: BlockPattern, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The product of the same operands in float64, and how far off sums in float32 may be."""
     left, of_x = (each.cpu().double() for each in quantized(name, x))

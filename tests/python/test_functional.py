@@ -177,11 +177,7 @@ def test_dsd(device: str, dtype: torch.dtype, transpose: bool, n: int) -> None:
     assert_product_close(result, weight, b)
 
 
-ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
+ACTIVATIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
 @pytest.mark.parametrize("record", [False, True], ids=["fused", "differentiable"])

@@ -562,9 +562,7 @@ def test_more_than_2_to_the_31_elements(column_major: bool, free_memory: int) ->
     assert_product_close(functional.linear(x, values, pattern)[last], x[last], weight.t())
     expected, tolerance = product_with_bound(y[last].t(), x[last], BF16)
     assert_within(
-        functional.sdd(y, x, pattern),
-        blocks_of_dense(expected, pattern),
-        blocks_of_dense(tolerance, pattern),
+        functional.sdd(y, x, pattern), blocks_of_dense(expected, pattern), blocks_of_dense(tolerance, pattern)
     )
     del x
     dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), column_major)

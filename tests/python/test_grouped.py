@@ -101,12 +101,7 @@ def assert_forward(
 
 
 def assert_gradients(
-    grads: dict[str, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    values: Tensor,
-    pattern: BlockPattern,
-    counts: list[int],
+    grads: dict[str, Tensor], dy: Tensor, x: Tensor, values: Tensor, pattern: BlockPattern, counts: list[int]
 ) -> None:
     """Gradients of x, values and bias [experts * out_features]."""
     weights, dtype = weights_of(values, pattern, counts), x.dtype

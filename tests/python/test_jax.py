@@ -287,11 +287,7 @@ def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "pattern must be a tilesparse.jax",
         ),
         (lambda W: tsj.sddmm(np.ones((96, 3)), W.values[0], W.pattern), InvalidArgumentError, "a and b must"),
-        (
-            lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16),
-            InvalidArgumentError,
-            "mask must",
-        ),
+        (lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16), InvalidArgumentError, "mask must"),
         (lambda W: hash(traced(W.pattern)), InvalidTypeError, "traced pattern cannot be hashed"),
     ],
 )

@@ -302,10 +302,7 @@ REPEATED: dict[str, tuple[Any, int]] = {
     "one token": (lambda p, x, y, values, bias: functional.linear(x[0, 0], values, p, bias), 1),
     "4 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None], values, p, bias), 1),
     "5 dimensions": (lambda p, x, y, values, bias: functional.linear(x[None, None], values, p, bias), 0),
-    "x column-major": (
-        lambda p, x, y, values, bias: functional.dds(x[0].t().contiguous().t(), values, p),
-        1,
-    ),
+    "x column-major": (lambda p, x, y, values, bias: functional.dds(x[0].t().contiguous().t(), values, p), 1),
     "tokens at varying distances": (
         lambda p, x, y, values, bias: functional.linear(torch.cat([x, x])[:, 1:], values, p),
         1,  # of the copy

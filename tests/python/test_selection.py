@@ -710,8 +710,7 @@ def test_more_tokens_take_more_time(name: str) -> None:
 
 @needs_sm90
 @pytest.mark.parametrize(
-    "run",
-    ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"],
+    "run", ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"]
 )
 def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
     """Products that coefficients were fitted to; a kernel that takes over twice as long counts as twice.

@@ -748,10 +748,7 @@ def test_second_derivatives_pass_straight_through(
     def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
         return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
 
-    products = (
-        lambda values, x: linear_on(x, values, t.index, t.bias, operands=kept),
-        by_plain_values,
-    )
+    products = (lambda values, x: linear_on(x, values, t.index, t.bias, operands=kept), by_plain_values)
     results = []
     for multiply in products:
         values, x = t.values.clone().requires_grad_(), t.x.clone().requires_grad_()

@@ -388,11 +388,7 @@ def register(
 
 
 def differentiable(
-    name: str,
-    factors: int,
-    functions: tuple[Any, Any, Any],
-    takes: tuple[str, ...] = (),
-    looks: bool = False,
+    name: str, factors: int, functions: tuple[Any, Any, Any], takes: tuple[str, ...] = (), looks: bool = False
 ) -> Product:
     """Register a product; ``functions``: kernel, fake and gradients, see `Product`."""
     kernel, fake, gradients = functions

@@ -275,12 +275,7 @@ def _kept_dense(
 
 
 def _dds(
-    op: int,
-    source: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    epilogue: Epilogue,
-    operands: Operands,
+    op: int, source: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands
 ) -> Tensor:
     """Run a product that the native module does not know, and have it kept there."""
     bias, residual, activation, column_major, gate = epilogue
