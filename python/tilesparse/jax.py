@@ -23,7 +23,6 @@ from .errors import (
     InvalidPatternError,
     InvalidTypeError,
     NoDeviceError,
-    UnsupportedError,
 )
 
 _NT, _NN, _TN = range(3)  # y = x Wᵀ, x = y W, and W = yᵀ x on a pattern
@@ -393,10 +392,9 @@ def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-# The primitive. Its operands are two factors, each with a batch in front, of one product or as many as the
-# other's: dense ones [batch, tokens, features], or [batch, features, tokens] where `layouts` (of x and of y)
-# says so; values [batch, nnz, bn, bk]. Traced patterns follow: ptr and indices of rows; ptr, indices and
-# slots of columns.
+# The primitive. Its operands are two factors: dense ones [1, tokens, features], or [1, features, tokens] as
+# `layouts` (of x and of y) says; values [1, nnz, bn, bk]. Traced patterns follow: ptr and indices of rows;
+# ptr, indices and slots of columns.
 _primitive = Primitive(_TARGET)
 
 
@@ -410,20 +408,19 @@ def _run_at_once(*operands: Any, **params: Any) -> Any:
     return _compiled(**params)(*operands)
 
 
-def _result_shape(first: Any, second: Any, nnz: int, params: dict[str, Any]) -> tuple[int, ...]:
-    batch = second.shape[0] if first.shape[0] == 1 else first.shape[0]
+def _result_shape(first: Any, nnz: int, params: dict[str, Any]) -> tuple[int, ...]:
     op, (of_x, of_y) = params["op"], params["layouts"]
     if op == _TN:
-        return (batch, nnz, *params["block_shape"])
+        return (1, nnz, *params["block_shape"])
     source, target = (of_x, of_y) if op == _NT else (of_y, of_x)
     tokens, features = first.shape[2 if source else 1], params["shape"][op]
-    return (batch, features, tokens) if target else (batch, tokens, features)
+    return (1, features, tokens) if target else (1, tokens, features)
 
 
-def _abstract(first: Any, second: Any, *index: Any, **params: Any) -> Any:
+def _abstract(first: Any, _: Any, *index: Any, **params: Any) -> Any:
     pattern = params["pattern"]
     nnz = pattern.nnz if pattern is not None else index[1].shape[0]
-    shape = _result_shape(first, second, nnz, params)
+    shape = _result_shape(first, nnz, params)
     # Inside of jax.shard_map it varies as the operands do; elsewhere its sharding is left to XLA.
     replicated = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(first.sharding.mesh, replicated)
@@ -450,50 +447,33 @@ def _transpose(cotangent: Any, first: Any, second: Any, *index: Any, op: int, **
         # The gradient of x from y and W, of y from x and W, of y from W and x.
         to = (_NN, _NT, _NT)[op]
         factors = (second, cotangent) if op == _TN else (cotangent, second)
-        wanted = first.aval
     else:
         # The gradient of W from x and y, of W from x and y, of x from W and y.
         to = (_TN, _TN, _NN)[op]
         factors = (cotangent, first) if op == _NT else (first, cotangent)
-        wanted = second.aval
     result = bind(*factors, *index, op=to, **params)
-    if wanted.shape[0] == 1 != result.shape[0]:  # one factor of all products
-        result = result.sum(0, keepdims=True)
     of_index: list[Any] = [None] * len(index)
     return [result, None, *of_index] if ad.is_undefined_primal(first) else [None, result, *of_index]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     bind = functools.partial(_primitive.bind, **params)
-    first, second, *index = operands
-    size = next(one.shape[axis] for one, axis in zip(operands, axes, strict=True) if axis is not None)
-    if any(axis is not None for axis in axes[2:]):
-        raise UnsupportedError("pattern must be one for all products of jax.vmap; jax.lax.map takes several")
     op, layouts = params["op"], params["layouts"]
-    if op != _TN and axes[1] is None and second.shape[0] == 1:  # more tokens
+    if op != _TN and all(axis is None for axis in axes[1:]):  # more tokens
+        first, *others = operands
         source, target = (2 if layouts[one] else 1 for one in ((0, 1) if op == _NT else (1, 0)))
-        first = jnp.moveaxis(first, axes[0], source)
-        sizes = first.shape
-        folded = first.reshape(*sizes[:source], sizes[source] * sizes[source + 1], *sizes[source + 2 :])
-        result = bind(folded, second, *index)
-        sizes = (*result.shape[:target], size, -1, *result.shape[target + 1 :])
+        sizes = jnp.moveaxis(first, axes[0], source).shape
+        folded = (*sizes[:source], sizes[source] * sizes[source + 1], *sizes[source + 2 :])
+        result = bind(jnp.moveaxis(first, axes[0], source).reshape(folded), *others)
+        sizes = (*result.shape[:target], first.shape[axes[0]], -1, *result.shape[target + 1 :])
         return result.reshape(sizes), target
-    leads = [one.shape[int(axis == 0)] for one, axis in zip((first, second), axes[:2], strict=True)]
-    lead = leads[1] if leads[0] == 1 else leads[0]
-    stacked = []
-    for one, axis in zip((first, second), axes[:2], strict=True):
-        if axis is not None:
-            one = jnp.moveaxis(one, axis, 0)
-        elif one.shape[0] != 1:
-            one = jnp.broadcast_to(one, (size, *one.shape))
-        else:
-            stacked.append(one)
-            continue
-        if one.shape[1] != lead:
-            one = jnp.broadcast_to(one, (size, lead, *one.shape[2:]))
-        stacked.append(one.reshape(size * lead, *one.shape[2:]))
-    result = bind(*stacked, *index)
-    return result.reshape(size, lead, *result.shape[1:]), 0
+
+    def product(mapped: Sequence[Any]) -> Any:
+        parts = iter(mapped)
+        return bind(*(one if axis is None else next(parts) for one, axis in zip(operands, axes, strict=True)))
+
+    pairs = zip(operands, axes, strict=True)
+    return jax.lax.map(product, [jnp.moveaxis(one, axis, 0) for one, axis in pairs if axis is not None]), 0
 
 
 _primitive.def_impl(_run_at_once)
@@ -526,7 +506,7 @@ def _lowering(platform: str) -> Callable[..., Any]:
             "precision": tf32,
             "kernel": kernel,
         }
-        shape = _result_shape(first, second, arrays[1].shape[0], params)
+        shape = _result_shape(first, arrays[1].shape[0], params)
         product = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(shape, first.dtype))
         numbers = {name: np.int32(number) for name, number in attributes.items()}
         return product(first, second, *arrays, plan, **numbers)

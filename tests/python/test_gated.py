@@ -137,31 +137,6 @@ def test_second_gradients(device: str, activation: str, calls: list[str]) -> Non
     assert ("gate_gradient" in calls) == (device == "cpu")
 
 
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_second_gradients_are_those_of_pytorch(
-    device: str, activation: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32, whichever way the first ones are computed."""
-    pattern = make_pattern("random 50%", (4, 3), (16, 16))
-    like: Any = {"dtype": torch.float32, "device": device}
-    x, gate = randn(9, 48, seed=1, **like), randn(9, 64, seed=5, **like)
-    found = []
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(launch, "multiplies_by_gate", lambda *_: False)
-        leaves = [random_values(pattern, **like), randn(64, seed=3, **like), gate.clone()]
-        values, bias, by = (leaf.requires_grad_() for leaf in leaves)
-        y = functional.linear(x, values, pattern, bias, activation, gate=by)
-        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        square: Any = torch.cat([gradient.flatten() for gradient in first]).square().sum()
-        square.backward()
-        found.append([*first, *(leaf.grad for leaf in leaves)])
-    assert "gate" in calls
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_ways_of_differentiating(device: str, calls: list[str]) -> None:
     """One gradient alone, of expanded gradients, many at once, and by transforms."""

@@ -119,24 +119,6 @@ def test_other_devices_take_kernels_of_an_older_architecture(device: _C.DeviceIn
         assert kernel.startswith("sm80_")
 
 
-@needs_sm90
-def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
-    """With few tokens blocks are read where they are unless transposed; a packed weight saves that, too."""
-
-    def estimated(op: int, tokens: int, *, packed: bool = False) -> float:
-        kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128x512")
-        product = asked(H200, (8192, 8192), 32, op=op, tokens=tokens, kernel=kernel)
-        if packed:
-            product.use_prepacked(256, 1 << 30, 0)
-        found = re.search(r"estimated ([0-9.]+) us", product.select(H200)[1])
-        assert found is not None
-        return float(found[1])
-
-    for op, tokens in product((DDS_NT, DDS_NN), (128, 512, 1024)):
-        assert estimated(op, tokens, packed=True) < estimated(op, tokens)
-    assert estimated(DDS_NT, 128) < estimated(DDS_NN, 128)
-
-
 @needs_cuda
 @pytest.mark.parametrize("device", [A100, H200], ids=["A100", "H200"])
 def test_gradients_in_float32_have_the_kernels_of_those_in_16_bits(device: _C.DeviceInfo) -> None:
@@ -434,18 +416,6 @@ def test_a_choice_says_what_is_next(device: str) -> None:
         names = {kernel.name for kernel in kernels() if kernel.device == "cuda"}
         assert {each.kernel for each in answer.candidates} | set(answer.refused) == names
         assert str(problem) in str(answer) and f"{answer.kernel}: {answer.reason}" in str(answer)
-
-
-@needs_all
-def test_dense_is_an_answer() -> None:
-    thick = Product(4096, 4096, 8192, 0.9, 16, torch.float32, tf32=True)
-    answer = choose(thick, "H100", policy="auto")
-    assert answer.kernel is None and answer.reason.startswith("dense is estimated to be faster")
-    assert answer.runner_up == answer.candidates[0]
-    assert answer.microseconds == answer.dense_microseconds
-    assert answer.runner_up.microseconds is not None and answer.microseconds is not None
-    assert answer.microseconds < answer.runner_up.microseconds
-    assert "\n  dense: " in str(answer)
 
 
 def test_the_cpu_has_no_estimates() -> None:

@@ -15,7 +15,6 @@ from helpers import DEVICES, dense_weight, make_pattern, randn, random_values, s
 from torch import Tensor, func, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
@@ -231,12 +230,6 @@ def test_inference_mode_leaves_nothing_that_cannot_be_updated() -> None:
     assert pattern.update_(make(2).pattern) == make(2).pattern
 
 
-def test_packing_changes_nothing_on_the_cpu() -> None:
-    layer, x = make(1), randn(5, IN, dtype=torch.float32)
-    y = layer(x)
-    assert torch.equal(layer.prepack()(x), y) and torch.equal(layer.prepack(False)(x), y)
-
-
 def test_work_is_counted_for_kept_blocks() -> None:
     layer, x = make(), randn(5, IN, dtype=torch.float32).requires_grad_()
     with FlopCounterMode(display=False) as counter:
@@ -245,19 +238,6 @@ def test_work_is_counted_for_kept_blocks() -> None:
 
 
 # ---- copies, parametrizations, loading ----
-
-
-def test_a_copy_of_the_average_follows_the_pattern_of_the_model() -> None:
-    layer = make(1)
-    average, x = AveragedModel(layer), randn(5, IN, dtype=torch.float32)
-    average.update_parameters(layer)
-    average(x)
-    layer.pattern.update_(make(2).pattern)
-    with torch.no_grad():
-        layer.weight.copy_(make(2).weight)
-    average.update_parameters(layer)
-    assert average.module.pattern == layer.pattern
-    assert_right(average.module, average(x), x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
