@@ -180,19 +180,16 @@ Device = torch.device | str | int | None
 class BlockPattern(PatternView):
     """The kept blocks of a weight W of shape [out_features, in_features].
 
-    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
-    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
-    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
-    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
-    rows, empty columns and patterns without any block are legal.
+    The kept ones of R x C blocks are stored as block compressed rows (BSR) with the names of PyTorch's BSR
+    tensors: block row r holds the entries ``crow_indices[r]`` to ``crow_indices[r + 1]`` of ``col_indices``,
+    in ascending order of columns. Entry e is stored at position ``slot[e]`` of a values tensor [nnz, bn, bk],
+    so a pattern can change without moving a weight. Empty rows, columns and patterns are legal. The last
+    block row and column may reach out of the weight: values there are never read, and are zero in gradients
+    and conversions.
 
-    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
-    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
-
-    A pattern is these three tensors, on any device. The constructor copies and validates them once.
-    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
-    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
-    and copy it there if it lies elsewhere.
+    The constructor copies and validates the three tensors once. `update_` changes them in place, and
+    everything that uses them follows: compiled code, captured CUDA graphs, and the layer whose ``pattern``
+    this is.
 
     Args:
         crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
@@ -257,21 +254,17 @@ class BlockPattern(PatternView):
     ) -> BlockPattern:
         """Draw blocks at random; leave no block row or column empty if the count allows.
 
-        The first max(R, C) blocks pair the block rows with the block columns, both in random order; the
-        shorter list repeats. Each member of the longer list gets one block, and the members of the shorter
-        list get equal numbers, up to one. All other blocks are drawn uniformly, without replacement, from
-        the rest. With fewer than max(R, C) blocks the pairing stops early and covers as many rows and
-        columns as possible. Every block is equally likely to be kept.
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order, of which
+        the shorter list repeats; fewer blocks cover as many rows and columns as possible. All others are
+        drawn uniformly, without replacement. Every block is equally likely to be kept.
 
         Args:
             shape: (out_features, in_features).
             block_shape: (bn, bk), or one number for both.
             density: kept fraction; round(density * R * C) blocks are drawn.
             nnz: number of blocks, instead of a density.
-            parts: (r, c): divide the block rows into r equal parts and the block columns into c, and draw
-                the same number of blocks from each of the r * c parts. Tensor parallelism over r processes
-                by rows, or c by columns, needs this balance. Rows and columns of the whole weight are
-                covered.
+            parts: (r, c): draw the same number of blocks from each of r equal parts of the block rows by c of
+                the block columns, as tensor parallelism over r processes by rows, or c by columns, needs.
             generator: a CPU generator; None is PyTorch's default generator.
             device: device of the pattern; None is the CPU.
 

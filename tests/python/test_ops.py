@@ -435,16 +435,6 @@ def test_hessians_by_reverse_mode_and_what_forward_mode_says() -> None:
     torch.testing.assert_close(func.jacrev(func.jacrev(loss))(x), 2 * weight.T @ weight)
 
 
-def test_fx_traces_layers_in_models_and_by_themselves_with_concrete_arguments() -> None:
-    layer, x = BlockSparseLinear(64, 32, block_shape=32), torch.randn(3, 64)
-    assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), layer(x))
-    with pytest.raises(UnsupportedError, match=r"activation must be known when torch.fx.symbolic_trace"):
-        torch.fx.symbolic_trace(layer)
-    others = {"residual": None, "gate": None, "activation": "none", "column_major_output": False}
-    others["gate_threshold"] = None
-    assert torch.equal(torch.fx.symbolic_trace(layer, others)(x, *others.values()), layer(x))
-
-
 def test_nothing_is_made_under_fake_tensor_mode() -> None:
     made, dense = BlockSparseLinear(64, 32, block_shape=32), torch.nn.Linear(64, 32)
     makers: list[Callable[[], object]] = [

@@ -17,7 +17,7 @@ from .._runtime.device import ACTIVATIONS
 from .._runtime.layout import row_stride
 from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import current_stream, transforms_active, version
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError
 from .autograd import (
     by_number,
     is_plain,
@@ -36,13 +36,9 @@ def activation_code(activation: str) -> int:
     try:
         return ACTIVATIONS[activation]
     except (KeyError, TypeError):
-        pass
-    if isinstance(activation, torch.fx.Proxy):
-        raise UnsupportedError(
-            "activation must be known when torch.fx.symbolic_trace traces a layer by itself: trace a module "
-            "that contains it, or give concrete_args for all arguments but x"
-        )
-    raise InvalidArgumentError(f"activation must be one of {list(ACTIVATIONS)}, got {shown(activation)}")
+        raise InvalidArgumentError(
+            f"activation must be one of {list(ACTIVATIONS)}, got {shown(activation)}"
+        ) from None
 
 
 def activated(y: Tensor, activation: str) -> Tensor:
@@ -255,10 +251,7 @@ def quantized_for(weight: Tensor, x: Tensor, direct: bool, grouped: bool = False
 def spread_in_8_bits(
     x: Tensor, given: Tensor, rows: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """Quantize `spread` of x and ``given`` [tokens, choices], each token once; None where that is not of use.
-
-    Nothing records a gradient here.
-    """
+    """Quantize `spread` of x and ``given`` [tokens, choices], each token once; None where that is no use."""
     if not (is_compiling() or is_plain((x,))) or x.dtype not in (
         torch.float32,
         torch.float16,

@@ -254,7 +254,6 @@ def linear_on(
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
     tensors = x, values, bias, residual, gate
-    # Proxies of torch.fx cannot be asked whether they have a gradient.
     recorded = type(x) in PLAIN_TYPES and records_gradient(tensors)
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
