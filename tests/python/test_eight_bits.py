@@ -38,15 +38,12 @@ from tilesparse import (
     functional,
     sparsify_,
     storage,
-    tuning,
 )
 from tilesparse._runtime import select
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks, layer_index
-from tilesparse.tuning import Product, load
-from tilesparse.tuning.measure import products_of
 
 NM = (2, 4)
 FLOAT8 = torch.float8_e4m3fn
@@ -730,41 +727,6 @@ def test_compiled_and_exported_layers(name: str) -> None:
 
 
 # ---- measured and chosen ----
-
-
-@both
-def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TILESPARSE_TUNE_FILE", str(tmp_path / "tune.json"))
-    layer = make(name)
-    wanted = Product.of(layer, tokens=100)
-    assert wanted.activations == name and "W8A8" in str(wanted)
-    assert Product.of(layer, tokens=100, op="dgrad").activations is None
-    chosen = tuning.choose(wanted, "cpu")
-    assert chosen.kernel in {kernel.name for kernel in tuning.kernels() if EIGHT[name] in kernel.dtypes}
-    try:
-        (measured,) = tuning.tune([wanted], "cpu", candidates=1, repetitions=1)
-        assert measured.product == wanted and set(measured.microseconds) == {chosen.kernel}
-        assert load()[0] == [measured]
-    finally:
-        monkeypatch.setenv("TILESPARSE_TUNE_FILE", "")
-        load()
-    tilesparse.save(nn.Sequential(layer), tmp_path / "saved")
-    found = products_of(tmp_path / "saved", [10, 100])
-    assert [(one.op, one.tokens, one.activations) for one in found] == [
-        ("forward", 10, None),
-        ("forward", 10, name),
-        ("forward", 100, name),
-        ("dgrad", 10, None),
-        ("dgrad", 100, None),
-    ]
-    for changed, message in (
-        ({"op": "dgrad"}, "op must be 'forward' with activations"),
-        ({"column_major": True}, "column_major must be False with activations"),
-        ({"dtype": torch.float64}, "dtype must have 16 or 32 bits with activations"),
-        ({"storage": "plain"}, "activations must be None"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            replace(wanted, **changed)
 
 
 # ---- what holds layers ----

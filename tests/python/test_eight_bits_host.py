@@ -13,14 +13,12 @@ from helpers import DEVICES, Recorder, make_pattern, randn, random_values, seede
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-import tilesparse
-from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, functional, sparsify_, storage
+from tilesparse import BlockSparseLinear, BlockSparseMLP, functional, storage
 from tilesparse._ops.epilogue import _last
 from tilesparse._runtime import launch
 from tilesparse._runtime.device import TENSORS
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.model import fuse_mlps_
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70
@@ -409,30 +407,3 @@ def test_nothing_is_kept_of_an_mlp_in_inference_mode() -> None:
         with pytest.raises(InvalidArgumentError, match="x must have last dimension"):
             mlp(tokens()[:, :64])
     assert _last.constant is None and _last.holder[0] is None
-
-
-@both
-def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]) -> None:
-    transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    settings = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(settings).eval()
-    sparsify_(model, BlockSparseConfig(1, 32, storage=name, activations=name))
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        wanted = model(ids).logits
-    report = fuse_mlps_(model, ids, dry_run=True)
-    assert [mlp.storages for mlp in report.layers] == [(f"{name} W8A8",)] * 2 and not report.skipped
-    assert f"silu  {name} W8A8" in str(report)
-    tilesparse.prepare_for_inference_(model, ids)
-    assert sum(isinstance(module, BlockSparseMLP) for module in model.modules()) == 2
-    counted.clear()
-    with torch.no_grad(), Recorder() as recorder:
-        found = model(ids).logits
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-    assert "dds_nt" not in recorder.seen
-    counted.clear()
-    with torch.no_grad():
-        model(ids)
-    assert len(counted) == 2 * 4, "of attention, its output, gate and up, down"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact_
 
 HALVES = [torch.bfloat16, torch.float16]
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
@@ -316,29 +315,6 @@ def test_graphs() -> None:
     for _ in range(3):
         graph.replay()
     assert_within(main_grad, *summed(layer, before, [(x, dy)] * 3))
-
-
-def test_schedules_refuse_what_they_do_not_see() -> None:
-    layer, masked = make(), make(nm=(2, 4))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, masked)]
-    schedules: list[Any] = [
-        PatternSchedule(layer, optimizers[0], drop="movement", every=1),
-        GroupLasso(layer, optimizers[0], strength=0.1),
-        MaskSchedule(masked, optimizers[1], every=2, decay=0.1),
-    ]
-    x, dy = batch(layer, 1)
-    for one, optimizer in zip((layer, masked), optimizers, strict=True):
-        with_main_grad(one)
-        one(x).backward(dy)
-        with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-            optimizer.step()
-    del schedules
-    shape = layer.weight.shape
-    with torch.no_grad():
-        layer.weight[:3] = 0
-    with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
-        compact_(layer, optimizers[0])
-    assert layer.weight.shape == shape
 
 
 @pytest.mark.parametrize("option", ["gate", "activation", "residual"])
