@@ -52,28 +52,17 @@ def check_flag(name: str, value: object) -> None:
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
 
 
-def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
-    """Return (bn, bk); one number stands for square blocks."""
+def check_block_shape(
+    block_shape: int | Sequence[int], sizes: Sequence[int] = BLOCK_SIZES
+) -> tuple[int, int]:
+    """Return (bn, bk), both among the sizes; one number stands for square blocks."""
     sides = _sides(block_shape)
-    if sides is None or not {*sides} <= {*BLOCK_SIZES}:
-        others = (
-            "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
-            if sides
-            else ""
-        )
+    if sides is None or not {*sides} <= {*sizes}:
+        of_layers = sizes is BLOCK_SIZES
+        why = "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
         raise InvalidArgumentError(
-            f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
-            f"got {block_shape}{others}"
-        )
-    return sides
-
-
-def pattern_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
-    """Return (bn, bk) of a pattern, whose blocks may have any sides from 2 to 128."""
-    sides = _sides(block_shape)
-    if sides is None:
-        raise InvalidArgumentError(
-            f"block_shape must be (bn, bk) of 2 to 128, or one of these numbers for both, got {block_shape}"
+            f"block_shape must be (bn, bk) of {'16, 32, 64 or 128' if of_layers else '2 to 128'}, or one of "
+            f"these numbers for both, got {block_shape}{why if of_layers and sides else ''}"
         )
     return sides
 
@@ -223,7 +212,7 @@ def pattern_shapes(
     shape: Sequence[int], block_shape: int | Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Return validated (shape, block_shape, grid) of a pattern, whose last blocks may reach out of it."""
-    sides = pattern_block_shape(block_shape)
+    sides = check_block_shape(block_shape, BLOCK_SIDES)
     if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
         raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shape!r}")
     rows, cols = (
@@ -283,36 +272,22 @@ class Epilogue(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Storage and groups of both factors of a product; tensors come first, and have no gradient.
+    """Storage and groups of both factors of a product; tensors come first, and have no gradient."""
 
-    Attributes:
-        metadata: of 2:4 values.
-        scales: of values in 8 or 4 bits; with `fast` those of output features, or of blocks [nnz, 1].
-        offsets: int32 [groups + 1]: where the tokens of each group begin, which has a weight of its own.
-        compressed: 2:4 values to multiply by in place of dense blocks, which then get the gradient.
-        compressed_t: the same of Wᵀ, for the gradient of x, or None.
-        metadata_t: of these.
-        x_values: x in 8 bits, multiplied in its place; gradients do not need it.
-        x_scales: of these.
-        transposed: whether the values are those of Wᵀ.
-        fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
-            all products of float8, in fewer bits than float32 has.
-        threshold: magnitude up to which numbers of x count as zero, or None.
-        gate_threshold: the same of the gate, after its activation.
-    """
-
-    metadata: Tensor | None = None
-    scales: Tensor | None = None
-    offsets: Tensor | None = None
-    compressed: Tensor | None = None
-    compressed_t: Tensor | None = None
+    metadata: Tensor | None = None  # of 2:4 values
+    scales: Tensor | None = None  # of values in 8 or 4 bits; with `fast` of features, or of blocks [nnz, 1]
+    offsets: Tensor | None = None  # int32 [groups + 1]: where the tokens of each group begin
+    compressed: Tensor | None = None  # 2:4 values in place of dense blocks, which then get the gradient
+    compressed_t: Tensor | None = None  # the same of Wᵀ, for the gradient of x
     metadata_t: Tensor | None = None
-    x_values: Tensor | None = None
+    x_values: Tensor | None = None  # x in 8 bits, multiplied in its place; gradients do not need it
     x_scales: Tensor | None = None
-    transposed: bool = False
+    transposed: bool = False  # whether the values are those of Wᵀ
+    # None to multiply x in its own dtype. Otherwise x has 8 bits, too, and True lets tensor cores add all
+    # products of float8, in fewer bits than float32 has.
     fast: bool | None = None
-    threshold: float | None = None
-    gate_threshold: float | None = None
+    threshold: float | None = None  # magnitude up to which numbers of x count as zero
+    gate_threshold: float | None = None  # the same of the gate, after its activation
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -522,7 +522,7 @@ class BlockPattern(PatternView):
 
         Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
         """
-        small, (bn, bk) = _checks.pattern_block_shape(block_shape), self.block_shape
+        small, (bn, bk) = _checks.check_block_shape(block_shape, _checks.BLOCK_SIDES), self.block_shape
         if bn % small[0] or bk % small[1]:
             raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
         _checks.check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
@@ -546,7 +546,7 @@ def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shape of a weight with a number for each block, if not given of whole blocks, and theirs."""
-    bn, bk = _checks.pattern_block_shape(block_shape)
+    bn, bk = _checks.check_block_shape(block_shape, _checks.BLOCK_SIDES)
     rows, cols = grid.shape
     given = (rows * bn, cols * bk) if shape is None else shape
     checked, sides, wanted = _checks.pattern_shapes(given, (bn, bk))

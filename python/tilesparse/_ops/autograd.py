@@ -4,9 +4,8 @@ The gradients of each product are the other two, and expanding values to a dense
 from one are each other's, so every order of differentiation is available.
 
 On the dispatcher path a product is an operator of PyTorch, which modes, transforms, compilers and tracers
-see. The dispatcher takes longer than the rest of a call, and several times as long where a gradient is
-recorded (docs/performance.md, "Time of the host"). Where only autograd and a kernel would act on a product,
-the fast path calls these directly.
+see. That takes longer than the rest of a call. Where only autograd and a kernel would act on a product, the
+fast path calls these directly.
 """
 
 from __future__ import annotations
@@ -41,25 +40,16 @@ SAVED, TENSORS = (Operands._fields.index(name) for name in ("x_values", "transpo
 
 
 class Product(NamedTuple):
-    """An operator on two factors, or one and None, and a pattern.
+    """An operator on two factors, or one and None, and a pattern."""
 
-    Attributes:
-        op: the operator, which takes the fields of the pattern one by one.
-        takes: what it takes next: fields of `Epilogue` and `Operands`.
-        kernel: computes it on plain tensors and a prepared pattern, and takes both records.
-        gradients: returns the gradients of both factors, bias and residual, or of the first of them, from the
-            gradient of the result, the factors, each of which is there if it is needed, the pattern, for
-            which of the tensors they are needed, and the operands.
-        transformed: the operator for the transforms of ``torch.func``.
-        looks: True for products that begin a forward pass, see `pattern_cache.prepared`.
-    """
-
-    op: Callable[..., Tensor]
-    takes: Sequence[str]
-    kernel: Callable[..., Tensor]
+    op: Callable[..., Tensor]  # takes the fields of the pattern one by one
+    takes: Sequence[str]  # and then these fields of `Epilogue` and `Operands`
+    kernel: Callable[..., Tensor]  # computes it on plain tensors, a prepared pattern and both records
+    # Returns the gradients of both factors, bias and residual, or of the first of them, from the gradient of
+    # the result, the factors that are needed, the pattern, which tensors need one, and the operands.
     gradients: Callable[..., Tensors]
-    transformed: Callable[..., Tensor]
-    looks: bool
+    transformed: Callable[..., Tensor]  # the operator for the transforms of ``torch.func``
+    looks: bool  # whether it begins a forward pass, see `pattern_cache.prepared`
 
 
 def call(

@@ -22,19 +22,12 @@ if TYPE_CHECKING:
 
 
 class EncoderWeight(NamedTuple):
-    """A linear layer as `BlockSparseLinear` holds it with int8 storage and int8 activations.
+    """A linear layer as `BlockSparseLinear` holds it with int8 storage and int8 activations."""
 
-    Attributes:
-        pattern: kept blocks, on the CPU.
-        values: int8 [nnz, bn, bk].
-        scales: float32 [out_features], one of each output feature.
-        bias: [out_features], or None.
-    """
-
-    pattern: BlockPattern
-    values: Tensor
-    scales: Tensor
-    bias: Tensor | None = None
+    pattern: BlockPattern  # on the CPU
+    values: Tensor  # int8 [nnz, bn, bk]
+    scales: Tensor  # float32 [out_features], one of each output feature
+    bias: Tensor | None = None  # [out_features]
 
     @classmethod
     def of(cls, layer: BlockSparseLinear) -> EncoderWeight:
@@ -58,41 +51,24 @@ class EncoderLayer(NamedTuple):
     ``mlp_norm(h + down(activation(up(h))))``. With ``norm_first`` these are
     ``h = x + output(attention(qkv(attention_norm(x))))`` and ``h + down(activation(up(mlp_norm(h))))``. With
     ``gated`` the result of ``up`` has two halves, and ``down`` gets ``activation(first) * second``.
-
-    Attributes:
-        heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
-        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, or with rotary of
-            32, at most 256.
-        output: [hidden, heads * head_features].
-        up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
-        down: [hidden, inner].
-        attention_norm: its weight may be None with ``norm_first`` alone.
-        mlp_norm: the norm of the MLP.
-        norm_first: whether norms come before products (ModernBERT, ViT) or after them (BERT).
-        activation: "gelu" (the one with erf), "relu", "silu" or "none".
-        gated: whether the MLP is gated.
-        scale: factor of the products of q and k; by default ``head_features ** -0.5``.
-        window: 0, or how many places away the tokens are that a token attends to: ModernBERT's
-            ``local_attention // 2``.
-        rotary: None, or float32 [positions, head_features]: of each place in a sentence the cosines of half
-            as many angles, then their sines; feature f is turned with feature f + head_features / 2.
-        position_bias: None, or float32 [heads, 2 * positions - 1], added to scores of query i and key j:
-            column j - i + positions - 1 (MPNet).
     """
 
-    heads: int
-    qkv: EncoderWeight
-    output: EncoderWeight
-    up: EncoderWeight
-    down: EncoderWeight
-    attention_norm: EncoderNorm
+    heads: int  # those of q come first in qkv, then those of k and of v
+    qkv: EncoderWeight  # [3 * heads * head_features, hidden]; features a multiple of 16, with rotary of 32
+    output: EncoderWeight  # [hidden, heads * head_features]
+    up: EncoderWeight  # [inner, hidden], or with `gated` [2 * inner, hidden]
+    down: EncoderWeight  # [hidden, inner]
+    attention_norm: EncoderNorm  # its weight may be None with `norm_first` alone
     mlp_norm: EncoderNorm
-    norm_first: bool = False
-    activation: str = "gelu"
+    norm_first: bool = False  # norms come before products (ModernBERT, ViT), not after them (BERT)
+    activation: str = "gelu"  # the one with erf, or "relu", "silu" or "none"
     gated: bool = False
-    scale: float | None = None
-    window: int = 0
+    scale: float | None = None  # of the products of q and k; None is ``head_features ** -0.5``
+    window: int = 0  # how many places away the tokens are that a token attends to; 0: all
+    # Float32 [positions, head_features]: of each place in a sentence the cosines of half as many angles, then
+    # their sines; feature f is turned with feature f + head_features / 2.
     rotary: Tensor | None = None
+    # Float32 [heads, 2 * positions - 1], added to scores of query i and key j: column j - i + positions - 1.
     position_bias: Tensor | None = None
 
 
