@@ -143,15 +143,20 @@ def quantized_linear(
     On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`.
     The gradient of x is that of x Wᵀ with the dequantized W (straight-through); values and scales have none.
 
-    Args that are not listed are those of `linear`.
-
     Args:
         x: [..., in_features] of float32, float16 or bfloat16, copied if it is not row-major.
         values: int8 or float8_e4m3fn [nnz, bn, bk], with ``metadata`` half of bk; int8 for in_features < 2¹⁷.
+        pattern: positions of the blocks.
         scales: float32 [out_features], see `storage.quantize_weights` with ``granularity="feature"``; or of
             values in float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
+        bias: as in `linear`.
+        activation: as in `linear`.
+        residual: as in `linear`.
+        column_major_output: as in `linear`.
         policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
             in its own dtype by it.
+        metadata: as in `linear`.
+        gate: as in `linear`.
         use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
             keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
             False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
