@@ -47,7 +47,7 @@ from tilesparse import _checks as products
 from tilesparse._runtime.device import DDS_NT
 from tilesparse._runtime.launch import dds
 from tilesparse._runtime.pattern_cache import prepared
-from tilesparse.functional import grouped_linear
+from tilesparse.functional import linear
 
 OPS = ("forward", "dx", "dw")
 SECTIONS = ("products", "layer")
@@ -420,9 +420,9 @@ def _sparse(op: str, operands: Operands) -> Callable[[], Tensor]:
     """The product, or a gradient alone of a forward pass that happened before."""
     x, values = operands.x.detach(), operands.values.detach()
     if op == "forward":
-        return lambda: grouped_linear(x, values, operands.pattern, operands.offsets)
+        return lambda: linear(x, values, operands.pattern, offsets=operands.offsets)
     wanted = (x if op == "dx" else values).requires_grad_()
-    y = grouped_linear(x, values, operands.pattern, operands.offsets)
+    y = linear(x, values, operands.pattern, offsets=operands.offsets)
     return lambda: torch.autograd.grad(y, wanted, operands.dy, retain_graph=True)[0]
 
 

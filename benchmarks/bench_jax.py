@@ -76,14 +76,14 @@ def _measure(arguments: argparse.Namespace, dtype: str, block: int, density: flo
 
     indptr, indices = (one.cpu().numpy() for one in (pattern.crow_indices, pattern.col_indices))
     form: dict[str, Any] = {"shape": (rows, cols), "block_shape": block}
-    own = tilesparse.jax.BlockSparse(values, tilesparse.jax.Pattern(indptr, indices, **form))
+    own = tilesparse.jax.BlockSparse(jnp.from_dlpack(values), tilesparse.jax.Pattern(indptr, indices, **form))
     arrays = jnp.asarray(indptr), jnp.asarray(indices)
-    traced = tilesparse.jax.BlockSparse(values, tilesparse.jax.Pattern(*arrays, **form))
+    traced = tilesparse.jax.BlockSparse(own.values, tilesparse.jax.Pattern(*arrays, **form))
     of_jax, dense_of_jax = jnp.from_dlpack(x), jnp.from_dlpack(dense)
     product = jax.jit(lambda matrix, x: x @ matrix.T)
 
     def both(values: Any, x: Any, g: Any) -> Any:
-        y, pull = jax.vjp(lambda values, x: x @ own.with_values(values).T, values, x)
+        y, pull = jax.vjp(lambda values, x: x @ tilesparse.jax.BlockSparse(values, own.pattern).T, values, x)
         return y, pull(g)
 
     gradients = jax.jit(both)

@@ -73,7 +73,9 @@ Product = Callable[[Tensor], Callable[[], Any]]
 
 
 def _of_scipy(matrix: BlockSparseMatrix) -> dict[str, Product]:
-    bsr = matrix.to_scipy()
+    pattern = matrix.pattern
+    arrays = matrix.values.numpy(), pattern.col_indices.numpy(), pattern.crow_indices.numpy()
+    bsr = scipy.sparse.bsr_array(arrays, shape=matrix.shape)
     csr = scipy.sparse.csr_array(bsr)
     return {
         "scipy BSR": lambda x: partial(operator.matmul, bsr, x.numpy()),

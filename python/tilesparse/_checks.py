@@ -9,14 +9,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Number, Real
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -35,57 +33,17 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that bec
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
 
 
-class Array(Protocol):
-    """A tensor, or an array of NumPy, CuPy, JAX or another library that has DLPack."""
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-def shared(name: str, given: Any) -> Any:
-    """Return a tensor in the memory of an array, and what is no array as it is.
-
-    Copies are made of what NumPy has read-only, reversed or in another byte order: PyTorch would write to the
-    first, and end the process at the second.
-    """
-    if isinstance(given, Tensor) or not hasattr(given, "__dlpack__"):
-        return given
-    try:
-        if isinstance(given, np.ndarray):
-            usable = given.flags.writeable and min(given.strides, default=0) >= 0 and given.dtype.isnative
-            return torch.from_numpy(given if usable else given.astype(given.dtype.newbyteorder("="), "C"))
-        if min(getattr(given, "strides", None) or (0,)) < 0:
-            raise BufferError("a stride is negative")
-        return torch.utils.dlpack.from_dlpack(given)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name} must be an array that PyTorch can share: {error}") from error
-
-
 def shown(value: object) -> str:
     """Return a value for a message: its text if that is short, otherwise its type."""
-    if _is_short(value) or (isinstance(value, list | tuple) and all(map(_is_short, value))):
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"a {value.layout} tensor {list(value.shape)}"
+    parts = value if isinstance(value, list | tuple) else (value,)
+    if all(part is None or isinstance(part, str | Number | torch.dtype | torch.device) for part in parts):
         text = repr(value)
         return text if len(text) <= 60 else text[:57] + "..."
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        return f"a {value.layout} tensor"
-    if isinstance(value, Tensor) and value.is_nested:
-        return "a nested tensor"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
     kind = type(value)
-    return kind.__name__ if kind.__module__ in ("builtins", __name__) else f"{_module(kind)}{kind.__name__}"
-
-
-def _is_short(value: object) -> bool:
-    return value is None or isinstance(value, str | Number | torch.dtype | torch.device)
-
-
-def _module(kind: type) -> str:
-    """Return the module that users import a class from, with a dot; nothing for this package."""
-    for package in ("torch.nn.", "torch.optim."):
-        if kind.__module__.startswith(package):
-            return package
-    own = kind.__module__.split(".")[0] in ("builtins", "collections", __package__)
-    return "" if own else f"{kind.__module__}."
+    own = kind.__module__.split(".")[0] in ("builtins", "torch", __package__)
+    return kind.__name__ if own else f"{kind.__module__}.{kind.__name__}"
 
 
 def check_flag(name: str, value: object) -> None:
@@ -94,28 +52,17 @@ def check_flag(name: str, value: object) -> None:
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
 
 
-def check_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
-    """Return (bn, bk); one number stands for square blocks."""
+def check_block_shape(
+    block_shape: int | Sequence[int], sizes: Sequence[int] = BLOCK_SIZES
+) -> tuple[int, int]:
+    """Return (bn, bk), both among the sizes; one number stands for square blocks."""
     sides = _sides(block_shape)
-    if sides is None or not {*sides} <= {*BLOCK_SIZES}:
-        others = (
-            "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
-            if sides
-            else ""
-        )
+    if sides is None or not {*sides} <= {*sizes}:
+        of_layers = sizes is BLOCK_SIZES
+        why = "; layers of other blocks are rarely faster than dense, and are made with `pattern` alone"
         raise InvalidArgumentError(
-            f"block_shape must be (bn, bk) of 16, 32, 64 or 128, or one of these numbers for both, "
-            f"got {block_shape}{others}"
-        )
-    return sides
-
-
-def pattern_block_shape(block_shape: int | Sequence[int]) -> tuple[int, int]:
-    """Return (bn, bk) of a pattern, whose blocks may have any sides from 2 to 128."""
-    sides = _sides(block_shape)
-    if sides is None:
-        raise InvalidArgumentError(
-            f"block_shape must be (bn, bk) of 2 to 128, or one of these numbers for both, got {block_shape}"
+            f"block_shape must be (bn, bk) of {'16, 32, 64 or 128' if of_layers else '2 to 128'}, or one of "
+            f"these numbers for both, got {block_shape}{why if of_layers and sides else ''}"
         )
     return sides
 
@@ -164,14 +111,6 @@ def as_integer(number: object) -> int:
 def is_tensor(value: object) -> bool:
     """Return True for a tensor with strides, as products and conversions need it."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-
-
-def is_sequence(value: object) -> bool:
-    """Return True for objects with a length and elements: arrays and tensors too, but not text or models."""
-    if isinstance(value, Tensor):
-        return is_tensor(value) and not value.is_meta and not value.is_complex() and value.dim() > 0
-    has_elements = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    return has_elements and not isinstance(value, str | bytes | Mapping | nn.Module)
 
 
 def checked_count(name: str, count: object, least: int = 1, most: int | None = None) -> int:
@@ -273,20 +212,14 @@ def pattern_shapes(
     shape: Sequence[int], block_shape: int | Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Return validated (shape, block_shape, grid) of a pattern, whose last blocks may reach out of it."""
-    sides = pattern_block_shape(block_shape)
-    if not is_sequence(shape) or len(shape) != 2:
+    sides = check_block_shape(block_shape, BLOCK_SIDES)
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
         raise InvalidArgumentError(f"shape must be (out_features, in_features), got {shape!r}")
-    features = []
-    for name, size in (("out_features", shape[0]), ("in_features", shape[1])):
-        try:
-            number = as_integer(size)
-        except TypeError:
-            number = 0
-        if not 0 < number <= INT32_MAX:
-            raise InvalidArgumentError(f"{name} must be a positive integer below 2^31, got {size}")
-        features.append(number)
-    checked = features[0], features[1]
-    return checked, sides, grid_of(checked, sides)
+    rows, cols = (
+        checked_count(name, size, 1, INT32_MAX)
+        for name, size in zip(("out_features", "in_features"), shape, strict=True)
+    )
+    return (rows, cols), sides, grid_of((rows, cols), sides)
 
 
 def grid_of(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, int]:
@@ -339,36 +272,22 @@ class Epilogue(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Storage and groups of both factors of a product; tensors come first, and have no gradient.
+    """Storage and groups of both factors of a product; tensors come first, and have no gradient."""
 
-    Attributes:
-        metadata: of 2:4 values.
-        scales: of values in 8 or 4 bits; with `fast` those of output features, or of blocks [nnz, 1].
-        offsets: int32 [groups + 1]: where the tokens of each group begin, which has a weight of its own.
-        compressed: 2:4 values to multiply by in place of dense blocks, which then get the gradient.
-        compressed_t: the same of Wᵀ, for the gradient of x, or None.
-        metadata_t: of these.
-        x_values: x in 8 bits, multiplied in its place; gradients do not need it.
-        x_scales: of these.
-        transposed: whether the values are those of Wᵀ.
-        fast: None to multiply x in its own dtype; otherwise x has 8 bits, too, and True lets tensor cores add
-            all products of float8, in fewer bits than float32 has.
-        threshold: magnitude up to which numbers of x count as zero, or None.
-        gate_threshold: the same of the gate, after its activation.
-    """
-
-    metadata: Tensor | None = None
-    scales: Tensor | None = None
-    offsets: Tensor | None = None
-    compressed: Tensor | None = None
-    compressed_t: Tensor | None = None
+    metadata: Tensor | None = None  # of 2:4 values
+    scales: Tensor | None = None  # of values in 8 or 4 bits; with `fast` of features, or of blocks [nnz, 1]
+    offsets: Tensor | None = None  # int32 [groups + 1]: where the tokens of each group begin
+    compressed: Tensor | None = None  # 2:4 values in place of dense blocks, which then get the gradient
+    compressed_t: Tensor | None = None  # the same of Wᵀ, for the gradient of x
     metadata_t: Tensor | None = None
-    x_values: Tensor | None = None
+    x_values: Tensor | None = None  # x in 8 bits, multiplied in its place; gradients do not need it
     x_scales: Tensor | None = None
-    transposed: bool = False
+    transposed: bool = False  # whether the values are those of Wᵀ
+    # None to multiply x in its own dtype. Otherwise x has 8 bits, too, and True lets tensor cores add all
+    # products of float8, in fewer bits than float32 has.
     fast: bool | None = None
-    threshold: float | None = None
-    gate_threshold: float | None = None
+    threshold: float | None = None  # magnitude up to which numbers of x count as zero
+    gate_threshold: float | None = None  # the same of the gate, after its activation
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -395,19 +314,14 @@ def operands_of(metadata: Tensor | None, scales: Tensor | None) -> Operands:
 def check_index(index: Index) -> None:
     """Check sizes, dtype and device of a pattern's tensors, not their contents."""
     block_rows = pattern_shapes(index.shape, index.block_shape)[2][0]
-    crow, col = index.crow_indices, index.col_indices
-    for name, array, length in (
-        ("crow_indices", crow, block_rows + 1),
-        ("col_indices", col, None),
-        ("slot", index.slot, col.shape[0] if col.dim() == 1 else None),
-    ):
-        if array.dim() != 1 or array.dtype != torch.int32 or not array.is_contiguous():
+    col = index.col_indices
+    lengths = block_rows + 1, col.numel(), col.numel()
+    for name, array, length in zip(Index._fields[:3], index[:3], lengths, strict=True):
+        if array.shape != (length,) or array.dtype != torch.int32 or not array.is_contiguous():
             raise InvalidPatternError(
-                f"{name} must be a contiguous 1-D int32 tensor, got shape {tuple(array.shape)} with "
-                f"strides {array.stride()} of {array.dtype}"
+                f"{name} must be a contiguous 1-D int32 tensor with {length} entries, got shape "
+                f"{tuple(array.shape)} with strides {array.stride()} of {array.dtype}"
             )
-        if length is not None and array.shape[0] != length:
-            raise InvalidPatternError(f"{name} must have {length} entries, got {array.shape[0]}")
         if array.device != col.device:
             raise InvalidPatternError(f"{name} must be on {col.device} like col_indices, got {array.device}")
 
@@ -434,17 +348,17 @@ def check_dds(
     else:
         check_values("values", values, index)
         check_values("compressed", operands.compressed, index, operands.metadata)
-        _check_alike("compressed", operands.compressed, "values", values)
-    if operands.scales is None:
-        _check_alike(name, matrix, "values", values)
-    else:
-        check_same_device(name, matrix, "values", values)
-    if bias is not None:
-        check_added("bias", bias, index.shape[:1], name, matrix)
+        check_like("compressed", operands.compressed, "values", values)
+    check_like(name, matrix, "values", values, dtype=values.dtype if operands.scales is None else None)
     check_one(residual, gate)
-    for other, tensor in (("residual", residual), ("gate", gate)):
+    shape = *matrix.shape[:-1], one.shape[0]
+    for other, tensor, wanted in (
+        ("bias", bias, index.shape[:1]),
+        ("residual", residual, shape),
+        ("gate", gate, shape),
+    ):
         if tensor is not None:
-            check_added(other, tensor, (*matrix.shape[:-1], one.shape[0]), name, matrix)
+            check_like(other, tensor, name, matrix, wanted)
 
 
 def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands) -> None:
@@ -452,8 +366,11 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     metadata, scales, _, _, _, _, x_values, x_scales = operands.tensors
     if scales is None or x_values is None or x_scales is None:
         raise InvalidArgumentError("scales, x_values and x_scales must be given with fast, got None")
-    if operands.offsets is not None and is_inside(scales):
-        raise InvalidArgumentError("offsets must be None with scales of blocks, which are inside of the sums")
+    for name, tensor in (("offsets", operands.offsets), ("metadata", metadata)):
+        if tensor is not None and is_inside(scales):
+            raise InvalidArgumentError(
+                f"{name} must be None with scales of blocks, which are inside of the sums"
+            )
     check_quantizable(x)
     if values.dtype not in QUANTIZED:
         raise InvalidArgumentError(f"values must have dtype int8, float8_e4m3fn, got {values.dtype}")
@@ -461,21 +378,9 @@ def _check_quantized(x: Tensor, values: Tensor, index: Index, operands: Operands
     check_blocks("values", values, index, metadata)
     check_device("values", values, index)
     check_factor_scales(scales, values, index)
-    if metadata is not None and is_inside(scales):
-        raise InvalidArgumentError(
-            "metadata must be None with scales of blocks, which are inside of the sums"
-        )
     groups = (x.shape[-1] // SCALE_GROUP,) if is_inside(scales) else ()
-    for name, tensor, shape, wanted in (
-        ("x_values", x_values, x.shape, values.dtype),
-        ("x_scales", x_scales, (*x.shape[:-1], *groups), torch.float32),
-    ):
-        if tensor.shape != shape or tensor.dtype != wanted:
-            raise InvalidArgumentError(
-                f"{name} must have shape {tuple(shape)} of {wanted}, got {tuple(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
-        check_same_device(name, tensor, "x", x)
+    check_like("x_values", x_values, "x", x, x.shape, values.dtype)
+    check_like("x_scales", x_scales, "x", x, (*x.shape[:-1], *groups), torch.float32)
 
 
 def check_one(residual: Tensor | None, gate: Tensor | None) -> Tensor | None:
@@ -510,7 +415,7 @@ def check_sdd(y: Tensor, x: Tensor, index: Index, offsets: Tensor | None = None)
         raise InvalidArgumentError(
             f"y must have the leading dimensions {tuple(x.shape[:-1])} of x, got {tuple(y.shape[:-1])}"
         )
-    _check_alike("y", y, "x", x)
+    check_like("y", y, "x", x)
     check_device("x", x, index)
 
 
@@ -547,7 +452,7 @@ def _check_stored(
         nnz, bn = index.col_indices.shape[0], index.block_shape[0]
         shape = (nnz,) if scales.dim() == 1 else (nnz, bn)
         check_array("scales", scales, "[nnz] or [nnz, bn]", shape, torch.float32)
-        check_same_device("scales", scales, name, values)
+        check_like("scales", scales, name, values, dtype=None)
 
 
 def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | None) -> None:
@@ -565,7 +470,7 @@ def check_blocks(name: str, values: Tensor, index: Index, metadata: Tensor | Non
         check_compressible(f"{name}: 2:4", (bn, bk))
         check_array(name, values, "[nnz, bn, bk / 2]", (nnz, bn, bk // 2))
         check_array("metadata", metadata, "[nnz, bk / 32, bn]", (nnz, bk // COMPRESSIBLE, bn), torch.int32)
-        check_same_device("metadata", metadata, name, values)
+        check_like("metadata", metadata, name, values, dtype=None)
 
 
 def block_columns(values: Tensor, metadata: Tensor | None) -> int:
@@ -603,7 +508,7 @@ def check_mask(values: Tensor, mask: Tensor, transposed: bool) -> None:
     check_block_shape(values.shape[1:])
     check_compressible("values: 2:4", values.shape[1:], transposed)
     check_array("mask", mask, "like values", tuple(values.shape), torch.bool)
-    check_same_device("mask", mask, "values", values)
+    check_like("mask", mask, "values", values, dtype=None)
 
 
 def check_stored(values: Tensor, metadata: Tensor | None, scales: Tensor | None) -> None:
@@ -629,12 +534,12 @@ def check_dense(dense: Tensor, index: Index) -> None:
 
 
 def check_device(name: str, tensor: Tensor, index: Index) -> None:
-    check_same_device(name, tensor, "the pattern", index.col_indices)
+    check_like(name, tensor, "the pattern", index.col_indices, dtype=None)
 
 
 def check_like_product(name: str, tensor: Tensor, y: Tensor) -> Tensor:
     """Return the tensor if it can be combined with a product element by element."""
-    check_added(name, tensor, y.shape, "the product", y)
+    check_like(name, tensor, "the product", y, y.shape)
     return tensor
 
 
@@ -643,22 +548,24 @@ def is_misaligned(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0
 
 
-def check_added(name: str, tensor: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
-    """Check what is added to a product, or multiplied by it."""
-    if tensor.shape != shape:
+_ITS_OWN: Any = object()  # the dtype of the other tensor
+
+
+def check_like(
+    name: str,
+    tensor: Tensor,
+    like_name: str,
+    like: Tensor,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = _ITS_OWN,
+) -> None:
+    """Check device, dtype and shape of a tensor beside another; None: any shape, or any dtype."""
+    if shape is not None and tensor.shape != tuple(shape):
         raise InvalidArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    _check_alike(name, tensor, like_name, like)
-
-
-def _check_alike(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    if tensor.dtype != like.dtype:
-        raise InvalidArgumentError(
-            f"{name} must have dtype {like.dtype} like {like_name}, got {tensor.dtype}"
-        )
-    check_same_device(name, tensor, like_name, like)
-
-
-def check_same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    wanted = like.dtype if dtype is _ITS_OWN else dtype
+    if wanted is not None and tensor.dtype != wanted:
+        same = f" like {like_name}" if wanted == like.dtype else ""
+        raise InvalidArgumentError(f"{name} must have dtype {wanted}{same}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise InvalidArgumentError(f"{name} must be on {like.device} like {like_name}, got {tensor.device}")
 
@@ -672,23 +579,15 @@ def check_combination(name: str, matrix: Tensor, weights: Tensor | None, rows: T
         raise InvalidArgumentError(
             f"rows must be [tokens, choices] of int64, got shape {tuple(rows.shape)} of {rows.dtype}"
         )
-    if matrix.dtype not in DTYPES:
-        allowed = ", ".join(map(str, DTYPES))
-        raise InvalidArgumentError(f"{name} must have dtype {allowed}, got {matrix.dtype}")
     if matrix.dim() != 2 or matrix.shape[0] != lines or matrix.shape[1] % _FEATURES:
         raise InvalidArgumentError(
             f"{name} must be [{lines}, features] with a multiple of {_FEATURES} features, got shape "
             f"{tuple(matrix.shape)}"
         )
-    check_same_device("rows", rows, name, matrix)
-    if weights is None:
-        return
-    if weights.shape != rows.shape or weights.dtype != matrix.dtype:
-        raise InvalidArgumentError(
-            f"weights must have shape {tuple(rows.shape)} of {matrix.dtype}, got {tuple(weights.shape)} of "
-            f"{weights.dtype}"
-        )
-    check_same_device("weights", weights, name, matrix)
+    check_activations(name, matrix, matrix.shape[1])
+    check_like("rows", rows, name, matrix, dtype=None)
+    if weights is not None:
+        check_like("weights", weights, name, matrix, rows.shape)
 
 
 MAX_GROUPS = 1024
@@ -698,11 +597,7 @@ def group_count(index: Index, offsets: Tensor) -> int:
     """Return the number of groups that offsets [groups + 1] of a pattern stand for."""
     if not is_tensor(offsets):
         raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
-    if offsets.dim() != 1 or offsets.dtype != torch.int32 or not offsets.is_contiguous():
-        raise InvalidArgumentError(
-            f"offsets must be a contiguous tensor [experts + 1] of torch.int32, got shape "
-            f"{list(offsets.shape)} with strides {offsets.stride()} of {offsets.dtype}"
-        )
+    check_array("offsets", offsets, "[experts + 1]", (offsets.numel(),), torch.int32)
     check_device("offsets", offsets, index)
     groups = offsets.shape[0] - 1
     if not 1 <= groups <= MAX_GROUPS:

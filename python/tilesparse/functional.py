@@ -1,29 +1,23 @@
 """Products with block-sparse weights as functions of tensors.
 
-W [out_features, in_features] is given as ``values`` [nnz, bn, bk] and the BlockPattern that says
-where each block lies. Everything is differentiable, to any order, with respect to tensors that
-require it, unless stated otherwise. Names follow Gale et al., "MegaBlocks" (MLSys 2023): the letters
-of dds, sdd and dsd say which of output, left and right factor is sparse.
+W [out_features, in_features] is given as ``values`` [nnz, bn, bk] and the BlockPattern that says where each
+block lies. Everything is differentiable, to any order, unless stated otherwise. The letters of dds, sdd and
+dsd say which of output, left and right factor is sparse (Gale et al., "MegaBlocks", MLSys 2023). Values in
+fewer bytes, see `tilesparse.storage`, have no gradient: 2:4 with ``metadata``, 8 or 4 bits with ``scales``.
 
-Values may also be stored in fewer bytes, see `tilesparse.storage`: 2:4, with ``metadata``, or in 8 or 4
-bits, with ``scales``. Such values have no gradient.
+Operands have dtype float64, float32, float16 or bfloat16, all the same, and lie on one device. Sums are taken
+in float32, or float64 for float64. On CUDA float32 is multiplied in TF32 where ``torch.backends.cuda.matmul``
+allows it. Under autocast operands other than float64 are cast to its dtype.
 
-Operands have dtype float64, float32, float16 or bfloat16, all the same, and lie on one device.
-Sums are taken in float32, or float64 for float64. On CUDA float32 is multiplied in TF32 where
-``torch.backends.cuda.matmul`` allows it, and otherwise with the error of float32. Under autocast
-operands other than float64 are cast to its dtype.
+A dense operand is read in place if it is row-major (last stride 1) or column-major, with any leading
+dimension, on CUDA aligned to 16 bytes; it is copied otherwise. All functions raise InvalidArgumentError,
+naming the argument, for operands that do not fit, UnsupportedError where no kernel computes the product, and
+NoDeviceError for tensors on a GPU if the library was built without CUDA or finds no device.
 
-A dense operand is read in place if it is row-major (last stride 1) or column-major (strides of a
-transposed matrix), with any leading dimension, and on CUDA aligned to 16 bytes; it is copied
-otherwise. All functions raise InvalidArgumentError, naming the argument, for operands that do not
-fit the pattern or each other in shape, dtype or device, UnsupportedError where no kernel computes the
-product, and NoDeviceError for tensors on a GPU if the library was built without CUDA or finds no device.
-
-The pattern may lie on another device than the values: it is copied there once, and the copy follows its
-updates. torch.compile takes patterns as inputs of its graphs, so that an update costs no compilation.
-
-A product can be captured in a CUDA graph once it has run with the same shapes. The graph reads memory of
-the pattern: it follows `BlockPattern.update_`, and the pattern must not be dropped while it is in use.
+A pattern on another device than the values is copied there once, and the copy follows its updates.
+torch.compile takes patterns as inputs of its graphs, so that an update costs no compilation. A product can be
+captured in a CUDA graph once it has run with the same shapes: the graph follows `BlockPattern.update_`, and
+the pattern must not be dropped while it is in use.
 """
 
 import torch
@@ -65,10 +59,15 @@ def linear(
     gate: Tensor | None = None,
     threshold: float | None = None,
     gate_threshold: float | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Return activation(x Wᵀ + bias) + residual, as ``torch.nn.functional.linear``.
 
-    With a GLU gate it is (x Wᵀ + bias) ⊙ activation(gate).
+    With a GLU gate it is (x Wᵀ + bias) ⊙ activation(gate). With offsets each token meets the weight of its
+    expert e: the weights of E experts, at most 1024, lie below each other in one pattern of
+    [E * out_features, in_features], and tokens are sorted by expert. No token enters a result, or a gradient
+    of a weight, of another expert. On CUDA the host does not read offsets, so that routing may change between
+    replays of a graph.
 
     Args:
         x: [..., in_features].
@@ -76,31 +75,30 @@ def linear(
         pattern: positions of the blocks.
         bias: [out_features] or None.
         activation: "none", "relu", "gelu" (exact, with erf; float16 and bfloat16 on CUDA compute it within
-            1e-5) or "silu", of the result, or of the gate if there is one. It is fused into the product where
-            no gradient is recorded, and rounding then happens once instead of twice.
-        residual: [..., out_features], the shape of the result, or None. It is added by the kernel of
-            the product, unless a gradient is recorded through an activation, and is read in place if
-            it lies as the result does.
-        column_major_output: make the result column-major: give it the strides of a transposed matrix. A
-            following layer reads it without a copy, and layers with small blocks read it faster.
-        policy: "sparse" multiplies the kept blocks alone. "dense" writes W out, zeros included, and leaves
-            products, activation and residual to PyTorch, for layers that are faster dense (small or hardly
-            sparse ones): the gradient of ``values`` is taken from that of the dense W, every call writes W
-            anew, autograd keeps it where it keeps ``values`` otherwise, and an infinity or NaN of x meets
-            the zeros as well. "auto" is whichever of the two the library estimates to be faster for so
-            many tokens on the GPU at hand, sparse where it has no estimate; TILESPARSE_LOG=1 tells which,
-            and compiled code settles on one when it is traced.
+            1e-5) or "silu", of the result, or of the gate if there is one. It is fused into the product,
+            and rounded once, where no gradient is recorded.
+        residual: [..., out_features], the shape of the result, or None. It is read in place if it lies as
+            the result does, and fused unless a gradient is recorded through an activation.
+        column_major_output: give the result the strides of a transposed matrix, which layers with small
+            blocks read faster.
+        policy: "sparse" multiplies the kept blocks alone. "dense" writes W out in every call, zeros included,
+            and leaves the rest to PyTorch, for layers that are faster dense: autograd keeps W, and an
+            infinity or NaN of x meets the zeros as well. "auto" is what the library estimates to be faster
+            for so many tokens on the GPU at hand; TILESPARSE_LOG=1 tells which, and compiled code settles on
+            one when it is traced.
         metadata: of 2:4 values, int32 [nnz, bk / 32, bn], see `storage.compress`.
         scales: of int8, float8_e4m3fn or int4 (uint8) values, float32 [nnz, bn] or [nnz], see
             `storage.quantize_weights` and `storage.quantize_int4`.
-        gate: [..., out_features], the shape of the result, or None; in the place of a residual. Where no
-            gradient is recorded the kernel of the product multiplies by it, which spares reading and writing
-            the result once more; activation(gate) is rounded to its dtype before. It is read in place if it
-            lies as the result does.
+        gate: [..., out_features], the shape of the result, or None; in the place of a residual, and fused
+            where no gradient is recorded; activation(gate) is rounded to its dtype before.
         threshold: magnitude up to which numbers of x count as zero, token by token; NaN and infinities never
             do. One or two tokens without a gradient read only the weights of inputs that are on for one
             of them, see [neurons that are off](../activations.md). None multiplies all numbers.
         gate_threshold: the same of activation(gate); weights of outputs that are off are not read.
+        offsets: int32 [E + 1], contiguous, on the device of x [tokens, in_features]: tokens ``offsets[e]`` to
+            ``offsets[e + 1] - 1`` belong to expert e. They ascend from 0 to the number of tokens. On CUDA
+            nobody checks that they do; results of tokens in no expert or in several are then undefined. The
+            bias may be [E, out_features], the policy is not "dense", and the result row-major.
 
     Returns:
         [..., out_features].
@@ -112,6 +110,9 @@ def linear(
             threshold=checked_threshold("threshold", threshold),
             gate_threshold=checked_threshold("gate_threshold", gate_threshold),
         )
+    if offsets is not None:
+        _check_grouped(offsets, policy, column_major_output)
+        stored = stored._replace(offsets=offsets)
     return linear_on(x, values, index, bias, activation, residual, column_major_output, policy, stored, gate)
 
 
@@ -139,9 +140,7 @@ def quantized_linear(
     a NaN has NaN. Scales of blocks are inside of the sums, as in DeepSeek's checkpoints: x is quantized by
     groups of 128 features, and the sum over each is multiplied by both scales and added in float32.
 
-    On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`:
-    quantizing x does not shorten reading the weight. On the CPU all numbers of tokens are quantized.
-
+    On CUDA devices up to 64 tokens are multiplied in their own dtype by dequantized weights, as by `linear`.
     The gradient of x is that of x Wᵀ with the dequantized W (straight-through); values and scales have none.
 
     Args:
@@ -150,20 +149,18 @@ def quantized_linear(
         pattern: positions of the blocks.
         scales: float32 [out_features], see `storage.quantize_weights` with ``granularity="feature"``; or of
             values in float8_e4m3fn and blocks of 128 x 128 [nnz, 1], a scale for each block.
-        bias: [out_features] or None.
+        bias: as in `linear`.
         activation: as in `linear`.
-        residual: [..., out_features], or None.
-        column_major_output: make the result column-major.
+        residual: as in `linear`.
+        column_major_output: as in `linear`.
         policy: "sparse" or "auto" multiply in 8 bits. "dense" writes the dequantized W out, and multiplies x
             in its own dtype by it.
-        metadata: of 2:4 values, see `linear`.
-        gate: [..., out_features], or None; in the place of a residual.
+        metadata: as in `linear`.
+        gate: as in `linear`.
         use_fast_accum: on GPUs of compute capability 9.0 let tensor cores add all products of float8. They
             keep 13 bits of a sum: of positive products 1.5 % are lost for 1024 features, 25 % for 16384.
             False carries sums over to float32 every 512 products: .25 %, whatever the number of features.
-        offsets: as of `grouped_linear`, of a grouped product, or None. Then x is [tokens, in_features];
-            scales are those of the features of all experts, not of blocks; the policy is not "dense", and the
-            result row-major.
+        offsets: as in `linear`; scales are those of the features of all experts, not of blocks.
 
     Returns:
         [..., out_features] in the dtype of x.
@@ -180,49 +177,7 @@ def quantized_linear(
     )
 
 
-def grouped_linear(
-    x: Tensor,
-    values: Tensor,
-    pattern: BlockPattern,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    *,
-    residual: Tensor | None = None,
-    metadata: Tensor | None = None,
-    scales: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """Return activation(x Wₑᵀ + biasₑ) + residual, where each token meets the weight of its expert e.
-
-    The weights of E experts, all [out_features, in_features], lie below each other in one pattern of
-    [E * out_features, in_features]. Tokens are sorted by expert. No token enters a result, or a gradient of
-    a weight, of another expert. On CUDA the host does not read ``offsets``, so that routing may change
-    between replays of a graph. E is at most 1024.
-
-    Args:
-        x: [tokens, in_features], copied if it is not row-major.
-        values: of the blocks of all experts, as in `linear`.
-        pattern: positions of the blocks, [E * out_features, in_features].
-        offsets: int32 [E + 1], contiguous, on the device of x: tokens ``offsets[e]`` to
-            ``offsets[e + 1] - 1`` belong to expert e. They ascend from 0 to the number of tokens. On CUDA
-            nobody checks that they do; results of tokens in no expert or in several are then undefined.
-        bias: [E, out_features] or [E * out_features] or None.
-        activation: as in `linear`.
-        residual: [tokens, out_features] or None.
-        metadata: of 2:4 values, see `linear`.
-        scales: of values in 8 or 4 bits, see `linear`; `quantized_linear` multiplies x in 8 bits, too.
-        gate: [tokens, out_features], or None; in the place of a residual.
-
-    Returns:
-        [tokens, out_features].
-    """
-    _check_grouped(offsets)
-    index, operands = pattern.index_on(values.device), Operands(metadata, scales, offsets=offsets)
-    return linear_on(x, values, index, bias, activation, residual, operands=operands, gate=gate)
-
-
-def _check_grouped(offsets: object, policy: str = "sparse", column_major: bool = False) -> None:
+def _check_grouped(offsets: object, policy: str, column_major: bool) -> None:
     if not is_tensor(offsets):
         raise InvalidTypeError(f"offsets must be a dense tensor, got {shown(offsets)}")
     if policy == "dense" or column_major:
@@ -233,10 +188,8 @@ def _check_grouped(offsets: object, policy: str = "sparse", column_major: bool =
 def gated(y: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
     """Return y ⊙ activation(gate); without a gate both are halves of y, and the first is the gate.
 
-    On CUDA one kernel computes the product, and another one both gradients, those of halves as one tensor,
-    if the tensors are row-major and not float64. PyTorch computes the same elsewhere, under a profiler, mode
-    or transform, and, except for halves, under ``torch.compile`` and for fewer than 2²³ elements where a
-    gradient is recorded.
+    On CUDA one kernel computes the product, and another one both gradients, if the tensors are row-major and
+    not float64; PyTorch computes the same elsewhere.
 
     Args:
         y: [..., features], or without a gate [..., 2 features].

@@ -1,48 +1,35 @@
 """`BlockSparseMatrix`: values and their pattern, with conversions and products."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, Array, check_values, check_whole_blocks, is_ragged, shared
+from ._checks import DTYPES, check_values, check_whole_blocks, shown
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
-from .errors import InvalidArgumentError, UnsupportedError
-from .pattern import BlockPattern, canonical_scipy, zero_outside_
+from .errors import InvalidArgumentError, InvalidTypeError
+from .pattern import BlockPattern, zero_outside_
 
 
 class BlockSparseMatrix:
     """A matrix [out_features, in_features] that stores some of its blocks; the rest is zero.
 
-    ``==`` and hashing use identity; `equal` compares contents. Products (``@`` with a vector, a matrix or a
-    batch of them on either side, and those of `functional`), sums and conversions to tensors are
-    differentiable with respect to ``values`` and their dense operands. Several matrices may share one
-    pattern, whose `BlockPattern.move_blocks_` moves blocks in all of them.
-
-    Blocks have sides of 2 to 128, and need not divide the matrix, see `BlockPattern`. Values [b, nnz, bn, bk]
-    make a batch of matrices with one pattern: products then have b results, of one dense operand for each
-    matrix or of one for all.
-
-    Values and dense operands are tensors, or arrays of NumPy, CuPy, JAX and others with DLPack, whose memory
-    is shared. Results are tensors, of which ``numpy.from_dlpack`` and others make arrays without a copy.
+    ``==`` and hashing use identity. Products (``@`` with a vector, a matrix or a batch of them on either
+    side, and those of `functional`) and conversions to dense matrices are differentiable with respect to
+    ``values`` and their dense operands. Several matrices may share one pattern, whose
+    `BlockPattern.move_blocks_` moves blocks in all of them.
 
     Args:
-        values: [nnz, bn, bk] or [b, nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. They are
-            not copied, unless NumPy has them read-only.
-        pattern: places of the blocks; values[..., i, :, :] is the block at slot i.
+        values: [nnz, bn, bk], contiguous; float64, float32, float16 or bfloat16. They are not copied.
+        pattern: places of the blocks; values[i] is the block at slot i.
     """
 
-    def __init__(self, values: Array, pattern: BlockPattern) -> None:
-        tensor: Tensor = shared("values", values)
-        _check_dtype("values", tensor)
-        batched = tensor.dim() == 4 and tensor.shape[0] > 0
-        if batched and not tensor.is_contiguous():
-            raise InvalidArgumentError(f"values must be contiguous, got strides {tensor.stride()}")
-        check_values("values", tensor[0] if batched else tensor, pattern.index_on(tensor.device))
-        self.values = tensor
+    def __init__(self, values: Tensor, pattern: BlockPattern) -> None:
+        _check_dtype("values", values)
+        check_values("values", values, pattern.index_on(values.device))
+        self.values = values
         self.pattern = pattern
 
     @classmethod
@@ -60,75 +47,19 @@ class BlockSparseMatrix:
         return cls(zero_outside_(values, pattern), pattern)
 
     @classmethod
-    def from_blocks(
-        cls, blocks: Array | Sequence[tuple[int, int]], values: Array, *, shape: Sequence[int]
-    ) -> "BlockSparseMatrix":
-        """Place values[i] at (block row, block column) ``blocks[i]``, in any order.
-
-        Args:
-            blocks: [nnz, 2] integers or a list of pairs.
-            values: [nnz, bn, bk], contiguous.
-            shape: (out_features, in_features).
-        """
-        tensor: Tensor = shared("values", values)
-        return cls(tensor, BlockPattern.from_blocks(blocks, shape=shape, block_shape=tensor.shape[1:]))
-
-    @classmethod
-    def from_dense(
-        cls,
-        dense: Array,
-        pattern: BlockPattern | None = None,
-        *,
-        block_shape: Sequence[int] | None = None,
-        density: float | None = None,
-        nnz: int | None = None,
-    ) -> "BlockSparseMatrix":
-        """Take blocks of a dense matrix [out_features, in_features]; differentiable.
-
-        Args:
-            dense: the matrix.
-            pattern: the blocks to take; None chooses them by the other arguments.
-            block_shape: (bn, bk), instead of a pattern. Without density and nnz every block with a nonzero
-                is kept.
-            density: kept fraction; the blocks with the largest Frobenius norm are kept.
-            nnz: number of kept blocks, instead of a density.
-        """
-        tensor: Tensor = shared("dense", dense)
-        if block_shape is not None and pattern is None:
-            if density is None and nnz is None:
-                pattern = BlockPattern.from_mask(tensor, block_shape=block_shape)
-            else:
-                pattern = BlockPattern.from_dense(tensor, block_shape=block_shape, density=density, nnz=nnz)
-        elif pattern is None or any(given is not None for given in (block_shape, density, nnz)):
-            raise InvalidArgumentError("pattern must be given alone, or block_shape instead of it")
-        return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
+    def from_dense(cls, dense: Tensor, pattern: BlockPattern) -> "BlockSparseMatrix":
+        """Take the blocks of a pattern from a dense matrix [out_features, in_features]; differentiable."""
+        return cls(call(GATHER, dense, None, pattern.index_on(dense.device)), pattern)
 
     @classmethod
     def from_bsr(cls, matrix: Tensor) -> "BlockSparseMatrix":
         """Convert a ``torch.sparse_bsr`` matrix of any of the dtypes above; contiguous values are shared."""
+        if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
+            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
         _check_dtype("matrix", matrix)
-        pattern = BlockPattern.from_bsr(matrix)
-        return cls(matrix.values().contiguous(), pattern)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: Any,
-        *,
-        block_shape: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
-    ) -> "BlockSparseMatrix":
-        """Convert a scipy.sparse matrix of any format, float64 or float32; duplicates are summed.
-
-        Args:
-            matrix: [out_features, in_features].
-            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
-            device: device of the result; None is the CPU.
-        """
-        matrix = canonical_scipy(matrix, block_shape)
-        if matrix.dtype.name not in ("float64", "float32"):
-            raise InvalidArgumentError(f"matrix must have dtype float64 or float32, got {matrix.dtype.name}")
-        return cls(torch.from_numpy(matrix.data).contiguous().to(device), BlockPattern.from_scipy(matrix))
+        values = matrix.values().contiguous()
+        index: Any = matrix.crow_indices(), matrix.col_indices()
+        return cls(values, BlockPattern(*index, shape=matrix.shape, block_shape=values.shape[1:]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -154,45 +85,24 @@ class BlockSparseMatrix:
         return f"BlockSparseMatrix({self.pattern!r}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def to_dense(self) -> Tensor:
-        """Return the dense matrix [out_features, in_features], or a batch of them; differentiable."""
-        index = self.pattern.index_on(self.device)
-        return self._each(lambda values: call(EXPAND, values, None, index))
+        """Return the dense matrix [out_features, in_features]; differentiable."""
+        return call(EXPAND, self.values, None, self.pattern.index_on(self.device))
 
     def to_bsr(self) -> Tensor:
         """Return a detached ``torch.sparse_bsr`` tensor with the values in row order.
 
         Raises:
-            InvalidArgumentError: blocks do not divide the matrix, or values are a batch.
+            InvalidArgumentError: blocks do not divide the matrix.
         """
-        self._check_bsr()
+        check_whole_blocks("a BSR matrix", self.shape, self.block_shape)
         index = self.pattern.index_on(self.device)
         return torch.sparse_bsr_tensor(
             index.crow_indices.clone(),
             index.col_indices.clone(),
-            self._in_row_order(),
+            self.values.detach()[index.slot.long()],
             self.shape,
             check_invariants=False,  # a pattern holds them
         )
-
-    def to_scipy(self) -> Any:
-        """Return a ``scipy.sparse.bsr_array`` on the host; half precision becomes float32.
-
-        Raises:
-            InvalidArgumentError: blocks do not divide the matrix, or values are a batch.
-            UnsupportedError: scipy is not installed.
-        """
-        try:
-            import scipy.sparse  # optional: only this function needs it
-        except ImportError as error:
-            raise UnsupportedError("scipy is needed: pip install scipy") from error
-
-        self._check_bsr()
-        values = self._in_row_order().cpu()
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()
-        pattern = self.pattern.to("cpu")
-        arrays = (values.numpy(), pattern.col_indices.numpy().copy(), pattern.crow_indices.numpy().copy())
-        return scipy.sparse.bsr_array(arrays, shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMatrix":
         """Convert the values by ``values.to(...)`` to another dtype or device.
@@ -210,118 +120,24 @@ class BlockSparseMatrix:
         """
         return BlockSparseMatrix(self.values.mT.contiguous(), self.pattern.transpose())
 
-    def __matmul__(self, dense: Array) -> Tensor:
+    def __matmul__(self, dense: Tensor) -> Tensor:
         """Return W @ dense: [out_features] of a vector [in_features], or [..., out_features, n] of matrices.
 
-        Of a batch of values the first dimension of the result is the batch, and that of ``dense`` if it has
-        three. Differentiable; see `functional.dsd`, also for Wᵀ.
+        Differentiable; see `functional.dsd`, also for Wᵀ.
         """
-        pattern = self.pattern
-        return self._each(lambda values, x: _product(values, pattern, x), shared("dense", dense))
+        if dense.dim() == 1:
+            return functional.dds(dense, self.values, self.pattern)
+        if dense.dim() == 2:
+            return functional.dsd(self.values, self.pattern, dense)
+        return functional.dds(dense.mT, self.values, self.pattern).mT
 
-    def __rmatmul__(self, dense: Array) -> Tensor:
-        """Return dense [..., out_features] @ W, with batches as in W @ dense; see `functional.dds`."""
-        pattern = self.pattern
-        return self._each(
-            lambda values, y: functional.dds(y, values, pattern, transpose=False), shared("dense", dense)
-        )
-
-    __array_ufunc__ = None  # so that NumPy leaves ``x @ W`` to this class
-
-    def sum(self, dim: int | None = None) -> Tensor:
-        """Return the sums of rows [out_features] (``dim`` -1), of columns [in_features] (-2) or of all."""
-        if dim not in (None, -1, -2):
-            raise InvalidArgumentError(f"dim must be -1 (of rows), -2 (of columns) or None, got {dim!r}")
-        out_features, in_features = self.shape
-        if dim == -2:
-            return self.values.new_ones(out_features) @ self
-        rows = self @ self.values.new_ones(in_features)
-        return rows if dim == -1 else rows.sum(-1)
-
-    def diagonal_blocks(self) -> Tensor:
-        """Return the blocks (i, i) [..., min(R, C), bn, bk], zeros where there is none; differentiable.
-
-        Parts outside of the matrix are zeros. ``torch.linalg.inv`` of these blocks is a block Jacobi
-        preconditioner, which `scale_rows` applies.
-        """
-        rows, columns = self.pattern.to(self.device).block_indices()
-        slots = (rows == columns).nonzero().flatten()
-        values = self._inside()
-        size = (*values.shape[:-3], min(self.pattern.grid), *self.block_shape)
-        return values.new_zeros(size).index_copy(-3, rows[slots], values.index_select(-3, slots))
-
-    def scale_rows(self, factors: Array) -> "BlockSparseMatrix":
-        """Return the matrix whose rows, or block rows, are multiplied from the left; differentiable.
-
-        Args:
-            factors: [out_features], a number for each row, or [R, bn, bn], a matrix for each block row.
-        """
-        by: Tensor = shared("factors", factors)
-        (rows, _), (bn, _) = self.pattern.grid, self.block_shape
-        places, values = self.pattern.to(self.device).block_indices()[0], self._inside()
-        if by.shape == (self.shape[0],):
-            padded = torch.nn.functional.pad(by, (0, rows * bn - len(by)))
-            scaled = padded.view(rows, bn, 1).index_select(0, places) * values
-        elif by.shape == (rows, bn, bn):
-            scaled = by.index_select(0, places) @ values
-        else:
-            raise InvalidArgumentError(
-                f"factors must be [{self.shape[0]}] or [{rows}, {bn}, {bn}], got {list(by.shape)}"
-            )
-        return BlockSparseMatrix(scaled.contiguous(), self.pattern)
-
-    def equal(self, other: "BlockSparseMatrix") -> bool:
-        """Return True if both store the same blocks with the same values, in any slots."""
-        mine, theirs = (matrix.pattern.index_on(self.device) for matrix in (self, other))
-        return (
-            (*mine[3:], self.dtype, self.values.shape) == (*theirs[3:], other.dtype, other.values.shape)
-            and torch.equal(mine.crow_indices, theirs.crow_indices)
-            and torch.equal(mine.col_indices, theirs.col_indices)
-            and torch.equal(self._in_row_order(), other._in_row_order())
-        )
-
-    def _in_row_order(self) -> Tensor:
-        """Return a detached copy of the values in the order of the pattern's entries."""
-        return self._inside().detach()[..., self.pattern.index_on(self.device).slot.long(), :, :]
-
-    def _inside(self) -> Tensor:
-        """Return the values with zeros where blocks reach out of the matrix; differentiable."""
-        if not is_ragged(self.shape, self.block_shape):
-            return self.values
-        pattern = self.pattern.to(self.device)
-        kept = zero_outside_(torch.ones_like(self.values, dtype=torch.bool), pattern)
-        return torch.where(kept, self.values, self.values.new_zeros(()))
-
-    def _each(self, function: Callable[..., Tensor], *dense: Tensor) -> Tensor:
-        """Apply a function to values and dense operands, or to those of each matrix of a batch."""
-        if self.values.dim() == 3:
-            return function(self.values, *dense)
-        count = self.values.shape[0]
-        for operand in dense:
-            if operand.dim() > 3 or (operand.dim() == 3 and operand.shape[0] != count):
-                raise InvalidArgumentError(
-                    f"dense must be a vector, matrix or batch of {count} matrices, got {list(operand.shape)}"
-                )
-        operands = [operand.unbind() if operand.dim() == 3 else [operand] * count for operand in dense]
-        return torch.stack([function(*each) for each in zip(self.values.unbind(), *operands, strict=True)])
-
-    def _check_bsr(self) -> None:
-        check_whole_blocks("a BSR matrix", self.shape, self.block_shape)
-        if self.values.dim() == 4:
-            raise InvalidArgumentError("values must be those of one matrix in BSR, got a batch")
+    def __rmatmul__(self, dense: Tensor) -> Tensor:
+        """Return dense [..., out_features] @ W; see `functional.dds`."""
+        return functional.dds(dense, self.values, self.pattern, transpose=False)
 
 
-def _product(values: Tensor, pattern: BlockPattern, dense: Tensor) -> Tensor:
-    """Return W @ dense, of a vector, a matrix or a batch of them."""
-    if dense.dim() == 1:
-        return functional.dds(dense, values, pattern)
-    if dense.dim() == 2:
-        return functional.dsd(values, pattern, dense)
-    return functional.dds(dense.mT, values, pattern).mT
-
-
-def _check_dtype(name: str, values: object) -> None:
-    if isinstance(values, Tensor) and values.dtype not in DTYPES:
+def _check_dtype(name: str, values: Tensor) -> None:
+    if values.dtype not in DTYPES:
         raise InvalidArgumentError(
             f"{name} must have dtype float64, float32, float16 or bfloat16, got {values.dtype}"
         )

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._checks import (
-    INT32_MAX,
-    Array,
-    Index,
-    as_integer,
-    check_content,
-    check_flag,
-    check_index,
-    check_whole_blocks,
-    checked_count,
-    checked_fraction,
-    grid_of,
-    is_ragged,
-    pattern_block_shape,
-    pattern_shapes,
-    shared,
-    shown,
-)
+from . import _checks
+from ._checks import Index, grid_of, is_ragged, is_tensor, shown
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
 from ._runtime.pattern_cache import blocks_of, content_of, prepared, update_of, validate
@@ -65,39 +48,33 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 
 
-def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
-    array = shared(name, array)
-    if isinstance(array, Tensor):
-        check_content(name, array)
-    given = torch.as_tensor(array, device="cpu")
-    if given.numel() == 0:
-        given = given.long()
-    if given.dim() != 1 or not is_integer(given):
-        raise InvalidPatternError(
-            f"{name} must be a 1-D array of integers, got shape {tuple(given.shape)} of {given.dtype}"
-        )
-    if length is not None and len(given) != length:
-        raise InvalidPatternError(f"{name} must have {length} entries, got {len(given)}")
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= INT32_MAX:
+    given = _integers(name, array, InvalidPatternError)
+    if given.dim() != 1 or length not in (None, len(given)):
+        wanted = "a 1-D array" if length is None else f"a 1-D array with {length} entries"
+        raise InvalidPatternError(f"{name} must be {wanted}, got shape {tuple(given.shape)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) <= _checks.INT32_MAX:
         raise InvalidPatternError(
             f"{name} must have entries from 0 to 2^31 - 1, got {int(given.min())} to {int(given.max())}"
         )
     return given.to(torch.int32, copy=True).contiguous()
 
 
-def is_integer(array: Tensor) -> bool:
-    """Return True if a tensor holds integers; bool does not count."""
-    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
-
-
-def _integers(name: str, given: Tensor | Sequence[Any], device: torch.device) -> Tensor:
-    """Return given integers as an int64 tensor on a device."""
+def _integers(
+    name: str,
+    given: Tensor | Sequence[Any],
+    error: type[InvalidArgumentError] = InvalidArgumentError,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return given integers as an int64 tensor on a device; bool does not count."""
     if isinstance(given, Tensor):
-        check_content(name, given)
+        _checks.check_content(name, given)
     numbers = torch.as_tensor(given, device=device)
-    if numbers.numel() and not is_integer(numbers):
-        raise InvalidArgumentError(f"{name} must be integers, got {numbers.dtype}")
+    if numbers.numel() and (
+        numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    ):
+        raise error(f"{name} must be integers, got {numbers.dtype}")
     return numbers.long()
 
 
@@ -172,23 +149,6 @@ class PatternView:
         mask[self.block_indices()] = True
         return mask
 
-    def waste(self, mask: Array) -> float:
-        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
-
-        Raises:
-            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
-        """
-        wanted = check_matrix("mask", mask) != 0
-        if wanted.shape != self.shape:
-            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
-        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
-        kept = counts[self.to_block_mask().to(counts.device)]
-        if int(kept.sum()) != int(counts.sum()):
-            raise InvalidArgumentError(
-                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
-            )
-        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
-
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
         (rows, cols), (bn, bk) = self.shape, self.block_shape
@@ -220,22 +180,19 @@ Device = torch.device | str | int | None
 class BlockPattern(PatternView):
     """The kept blocks of a weight W of shape [out_features, in_features].
 
-    W is divided into R x C blocks of ``block_shape``. The kept blocks are stored as block compressed rows
-    (BSR) with the names of PyTorch's BSR tensors: block row r holds the entries ``crow_indices[r]`` to
-    ``crow_indices[r + 1]`` of ``col_indices``, in ascending order of columns. Entry e is stored at position
-    ``slot[e]`` of a values tensor [nnz, bn, bk], so a pattern can change without moving a weight. Empty
-    rows, empty columns and patterns without any block are legal.
+    The kept ones of R x C blocks are stored as block compressed rows (BSR) with the names of PyTorch's BSR
+    tensors: block row r holds the entries ``crow_indices[r]`` to ``crow_indices[r + 1]`` of ``col_indices``,
+    in ascending order of columns. Entry e is stored at position ``slot[e]`` of a values tensor [nnz, bn, bk],
+    so a pattern can change without moving a weight. Empty rows, columns and patterns are legal. The last
+    block row and column may reach out of the weight: values there are never read, and are zero in gradients
+    and conversions.
 
-    Blocks need not divide the shape: the last block row and column may reach out of the weight. Values keep
-    [nnz, bn, bk]; what lies outside of the weight is never read, and is zero in gradients and conversions.
-
-    A pattern is these three tensors, on any device. The constructor copies and validates them once.
-    `update_` changes them in place, and everything that uses them follows: compiled code, captured CUDA
-    graphs, and the layer whose ``pattern`` this is. Products read the pattern on the device of the values
-    and copy it there if it lies elsewhere.
+    The constructor copies and validates the three tensors once. `update_` changes them in place, and
+    everything that uses them follows: compiled code, captured CUDA graphs, and the layer whose ``pattern``
+    this is.
 
     Args:
-        crow_indices: [R + 1] integers: a tensor, an array of another library, or a sequence.
+        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
         col_indices: [nnz] integers.
         shape: (out_features, in_features).
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
@@ -249,19 +206,18 @@ class BlockPattern(PatternView):
 
     def __init__(
         self,
-        crow_indices: Array | Sequence[int],
-        col_indices: Array | Sequence[int],
+        crow_indices: Tensor | Sequence[int],
+        col_indices: Tensor | Sequence[int],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
-        slot: Array | Sequence[int] | None = None,
+        slot: Tensor | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
-        col_indices = shared("col_indices", col_indices)
         if device is None:
             device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
-        shape, block_shape, (block_rows, _) = pattern_shapes(shape, block_shape)
+        shape, block_shape, (block_rows, _) = _checks.pattern_shapes(shape, block_shape)
         with torch.inference_mode(False):  # tensors made there could not be updated elsewhere
             crow = _index_array("crow_indices", crow_indices, block_rows + 1)
             col = _index_array("col_indices", col_indices)
@@ -278,7 +234,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_index(cls, index: Index, after_update: Callable[[], None] | None = None) -> BlockPattern:
         """Wrap a layer's own tensors without validating them; call ``after_update`` after each change."""
-        check_index(index)
+        _checks.check_index(index)
         pattern = cls.__new__(cls)
         pattern._own(index)
         pattern._after_update = after_update
@@ -293,43 +249,33 @@ class BlockPattern(PatternView):
         density: float | None = None,
         nnz: int | None = None,
         parts: tuple[int, int] = (1, 1),
-        cover: bool = True,
         generator: torch.Generator | None = None,
         device: Device = None,
     ) -> BlockPattern:
         """Draw blocks at random; leave no block row or column empty if the count allows.
 
-        The first max(R, C) blocks pair the block rows with the block columns, both in random order; the
-        shorter list repeats. Each member of the longer list gets one block, and the members of the shorter
-        list get equal numbers, up to one. All other blocks are drawn uniformly, without replacement, from
-        the rest. With fewer than max(R, C) blocks the pairing stops early and covers as many rows and
-        columns as possible. Every block is equally likely to be kept.
+        The first max(R, C) blocks pair the block rows with the block columns, both in random order, of which
+        the shorter list repeats; fewer blocks cover as many rows and columns as possible. All others are
+        drawn uniformly, without replacement. Every block is equally likely to be kept.
 
         Args:
             shape: (out_features, in_features).
             block_shape: (bn, bk), or one number for both.
             density: kept fraction; round(density * R * C) blocks are drawn.
             nnz: number of blocks, instead of a density.
-            parts: (r, c): divide the block rows into r equal parts and the block columns into c, and draw
-                the same number of blocks from each of the r * c parts. Tensor parallelism over r processes
-                by rows, or c by columns, needs this balance. Rows and columns of the whole weight are
-                covered.
-            cover: False draws all blocks uniformly, without replacement. At low densities some block rows
-                then stay empty (their outputs are the bias alone), and so do some block columns (their
-                inputs are ignored).
+            parts: (r, c): draw the same number of blocks from each of r equal parts of the block rows by c of
+                the block columns, as tensor parallelism over r processes by rows, or c by columns, needs.
             generator: a CPU generator; None is PyTorch's default generator.
             device: device of the pattern; None is the CPU.
 
         Raises:
             InvalidArgumentError: not exactly one of density and nnz is given, one of them is out of range, a
-                density above 0 rounds to no block, the blocks cannot be divided into such parts, or
-                ``cover`` is not a bool.
+                density above 0 rounds to no block, or the blocks cannot be divided into such parts.
         """
         refuse_fakes("a pattern")
-        shape, block_shape, grid = pattern_shapes(shape, block_shape)
-        check_flag("cover", cover)
+        shape, block_shape, grid = _checks.pattern_shapes(shape, block_shape)
         of_parts, kept = _blocks_of_parts(grid, parts, density, nnz)
-        covering = _covering(grid, check_parts(parts), kept if cover else 0, generator)
+        covering = _covering(grid, check_parts(parts), kept, generator)
         chosen = [
             numbers[_drawn(len(numbers), first, kept, generator)]
             for numbers, first in zip(of_parts, covering, strict=True)
@@ -341,13 +287,13 @@ class BlockPattern(PatternView):
         cls, shape: Sequence[int], *, block_shape: int | Sequence[int], device: Device = None
     ) -> BlockPattern:
         """Keep every block; see the class for the arguments."""
-        shape, block_shape, grid = pattern_shapes(shape, block_shape)
+        shape, block_shape, grid = _checks.pattern_shapes(shape, block_shape)
         return cls._from_sorted(all_blocks(grid), shape, block_shape, device=device)
 
     @classmethod
     def from_blocks(
         cls,
-        blocks: Array | Sequence[tuple[int, int]],
+        blocks: Tensor | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -362,19 +308,13 @@ class BlockPattern(PatternView):
         Raises:
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
-        listed: Tensor | Sequence[tuple[int, int]] = shared("blocks", blocks)
-        shape, block_shape, (rows, cols) = pattern_shapes(shape, block_shape)
-        if isinstance(listed, Tensor):
-            check_content("blocks", listed)
-        pairs = torch.as_tensor(listed, device="cpu")
+        shape, block_shape, (rows, cols) = _checks.pattern_shapes(shape, block_shape)
+        pairs = _integers("blocks", blocks, InvalidPatternError)
         if pairs.numel() == 0:
-            pairs = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-        if pairs.dim() != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
-            raise InvalidPatternError(
-                f"blocks must be (row, col) pairs of integers, got shape {tuple(pairs.shape)} of "
-                f"{pairs.dtype}"
-            )
-        row, col = pairs.long().unbind(1)
+            pairs = pairs.view(0, 2)
+        if pairs.dim() != 2 or pairs.shape[1] != 2:
+            raise InvalidPatternError(f"blocks must be (row, col) pairs, got shape {tuple(pairs.shape)}")
+        row, col = pairs.unbind(1)
         outside = ((row < 0) | (row >= rows) | (col < 0) | (col >= cols)).nonzero()
         if len(outside):
             first = tuple(pairs[outside[0, 0]].tolist())
@@ -384,12 +324,12 @@ class BlockPattern(PatternView):
         if len(twice):
             first = divmod(int(chosen[twice[0, 0]]), cols)
             raise InvalidPatternError(f"blocks: {first} is listed twice")
-        device = listed.device if isinstance(listed, Tensor) else None
+        device = blocks.device if isinstance(blocks, Tensor) else None
         return cls._from_sorted(chosen, shape, block_shape, slot, device)
 
     @classmethod
     def from_block_mask(
-        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+        cls, mask: Tensor, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
     ) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
 
@@ -401,50 +341,17 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
-
-        Args:
-            mask: the elements to cover; `waste` says how much of the blocks is none of them.
-            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
-                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
-                the mask.
-        """
+    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         mask = check_matrix("mask", mask) != 0
-        if block_shape is None:
-            block_shape = _best_block_shape(mask)
-        shape, block_shape, _ = pattern_shapes(mask.shape, block_shape)
+        shape, block_shape, _ = _checks.pattern_shapes(mask.shape, block_shape)
         kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
 
     @classmethod
-    def from_bsr(cls, matrix: Tensor) -> BlockPattern:
-        """Keep the blocks that a ``torch.sparse_bsr`` matrix stores."""
-        if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr or matrix.dim() != 2:
-            raise InvalidTypeError(f"matrix must be a 2-D torch.sparse_bsr tensor, got {shown(matrix)}")
-        crow, col, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-        return cls(crow, col, shape=matrix.shape, block_shape=values.shape[1:])
-
-    @classmethod
-    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
-        """Keep the blocks of a scipy.sparse matrix of any format.
-
-        Args:
-            matrix: a scipy sparse matrix or array, its blocks in any order; duplicates are summed.
-            block_shape: (bn, bk); None takes the block shape of a BSR matrix.
-        """
-        matrix = canonical_scipy(matrix, block_shape)
-        return cls(
-            torch.from_numpy(matrix.indptr),
-            torch.from_numpy(matrix.indices),
-            shape=matrix.shape,
-            block_shape=matrix.blocksize,
-        )
-
-    @classmethod
     def from_scores(
         cls,
-        scores: Array,
+        scores: Tensor,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -471,7 +378,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_dense(
         cls,
-        dense: Array,
+        dense: Tensor,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -483,7 +390,7 @@ class BlockPattern(PatternView):
         ``density``, ``nnz`` and ``parts`` are those of `random`.
         """
         dense = check_matrix("dense", dense)
-        shape, block_shape, _ = pattern_shapes(dense.shape, block_shape)
+        shape, block_shape, _ = _checks.pattern_shapes(dense.shape, block_shape)
         blocks, dtype = (
             blocks_of(dense.detach(), block_shape),
             torch.promote_types(dense.dtype, torch.float32),
@@ -560,11 +467,7 @@ class BlockPattern(PatternView):
         return self
 
     def move_blocks_(
-        self,
-        slots: Tensor | Sequence[int],
-        blocks: Tensor | Sequence[tuple[int, int]],
-        *,
-        check: bool = True,
+        self, slots: Tensor | Sequence[int], blocks: Tensor | Sequence[tuple[int, int]], *, check: bool = True
     ) -> BlockPattern:
         """Move the blocks at ``slots`` to new places; see `update_` for the effects.
 
@@ -580,7 +483,10 @@ class BlockPattern(PatternView):
             InvalidPatternError: a place lies outside or is taken; nothing has changed.
         """
         places = torch.stack(self.block_indices(), 1)
-        chosen, new = _integers("slots", slots, places.device), _integers("blocks", blocks, places.device)
+        chosen, new = (
+            _integers(name, given, device=places.device)
+            for name, given in (("slots", slots), ("blocks", blocks))
+        )
         chosen = chosen.reshape(-1)
         if new.numel() != 2 * len(chosen):
             raise InvalidArgumentError(
@@ -616,10 +522,10 @@ class BlockPattern(PatternView):
 
         Each block becomes n blocks: of the one at slot s they have the slots s * n and following, row by row.
         """
-        small, (bn, bk) = pattern_block_shape(block_shape), self.block_shape
+        small, (bn, bk) = _checks.check_block_shape(block_shape, _checks.BLOCK_SIDES), self.block_shape
         if bn % small[0] or bk % small[1]:
             raise InvalidArgumentError(f"block_shape must divide the blocks of {bn}x{bk}, got {block_shape}")
-        check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
+        _checks.check_whole_blocks("a pattern in smaller blocks", self.shape, self.block_shape)
         rows, cols = self.block_indices()
         down = torch.arange(bn // small[0], device=rows.device)
         across = torch.arange(bk // small[1], device=rows.device)
@@ -636,33 +542,14 @@ def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: A
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
 
 
-# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
-BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
-
-
-def _best_block_shape(mask: Tensor) -> tuple[int, int]:
-    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
-    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
-    of_rows, of_cols = (
-        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
-    )
-    costs = {
-        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
-        * BLOCK_COSTS[min(rows, cols)]
-        for rows in of_rows
-        for cols in of_cols
-    }
-    return min(costs, key=lambda shape: costs[shape])
-
-
 def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shape of a weight with a number for each block, if not given of whole blocks, and theirs."""
-    bn, bk = pattern_block_shape(block_shape)
+    bn, bk = _checks.check_block_shape(block_shape, _checks.BLOCK_SIDES)
     rows, cols = grid.shape
     given = (rows * bn, cols * bk) if shape is None else shape
-    checked, sides, wanted = pattern_shapes(given, (bn, bk))
+    checked, sides, wanted = _checks.pattern_shapes(given, (bn, bk))
     if wanted != (rows, cols):
         raise InvalidArgumentError(
             f"{name} must have a number for each of the {wanted[0]} x {wanted[1]} blocks of shape, "
@@ -671,34 +558,12 @@ def shape_of_grid(
     return checked, sides
 
 
-def check_matrix(name: str, given: Array) -> Tensor:
+def check_matrix(name: str, given: Tensor) -> Tensor:
     """Return a dense matrix with content; refuse anything else."""
-    matrix: Tensor = shared(name, given)
-    if not isinstance(matrix, Tensor):
+    if not is_tensor(given) or given.dim() != 2:
         raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
-    if matrix.dim() != 2 or matrix.layout != torch.strided:
-        raise InvalidArgumentError(
-            f"{name} must be a dense 2-D tensor, got shape {tuple(matrix.shape)}, {matrix.layout}"
-        )
-    check_content(name, matrix)
-    return matrix
-
-
-def canonical_scipy(matrix: Any, block_shape: int | Sequence[int] | None) -> Any:
-    """Return a BSR copy of a scipy matrix, with sorted columns and without duplicates."""
-    if not hasattr(matrix, "tobsr"):
-        raise InvalidTypeError(f"matrix must be a scipy.sparse matrix or array, got {shown(matrix)}")
-    if block_shape is None and matrix.format != "bsr":
-        raise InvalidArgumentError(
-            f"block_shape must be given for a scipy matrix of format {matrix.format!r}"
-        )
-    if block_shape is not None:
-        shape, block_shape, _ = pattern_shapes(matrix.shape, block_shape)
-        check_whole_blocks("matrix", shape, block_shape)
-    matrix = matrix.tobsr(blocksize=block_shape, copy=True)
-    matrix.sum_duplicates()
-    matrix.sort_indices()
-    return matrix
+    _checks.check_content(name, given)
+    return given
 
 
 def _blocks_of_parts(
@@ -721,7 +586,7 @@ def _blocks_of_parts(
 def all_blocks(grid: tuple[int, int]) -> Tensor:
     """Return the numbers of all blocks, if there are not too many to choose from."""
     rows, cols = grid
-    if rows * cols > INT32_MAX:
+    if rows * cols > _checks.INT32_MAX:
         raise InvalidArgumentError(
             f"shape must have fewer than 2^31 blocks to choose from, got {rows} x {cols}; "
             "BlockPattern.from_blocks takes a list of those to keep"
@@ -759,13 +624,13 @@ def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | Non
     return torch.cat((first, order[others[order]]))[:kept]
 
 
-def kept_blocks(dense: Tensor, pattern: PatternView) -> Tensor:
+def kept_blocks(dense: Tensor, pattern: BlockPattern) -> Tensor:
     """Return a copy [nnz, bn, bk] of the kept blocks of a dense matrix that blocks divide."""
     places = pattern_cache.block_indices(pattern.index_on(dense.device))
     return blocks_of(dense, pattern.block_shape)[places].contiguous()
 
 
-def with_blocks(blocks: Tensor, pattern: PatternView) -> Tensor:
+def with_blocks(blocks: Tensor, pattern: BlockPattern) -> Tensor:
     """Return the dense matrix that has these blocks [nnz, bn, bk] and zeros elsewhere; they divide it."""
     dense = blocks.new_zeros(pattern.shape)
     places = pattern_cache.block_indices(pattern.index_on(blocks.device))
@@ -774,7 +639,7 @@ def with_blocks(blocks: Tensor, pattern: PatternView) -> Tensor:
 
 
 @torch.no_grad()
-def zero_outside_(values: Tensor, pattern: PatternView) -> Tensor:
+def zero_outside_(values: Tensor, pattern: BlockPattern) -> Tensor:
     """Write zeros to the parts of blocks [nnz, bn, bk] that lie outside of the weight."""
     if is_ragged(pattern.shape, pattern.block_shape):
         for side, places in enumerate(pattern.block_indices()):
@@ -788,7 +653,7 @@ def zero_outside_(values: Tensor, pattern: PatternView) -> Tensor:
 def check_parts(parts: Sequence[int]) -> tuple[int, int]:
     """Return parts as two positive integers."""
     try:
-        r, c = (as_integer(count) for count in parts)
+        r, c = (_checks.as_integer(count) for count in parts)
         if r > 0 and c > 0:
             return r, c
     except (TypeError, ValueError):
@@ -809,13 +674,13 @@ def _kept_blocks(total: int, density: float | None, nnz: int | None) -> int:
     if (density is None) == (nnz is None):
         raise InvalidArgumentError("exactly one of density and nnz must be given")
     if density is not None:
-        kept = round(checked_fraction("density", density) * total)
+        kept = round(_checks.checked_fraction("density", density) * total)
         if kept == 0 and density > 0:
             raise InvalidArgumentError(
                 f"density must be 0 or at least {1 / total:.3g}: {density} of {total} blocks rounds to none"
             )
         return kept
-    return checked_count("nnz", nnz, 0, total)
+    return _checks.checked_count("nnz", nnz, 0, total)
 
 
 __all__ = ["BlockPattern"]

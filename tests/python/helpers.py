@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilesparse
 from tilesparse import BlockPattern, storage
 from tilesparse._checks import PACKED
+from tilesparse._runtime import launch
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
 from tilesparse._runtime.launch import write_sdd
 from tilesparse._runtime.pattern_cache import prepared
@@ -442,3 +444,8 @@ def written_sdd(y: Tensor, x: Tensor, pattern: BlockPattern, out: Tensor, accumu
     """Write or add yᵀ x on a pattern to ``out``, as gradients of ``main_grad`` are."""
     write_sdd(y, x, out, prepared(pattern.index_on(x.device)), accumulate)
     return out
+
+
+def use_kernel(name: str) -> AbstractContextManager[None]:
+    """Run every product in this context on the named kernel, or raise."""
+    return launch.ask_for([kernel.name for kernel in launch.known_kernels()].index(name) + 1)

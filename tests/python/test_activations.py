@@ -28,7 +28,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, to
 @pytest.fixture(autouse=True)
 def all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are called for as many tokens as they take, not only for those that they pay for."""
-    monkeypatch.setattr(launch, "skipped_tokens", lambda *_: 8)
+    monkeypatch.setattr(launch, "SKIPPED_TOKENS", 8)
 
 
 def masked(x: Tensor, threshold: float) -> Tensor:
@@ -358,7 +358,7 @@ def test_experts(
     storage: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "skipped_tokens", lambda *_: 99)
+    monkeypatch.setattr(launch, "SKIPPED_TOKENS", 99)
     layer, offsets = experts_on(device, dtype, density, storage), offsets_of(counts, device)
     x, gate = (randn(sum(counts), size, dtype=dtype, device=device, seed=3) for size in (IN, OUT))
     layer.threshold = 0.7

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import scipy.sparse
 import torch
 import torch.distributed as dist
 from helpers import SIZES
@@ -344,17 +343,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockPattern": lambda: {"crow_indices": [0, 2], "col_indices": [0, 1]},
     "BlockPattern.random": lambda: {"block_shape": BLOCK, "density": 0.5},
     "BlockPattern.from_block_mask": lambda: {"mask": torch.ones(1, 2)},
-    "BlockPattern.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
     "BlockPattern.from_scores": lambda: {"scores": torch.ones(1, 2), "nnz": 1},
     "BlockPattern.from_dense": lambda: {"nnz": 1},
     "BlockPattern.refined": lambda: {"block_shape": (16, 32)},
     "BlockPattern.index_on": lambda: {"device": torch.device("cpu")},
     "BlockPattern.move_blocks_": lambda: {"self": gappy()},
-    "BlockSparseMatrix.from_blocks": lambda: {"blocks": [(0, 0), (0, 1)]},
-    "BlockSparseMatrix.from_dense": lambda: {"block_shape": BLOCK},
-    "BlockSparseMatrix.from_scipy": lambda: {"matrix": scipy.sparse.eye_array(64), "block_shape": BLOCK},
-    "BlockSparseMatrix.equal": lambda: {"other": matrix()},
-    "BlockSparseMatrix.scale_rows": lambda: {"factors": torch.ones(matrix().shape[0])},
     "prune.PermutationGroup": lambda: {"producers": ("0",), "consumer": "2"},
     "prune.allocate": lambda: {
         "profiles": {"0": {CONFIG: 0.1}},

@@ -131,29 +131,6 @@ def test_modes_and_transforms_see_the_operators(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_code_follows_the_number_of_tokens(device: str) -> None:
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, dynamic=True)
-    def compiled(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-        return combine(spread(x, None, rows).sin(), weights, rows)
-
-    for tokens in (4, 9, 30):
-        x = randn(tokens, 32, dtype=torch.float32, device=device).requires_grad_()
-        weights = randn(tokens, 3, dtype=torch.float32, device=device, seed=1).requires_grad_()
-        rows = rows_of(tokens, 3, device)
-        expected = combine(spread(x, None, rows).sin(), weights, rows)
-        y = compiled(x, weights, rows)
-        torch.testing.assert_close(y, expected)
-        for one, other in zip(
-            torch.autograd.grad(y.square().sum(), (x, weights)),
-            torch.autograd.grad(expected.square().sum(), (x, weights)),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_operands_lie_anywhere(device: str) -> None:
     """Slices, transposed matrices and gradients without memory of their own."""
     y, weights, rows, grad = operands((6, 2, 64), torch.float32, device)
@@ -194,7 +171,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: combine(y.int(), weights, rows), "y must have dtype"),
         (lambda: combine(y, weights, rows.int()), r"rows must be \[tokens, choices\] of int64"),
         (lambda: combine(y, weights, rows.flatten()), "rows must be"),
-        (lambda: combine(y, weights.double(), rows), r"weights must have shape \(4, 3\) of torch.float32"),
+        (lambda: combine(y, weights.double(), rows), "weights must have dtype torch.float32"),
         (lambda: combine(y, weights[:, :2], rows), "weights must have shape"),
         (lambda: combine(y, weights.to("meta"), rows), "weights must be on"),
         (lambda: spread(y, None, rows), r"x must be \[4, features\]"),

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tilesparse._files import read_json, replacing, write_json
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import TENSORS, exclusive
 from tilesparse._runtime.pattern_cache import prepared
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError
 
 SIZE = 512
 pytestmark = pytest.mark.usefixtures("one_thread", "no_interval")
@@ -129,153 +128,6 @@ def test_a_call_sees_the_old_pattern_or_the_new_one(
     in_threads([lambda: on_a_stream(device, read)] * readers + [lambda: on_a_stream(device, write)] * writers)
     assert len(results) >= 200 // readers * readers
     assert all(any(torch.equal(y, one) for one in allowed) for y in results)
-
-
-# ---- when patterns on a GPU are compared, and what follows: the GPU's part is replaced ----
-
-
-class Comparison(pattern_cache.Comparison):
-    """Comparisons whose answer is given."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self.differing: list[int] | None = None  # None: under way
-
-    def reserve(self, rows: int) -> None:
-        pass
-
-    def begin(self, pairs: Any, entries: Any) -> bool:
-        self.begun += 1
-        self.differing = None
-        return True
-
-    def answer(self) -> list[int] | None:
-        return self.differing
-
-
-class Entry:
-    """What is kept of a pattern, which was written to."""
-
-    def __init__(self, watch: pattern_cache.Watch, uncounted: bool = True, valid: bool = True) -> None:
-        self._use, self._noted = _C.Use(watch.clock), 0.0
-        self.uncounted, self.valid, self.followed = uncounted, valid, 0
-        watch.add(self)
-
-    def _follow_writes(self) -> bool:
-        self.followed += 1
-        if not self.valid:
-            raise InvalidPatternError("slot")
-        return self.uncounted
-
-    def _distrust(self) -> None:
-        self.valid = True
-
-
-class Time:
-    """A clock in the place of the real one, in seconds; comparisons and what they compare."""
-
-    now = 100.0
-
-    def __init__(self) -> None:
-        self.comparison = Comparison()
-        self.watch = pattern_cache.Watch(self.comparison)
-
-    def __call__(self) -> float:
-        return self.now
-
-    def entries(self, number: int, **options: Any) -> list[Entry]:
-        return [Entry(self.watch, **options) for _ in range(number)]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    monkeypatch.setattr(pattern_cache, "INTERVAL", 0.1)
-    monkeypatch.setattr(pattern_cache, "PAUSE", 0.001)
-    clock = Time()
-    monkeypatch.setattr(pattern_cache, "monotonic", clock)
-    return clock
-
-
-def test_one_comparison_is_begun_in_an_interval(clock: Time) -> None:
-    entries, asked = clock.entries(30), 0
-    for number in range(10_000):  # a call in .1 ms, which asks for nothing before the clock says so
-        clock.now += 1e-4
-        asked += clock.now >= clock.watch.clock.due
-        if number % 1000 == 20:
-            clock.comparison.differing = []  # .1 ms to 2 ms after it was begun
-        clock.watch.use(entries[number % 30])
-        assert entries[number % 30]._use.last == clock.now
-    assert clock.comparison.begun == 10 and asked <= 10 * 4
-
-
-@pytest.mark.parametrize("end", [0.01, 5.0])
-def test_another_is_begun_once_the_last_has_ended(clock: Time, end: float) -> None:
-    (entry,) = clock.entries(1)
-    for later, differing, begun in ((0, None, 1), (end, None, 1), (0.2, [], 2)):
-        clock.now += later
-        clock.comparison.differing = differing
-        clock.watch.use(entry)
-        assert clock.comparison.begun == begun
-
-
-# Seconds after the comparison that found no difference: when the pattern was used last, and when its own
-# copies were written; whether PyTorch has not counted the write; and what is raised. The next comparison is
-# at .1, and its answer at .11.
-FINDINGS = {
-    "used since": (0.05, None, True, "between 110 and 10 ms ago"),
-    "used since it was written to here": (0.05, 0.03, True, "between 80 and 10 ms ago"),
-    "used before it was written to here": (0.02, 0.03, True, None),
-    "not used since": (-0.01, None, True, None),
-    "counted": (0.05, None, False, None),
-    "written to here while it was compared": (0.05, 0.105, True, None),
-}
-
-
-@pytest.mark.parametrize("name", FINDINGS)
-def test_a_finding_is_followed_or_raises(clock: Time, name: str) -> None:
-    used, noted, uncounted, message = FINDINGS[name]
-    comparison, watch = clock.comparison, clock.watch
-    (other,), (entry,) = clock.entries(1), clock.entries(1, uncounted=uncounted)
-    start = clock.now
-    entry._use.last = start - 1
-    watch.use(other)
-    comparison.differing = []
-    clock.now = start + 0.1
-    entry._use.last = start + used
-    watch.use(other)
-    assert comparison.begun == 2 and entry.followed == 0
-    if noted is not None:
-        entry._noted = start + noted
-    comparison.differing = [3, 5]
-    clock.now = start + 0.11
-    with nullcontext() if message is None else pytest.raises(PatternChangedError, match=message):
-        watch.use(other)
-    assert entry.followed == (name != "written to here while it was compared") and other.followed == 0
-    watch.use(other)  # once
-    assert comparison.begun == 2
-
-
-def test_a_finding_that_is_no_pattern_raises_and_is_not_trusted(clock: Time) -> None:
-    (entry,) = clock.entries(1, valid=False)
-    clock.watch.use(entry)
-    clock.comparison.differing = [0]
-    clock.now += 0.01
-    with pytest.raises(PatternChangedError) as raised:
-        clock.watch.use(entry)
-    assert isinstance(raised.value.__cause__, InvalidPatternError) and entry.valid
-
-
-def test_places_of_patterns_that_are_gone_are_used_again(clock: Time) -> None:
-    first, second = clock.entries(2)
-    clock.watch.use(second)
-    clock.watch.remove(0)
-    del first
-    (third,) = clock.entries(1)
-    third._noted = clock.now
-    clock.comparison.differing = [0, 1, 2]  # of the first
-    clock.now += 0.01
-    clock.watch.use(second)
-    assert third.followed == second.followed == 0
 
 
 @pytest.mark.skipif(not TENSORS.enabled, reason="PyTorch 2.10 reads tensors natively")

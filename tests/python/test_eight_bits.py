@@ -38,16 +38,12 @@ from tilesparse import (
     functional,
     sparsify_,
     storage,
-    tuning,
 )
 from tilesparse._runtime import select
 from tilesparse.config import LayerSpec
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from tilesparse.export import decompositions
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import dense_blocks, layer_index
-from tilesparse.tuning import Product, load
-from tilesparse.tuning.measure import products_of
 
 NM = (2, 4)
 FLOAT8 = torch.float8_e4m3fn
@@ -56,7 +52,6 @@ GROUPED = "float8 by block"  # a scale for 128 features of a token, and one for 
 RESULTS = [torch.float32, torch.float16, torch.bfloat16]
 TOKENS = 70
 OPS: Any = torch.ops.tilesparse
-CHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 
 # How layers are made: in_features, out_features, and options; 2:4 inside of the blocks as well.
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -91,11 +86,7 @@ def pattern_of(name: str, kind: str = "random 50%") -> BlockPattern:
 
 
 def tokens(
-    *shape: int,
-    name: str = "int8",
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 1,
+    *shape: int, name: str = "int8", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1
 ) -> Tensor:
     """Activations; of groups with magnitudes that differ, so that it shows which scale each has."""
     x = randn(*(shape or (TOKENS,)), LAYERS[name][0], dtype=torch.float32, device="cpu", seed=seed)
@@ -121,12 +112,7 @@ def stored(pattern: BlockPattern, name: str, device: str = "cpu") -> tuple[Tenso
 
 
 def expected(
-    name: str,
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    pattern: BlockPattern,
-    bias: Tensor | None = None,
+    name: str, x: Tensor, values: Tensor, scales: Tensor, pattern: BlockPattern, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The product of the same operands in float64, and how far off sums in float32 may be."""
     left, of_x = (each.cpu().double() for each in quantized(name, x))
@@ -343,31 +329,6 @@ def test_sums_of_too_many_integers_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="in_features must be below 131072"):
         BlockSparseLinear(**wide, storage="int8", activations="int8")
     BlockSparseLinear(**wide, storage="float8_e4m3fn", activations="float8_e4m3fn")
-
-
-@every_kind
-@on_every_device
-def test_opcheck(device: str, name: str) -> None:
-    pattern = pattern_of(name)
-    values, scales = stored(pattern, name, device)
-    x = tokens(name=name, device=device).requires_grad_()
-    outs = pattern.out_features
-    bias = randn(outs, dtype=torch.float32, device=device).requires_grad_()
-    residual = randn(TOKENS, outs, dtype=torch.float32, device=device).requires_grad_()
-    of_x, index = quantized(name, x), pattern.index_on(x.device)
-    # PyTorch looks for writes by a product of each operand, which it has not for float8.
-    checks = CHECKS if name == "int8" else CHECKS[1:]
-    rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1]}
-    cases: list[tuple[Any, dict[str, Any]]] = [((x, values, *index, bias, residual), {"fast": True})]
-    if name != GROUPED or device == "cpu":
-        own = x.detach(), values, *index, bias.detach(), None, 2, True
-        cases.append((own, {"gate": residual.detach(), "fast": False}))
-    for arguments, options in cases:
-        torch.library.opcheck(OPS.dds_nt.default, arguments, rest | options, test_utils=checks)
-    if name == GROUPED:
-        torch.library.opcheck(OPS.quantize_groups.default, (x.detach(),), test_utils=checks)
-    else:
-        torch.library.opcheck(OPS.row_scales.default, (scales, *index))
 
 
 # ---- 2:4 inside of the blocks ----
@@ -721,20 +682,6 @@ def test_there_and_back_and_copies_with_scales_inside() -> None:
     assert torch.equal(layer.to_storage("plain").weight, blocks)
 
 
-def test_joined_layers_and_parts_of_layers() -> None:
-    one, other, x = make(GROUPED), make(GROUPED).to_storage("plain").to_storage("int8"), tokens(name=GROUPED)
-    other.to_storage("float8_e4m3fn", granularity="block", activations="float8_e4m3fn")
-    joined = tilesparse.nn.concatenate([one, other])
-    assert joined.spec.granularity == "block"
-    assert torch.equal(joined(x), torch.cat((one(x), other(x)), -1))
-    part = one.cut(rows=(128, 384), columns=(0, 256))
-    assert part.spec.granularity == "block"
-    whole = one.to_linear().weight[128:, :256]
-    assert torch.equal(part.to_linear().weight, whole)
-    with pytest.raises(InvalidArgumentError, match="granularity must be one of"):
-        one.cut(rows=(64, 384))
-
-
 def test_states_with_scales_inside_are_for_such_layers() -> None:
     layer = make(GROUPED)
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")
@@ -763,9 +710,8 @@ def test_states_of_other_scales_are_refused(granularity: str, name: str) -> None
 
 
 @every_kind
-def test_compiled_exported_and_decomposed_layers(name: str) -> None:
+def test_compiled_and_exported_layers(name: str) -> None:
     model, x = nn.Sequential(make(name).eval(), nn.ReLU()), tokens(name=name)
-    wanted = model(x)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for some in (x, x[:5]):
         torch.testing.assert_close(compiled(some), model(some))
@@ -778,65 +724,9 @@ def test_compiled_exported_and_decomposed_layers(name: str) -> None:
     program = torch.export.export(model, (x,), dynamic_shapes={"input": {0: torch.export.Dim("tokens")}})
     for some in (x, x[:3]):
         torch.testing.assert_close(program.module()(some), model(some))
-    plain = program.run_decompositions(decompositions())
-    assert not any("tilesparse" in str(node.target) for node in plain.graph.nodes)
-    near = 1e-3 if name == GROUPED else 1e-5
-    torch.testing.assert_close(plain.module()(x), wanted, rtol=max(near / 10, 1.3e-6), atol=near)
-
-
-def test_decompositions_of_bias_residual_gate_and_gradient() -> None:
-    pattern = pattern_of("int8")
-    values, scales = stored(pattern, "int8")
-    x, other = tokens(), randn(TOKENS, OUT, dtype=torch.float32)
-
-    class Model(nn.Module):
-        def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            run: Callable[..., Tensor] = functional.quantized_linear
-            of = values, pattern, scales
-            dense = run(x, *of, policy="dense")
-            return run(x, *of, None, "relu", residual=other), run(x, *of, None, "silu", gate=other), dense
-
-    program = torch.export.export(Model(), (x, other)).run_decompositions(decompositions())
-    assert not any("tilesparse" in str(node.target) for node in program.graph.nodes)
-    torch.testing.assert_close(program.module()(x, other), Model()(x, other))
 
 
 # ---- measured and chosen ----
-
-
-@both
-def test_products_are_chosen_and_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TILESPARSE_TUNE_FILE", str(tmp_path / "tune.json"))
-    layer = make(name)
-    wanted = Product.of(layer, tokens=100)
-    assert wanted.activations == name and "W8A8" in str(wanted)
-    assert Product.of(layer, tokens=100, op="dgrad").activations is None
-    chosen = tuning.choose(wanted, "cpu")
-    assert chosen.kernel in {kernel.name for kernel in tuning.kernels() if EIGHT[name] in kernel.dtypes}
-    try:
-        (measured,) = tuning.tune([wanted], "cpu", candidates=1, repetitions=1)
-        assert measured.product == wanted and set(measured.microseconds) == {chosen.kernel}
-        assert load()[0] == [measured]
-    finally:
-        monkeypatch.setenv("TILESPARSE_TUNE_FILE", "")
-        load()
-    tilesparse.save(nn.Sequential(layer), tmp_path / "saved")
-    found = products_of(tmp_path / "saved", [10, 100])
-    assert [(one.op, one.tokens, one.activations) for one in found] == [
-        ("forward", 10, None),
-        ("forward", 10, name),
-        ("forward", 100, name),
-        ("dgrad", 10, None),
-        ("dgrad", 100, None),
-    ]
-    for changed, message in (
-        ({"op": "dgrad"}, "op must be 'forward' with activations"),
-        ({"column_major": True}, "column_major must be False with activations"),
-        ({"dtype": torch.float64}, "dtype must have 16 or 32 bits with activations"),
-        ({"storage": "plain"}, "activations must be None"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            replace(wanted, **changed)
 
 
 # ---- what holds layers ----
@@ -855,25 +745,6 @@ def dense_model() -> nn.Sequential:
 
 def batch() -> Tensor:
     return randn(TOKENS, 256, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_patched_and_pruned_models(name: str) -> None:
-    x, config, model = batch(), replace(CONFIGS[name], density=1.0), dense_model()
-    wanted = model(x)
-    report = sparsify_(model, config)
-    described = f"{'2:4 ' if config.nm else ''}{config.storage} W8A8"
-    assert described in str(report) and report.layers[0].activations == config.activations
-    if config.nm is None:
-        torch.testing.assert_close(model(x), wanted, rtol=0.1, atol=0.1)
-    other = copy.deepcopy(model)
-    tilesparse.prepare_for_inference_(model)
-    torch.testing.assert_close(model(x), other(x))
-    pruned = dense_model()
-    assert described in str(tilesparse.prune_(pruned, CONFIGS[name], [x]))
-    layer: Any = pruned[0]
-    assert (layer.nm, layer.activations) == (config.nm, config.activations)
-    assert Product.of(layer, tokens=100).activations == config.activations
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -906,29 +777,3 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     file.write_text(json.dumps(without))
     with pytest.raises(CheckpointError):
         tilesparse.load(dense_model, tmp_path)
-
-
-@both
-def test_models_of_transformers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    settings = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    model = transformers.LlamaForCausalLM(settings).eval()
-    sparsify_(model, BlockSparseConfig(0.5, 32, storage=name, activations=name))
-    tokens = torch.arange(12)[None]
-    with torch.no_grad():
-        wanted = model(tokens).logits
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    layer = loaded.model.layers[0].mlp.up_proj
-    assert isinstance(layer, BlockSparseLinear) and layer.activations == name
-    assert layer.scales.dtype == torch.float32
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, wanted)
-        half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        assert half.model.layers[0].mlp.up_proj.scales.dtype == torch.float32
-        torch.testing.assert_close(half(tokens).logits.float(), wanted, rtol=0.1, atol=0.1)
-        tilesparse.prepare_for_inference_(loaded)
-        torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=0.02, atol=0.02)
-        generated = loaded.generate(tokens, max_new_tokens=3, do_sample=False)
-    assert generated.shape == (1, 15)

@@ -15,7 +15,6 @@ from helpers import PATTERNS, expanded_by_definition, make_pattern
 from test_kernels import (
     DEVICE,
     ROWS,
-    Guarded,
     Operands,
     Problem,
     Row,
@@ -23,9 +22,6 @@ from test_kernels import (
     accepted_shapes,
     dense_weight,
     launch,
-    make_product,
-    plan_of,
-    run,
     runs_here,
 )
 from torch import Tensor
@@ -193,35 +189,6 @@ def test_a_token_whose_scale_is_nan_spoils_itself_alone(row: Row) -> None:
     assert found[77].isnan().all()
     rest = torch.arange(130, device=DEVICE) != 77
     assert torch.equal(found[rest], expected[rest])
-
-
-@pytest.mark.parametrize("row", ROWS_OF_8_BITS, ids=str, indirect=True)
-def test_captured_products_follow_x_and_scales(row: Row) -> None:
-    """On a stream of its own; the graph reads anew what lies in the operands' memory."""
-    problem = Problem(make_pattern("random 50%", (6, 8), accepted_shapes(row)[-1]), 300, activation="silu")
-    operands, others = Operands(row, problem), Operands(row, problem)
-    others.x.copy_(operands.x.flip(0))
-    others.x_scales.copy_(operands.x_scales.flip(0))
-    call = make_product(row, problem, operands)
-    call.use_plan(*plan_of(row, problem))
-    workspace = Guarded(1, (call.workspace_size() + 3) // 4, torch.float32, alignment=256)
-    torch.cuda.synchronize()
-    stream, graph = torch.cuda.Stream(DEVICE), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(call, problem, operands, workspace.address)  # the first launch sets the kernel up
-        with torch.cuda.graph(graph, stream=stream):
-            run(call, problem, operands, workspace.address)
-    torch.cuda.synchronize()
-    first = computed(row, problem, operands).clone()
-    operands.prepare_output()
-    graph.replay()
-    assert torch.equal(operands.y, first)
-    operands.x.copy_(others.x)
-    operands.x_scales.copy_(others.x_scales)
-    operands.prepare_output()
-    graph.replay()
-    assert torch.equal(operands.y, computed(row, problem, others))
-    assert not torch.equal(operands.y, first)
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 130, 1000])

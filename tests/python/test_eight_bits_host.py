@@ -11,22 +11,18 @@ import pytest
 import torch
 from helpers import DEVICES, Recorder, make_pattern, randn, random_values, seeded
 from torch import Tensor, nn
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.utils import run_and_get_code
 
-import tilesparse
-from tilesparse import BlockSparseConfig, BlockSparseLinear, BlockSparseMLP, functional, sparsify_, storage
+from tilesparse import BlockSparseLinear, BlockSparseMLP, functional, storage
 from tilesparse._ops.epilogue import _last
 from tilesparse._runtime import launch
 from tilesparse._runtime.device import TENSORS
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError
-from tilesparse.model import fuse_mlps_
 
 EIGHT = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 IN, OUT, TOKENS = 128, 192, 70
 IS_READ = hasattr(Tensor, "__dlpack_c_exchange_api__")  # natively
-QUANTIZE: Any = torch.ops.tilesparse.quantize.default
 
 both = pytest.mark.parametrize("name", EIGHT)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -109,16 +105,6 @@ def test_products_are_repeated_as_they_ran(
         assert result.dtype == dtype and not result.requires_grad
 
 
-def test_kept_calls_tell_dtypes_and_shapes_apart() -> None:
-    """The 8 bits may be the same, while x has another dtype or shape."""
-    layer, x = make("int8", bias=False), tokens()
-    for some in (x, x.bfloat16(), x.half(), x[:3], x[None], x[0]):
-        for _ in range(2):
-            y = layer(some)
-            assert y.dtype == some.dtype and y.shape == (*some.shape[:-1], OUT)
-            assert torch.equal(y, layer(some.float()).to(some.dtype))
-
-
 @pytest.mark.parametrize("native", [True, False])
 @on_every_device
 def test_both_ways_to_quantize_agree(device: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +145,6 @@ def test_layers_that_share_an_input_quantize_it_once(counted: list[int]) -> None
     assert len(counted) == 4
     for layer, y in zip(layers[::-1], results, strict=True):
         assert torch.equal(y, layer(x.clone()))
-
-
-def test_profilers_see_what_runs_without_them() -> None:
-    layers, x = [make("int8", seed) for seed in range(3)], tokens()
-    with torch.profiler.profile() as profile:
-        for layer in layers:
-            layer(x)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["tilesparse::quantize"] == 1 and counts["tilesparse::dds_nt"] == 3
 
 
 def test_an_input_is_quantized_again_where_it_may_have_changed(counted: list[int]) -> None:
@@ -365,36 +342,12 @@ def test_compiled_inference_quantizes_a_shared_input_once(
     assert sum(code.count("tilesparse.quantize.default(") for code in codes) == 1 + write
 
 
-def test_exported_programs_have_one_quantization_after_cse() -> None:
-    program = torch.export.export(Three(), (tokens(),))
-
-    def count(graph: torch.fx.Graph) -> int:
-        return sum(node.target is QUANTIZE for node in graph.nodes)
-
-    assert count(program.graph) == 3
-    assert count(fx_graph_cse(program.graph)) == 1
-    written = torch.export.export(Three(write=True), (tokens(),)).run_decompositions()
-    assert count(fx_graph_cse(written.graph)) == 2
-
-
 # ---- MLPs ----
 
 
 def mlp_of(name: str, gated: bool = True, bias: bool = True, **options: Any) -> BlockSparseMLP:
     wide, back = (make(name, 0, bias=bias), make(name, 2, (OUT, IN), bias=bias))
     return BlockSparseMLP(wide, back, make(name, 1, bias=bias) if gated else None, **options)
-
-
-@both
-def test_mlps_have_a_gradient(name: str) -> None:
-    mlp, x = mlp_of(name, activation="silu"), tokens(5, 14)
-    with torch.no_grad():
-        y = mlp(x)
-        assert torch.equal(y, mlp.down(mlp.up(x, gate=mlp.gate(x), activation="silu")))
-    recorded = mlp(x.requires_grad_())
-    torch.testing.assert_close(recorded, y, rtol=0.02, atol=0.02)
-    recorded.sum().backward()
-    assert x.grad is not None
 
 
 @both
@@ -430,26 +383,6 @@ def test_every_mlp_takes_three_products_in_8_bits(
     torch.testing.assert_close(added, y + residual, rtol=1e-5, atol=1e-5)
 
 
-def test_gate_up_in_one_layer_quantizes_twice(counted: list[int]) -> None:
-    mlp = BlockSparseMLP(
-        None, make("int8", 1, (OUT, IN)), gate_up=make("int8", 0, (IN, 2 * OUT)), activation="silu"
-    )
-    with torch.inference_mode():
-        mlp(tokens())
-    assert len(counted) == 2
-
-
-def test_autocast_casts_and_quantizes_an_input_of_an_mlp_once(counted: list[int]) -> None:
-    mlp, x = mlp_of("int8", activation="silu"), tokens()
-    with torch.no_grad():
-        wanted = mlp(x)
-        counted.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = mlp(x)
-    assert y.dtype == torch.bfloat16 and len(counted) == 2
-    torch.testing.assert_close(y.float(), wanted, rtol=0.05, atol=0.05)
-
-
 def test_hooks_and_other_layers_see_an_input_that_is_current(counted: list[int]) -> None:
     """Hooks before the layer may write to x in inference mode, where nothing counts it."""
     mlp, x = mlp_of("int8", activation="silu"), tokens()
@@ -474,30 +407,3 @@ def test_nothing_is_kept_of_an_mlp_in_inference_mode() -> None:
         with pytest.raises(InvalidArgumentError, match="x must have last dimension"):
             mlp(tokens()[:, :64])
     assert _last.constant is None and _last.holder[0] is None
-
-
-@both
-def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]) -> None:
-    transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    settings = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(settings).eval()
-    sparsify_(model, BlockSparseConfig(1, 32, storage=name, activations=name))
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        wanted = model(ids).logits
-    report = fuse_mlps_(model, ids)
-    assert [mlp.storages for mlp in report.layers] == [(f"{name} W8A8",)] * 2 and not report.skipped
-    assert f"silu  {name} W8A8" in str(report)
-    tilesparse.prepare_for_inference_(model, ids)
-    assert sum(isinstance(module, BlockSparseMLP) for module in model.modules()) == 2
-    counted.clear()
-    with torch.no_grad(), Recorder() as recorder:
-        found = model(ids).logits
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-    assert "dds_nt" not in recorder.seen
-    counted.clear()
-    with torch.no_grad():
-        model(ids)
-    assert len(counted) == 2 * 4, "of attention, its output, gate and up, down"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import use_kernel
 from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseMatrix
@@ -186,7 +187,7 @@ def test_kernels_and_threads_agree_bit_by_bit() -> None:
             ]
         )
         for name in EIGHT_BITS:
-            with launch.use_kernel(name):
+            with use_kernel(name):
                 try:
                     of_threads = [with_threads(threads, encoder, x, offsets) for threads in (1, 2, 4)]
                 except UnsupportedError as error:
@@ -306,10 +307,8 @@ def test_packed_values_give_the_same_bits(block: Any, density: float) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"heads": 3}, r"layers\[0\].heads must divide the 64 in_features of output, got 3"),
         ({"heads": 8}, r"layers\[0\].head_features must be 16 to 256, got 8"),
         ({"gated": True}, r"layers\[0\].up.pattern.out_features must be 256, got 128"),
-        ({"activation": "tanh"}, r"layers\[0\].activation must be one of .*, got 'tanh'"),
         (
             {"heads": 4, "rotary": torch.ones(9, 16)},
             r"head_features must be a multiple of 32 where rotary is given",

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilesparse import BlockSparseConfig, BlockSparseLinear, sparsify_
-from tilesparse.errors import UnsupportedError
-from tilesparse.export import decompositions
 
 IN, OUT = 96, 64
 FORWARD = """
@@ -222,81 +220,3 @@ def test_a_package_that_would_go_wrong_is_refused(
 def test_a_layer_is_not_scripted_wrongly() -> None:
     with pytest.raises((RuntimeError, ValueError)):  # errors of PyTorch: the source is not TorchScript
         torch.jit.script(model(1))
-
-
-def decomposed(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
-    batch = torch.export.Dim("batch", min=2)
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
-    return exported.run_decompositions(decompositions())
-
-
-DECOMPOSED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "long blocks": {"block_shape": (16, 64), "bias": False},
-    "2:4": {"nm": (2, 4)},
-    "int8": {"storage": "int8"},
-    "float8": {"storage": "float8_e4m3fn"},
-    "int4": {"storage": "int4"},
-}
-
-
-def to_decompose(name: str) -> tuple[nn.Module, Tensor]:
-    first = BlockSparseLinear(1024, OUT, generator=seeded(), **{"block_shape": 32, **DECOMPOSED[name]})
-    first.pattern.move_blocks_([0], (~first.pattern.to_block_mask()).nonzero()[:1])  # slots out of order
-    second = BlockSparseLinear(OUT, IN, density=0.25, block_shape=(16, 32), generator=seeded(1))
-    model = nn.Sequential(first, nn.GELU(), second).eval()
-    return model, torch.randn(5, first.in_features, generator=seeded(2))
-
-
-@pytest.mark.parametrize("name", DECOMPOSED)
-def test_decomposed_programs_need_no_operators_of_this_package(name: str) -> None:
-    model, x = to_decompose(name)
-    program = decomposed(model, x)
-    assert "tilesparse" not in program.graph_module.code
-    for tokens in (2, 5, 9):
-        x = torch.randn(tokens, x.shape[1], generator=seeded(tokens))
-        torch.testing.assert_close(program.module()(x), model(x), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
-def test_decompositions_know_what_is_fused(activation: str, gated: bool) -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = BlockSparseLinear(IN, OUT, generator=seeded(), block_shape=32).requires_grad_(False)
-
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:
-            options = {"gate" if gated else "residual": other, "activation": activation}
-            y: Tensor = self.layer(x, **options)
-            return y
-
-    model, x, other = (
-        Fused(),
-        torch.randn(5, IN, generator=seeded(1)),
-        torch.randn(5, OUT, generator=seeded(2)),
-    )
-    program = torch.export.export(model, (x, other)).run_decompositions(decompositions())
-    assert "tilesparse" not in program.graph_module.code
-    torch.testing.assert_close(program.module()(x, other), model(x, other), atol=1e-6, rtol=1e-5)
-
-
-def test_compressed_weights_have_no_decomposition() -> None:
-    layer = BlockSparseLinear(IN, OUT, nm=(2, 4), storage="compressed", block_shape=32)
-    exported = torch.export.export(layer, (torch.randn(5, IN),))
-    with pytest.raises(UnsupportedError, match=r"call to_storage\('plain'\) before the export"):
-        exported.run_decompositions(decompositions())
-
-
-@pytest.mark.filterwarnings("ignore")  # of onnxscript
-@pytest.mark.parametrize("name", DECOMPOSED)
-def test_onnx_computes_the_same(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime: Any = pytest.importorskip("onnxruntime")
-    model, x = to_decompose(name)
-    torch.onnx.export(decomposed(model, x), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
-    for tokens in (2, 7):
-        x = torch.randn(tokens, x.shape[1], generator=seeded(tokens))
-        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-5, rtol=1e-5)

@@ -43,16 +43,17 @@ def assert_sdd_close(actual: Tensor, y: Tensor, x: Tensor, pattern: BlockPattern
     assert_within(actual, blocks_of_dense(expected, pattern), blocks_of_dense(tolerance, pattern))
 
 
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
-def test_products_on_adversarial_patterns(device: str, dtype: torch.dtype, name: str) -> None:
+def test_products_on_adversarial_patterns(device: str, dtype: torch.dtype, name: str, policy: str) -> None:
     pattern = make_pattern(name, (4, 6), (32, 32))
     values = random_values(pattern, dtype=dtype, device=device)
     x = randn(33, pattern.in_features, dtype=dtype, device=device, seed=1)
     y = randn(33, pattern.out_features, dtype=dtype, device=device, seed=2)
     bias = randn(pattern.out_features, dtype=dtype, device=device, seed=3)
     weight = dense_weight(values, pattern)
-    assert_product_close(functional.linear(x, values, pattern, bias), x, weight.t(), bias)
+    assert_product_close(functional.linear(x, values, pattern, bias, policy=policy), x, weight.t(), bias)
     assert_product_close(functional.dds(y, values, pattern, transpose=False), y, weight)
     assert_sdd_close(functional.sdd(y, x, pattern), y, x, pattern)
 
@@ -113,10 +114,11 @@ STRIDED: dict[str, Callable[[int, int, torch.dtype, str], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("tokens", [1, 24, 37])
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_operands(device: str, layout: str, tokens: int) -> None:
+def test_strided_operands(device: str, layout: str, tokens: int, policy: str) -> None:
     pattern = make_pattern("random 50%", (2, 3), (32, 16))
     dtype = torch.bfloat16
     values = random_values(pattern, dtype=dtype, device=device)
@@ -125,7 +127,7 @@ def test_strided_operands(device: str, layout: str, tokens: int) -> None:
     y = STRIDED[layout](tokens, pattern.out_features, dtype, device)
     flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     before = x.clone(), y.clone()
-    result = functional.linear(x, values, pattern)
+    result = functional.linear(x, values, pattern, policy=policy)
     assert_product_close(result.reshape(-1, result.shape[-1]), flat_x, weight.t())
     result = functional.dds(y, values, pattern, transpose=False)
     assert_product_close(result.reshape(-1, result.shape[-1]), flat_y, weight)
@@ -177,11 +179,7 @@ def test_dsd(device: str, dtype: torch.dtype, transpose: bool, n: int) -> None:
     assert_product_close(result, weight, b)
 
 
-ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
+ACTIVATIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
 @pytest.mark.parametrize("record", [False, True], ids=["fused", "differentiable"])
@@ -329,14 +327,21 @@ def test_bad_gates(device: str, needs_gradient: bool, policy: str) -> None:
 
 
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> None:
+def test_gradients_of_every_order(
+    device: str, policy: str, column_major: bool, check: Callable[..., bool]
+) -> None:
     pattern = make_pattern("diagonal", (2, 2), (16, 16))
     x, y, values, bias = double_tensors(pattern, device)
-    assert check(lambda *t: functional.linear(t[0], t[1], pattern, t[2]), (x, values, bias), fast_mode=True)
+    how: dict[str, Any] = {"policy": policy, "column_major_output": column_major}
+    assert check(
+        lambda *t: functional.linear(t[0], t[1], pattern, t[2], **how), (x, values, bias), fast_mode=True
+    )
     for activation in ("none", "silu"):
         assert check(
-            lambda x, v, b, y, name=activation: functional.linear(x, v, pattern, b, name, residual=y),
+            lambda x, v, b, y, name=activation: functional.linear(x, v, pattern, b, name, residual=y, **how),
             (x, values, bias, y),
             fast_mode=True,
         )
@@ -345,63 +350,6 @@ def test_gradients_of_every_order(device: str, check: Callable[..., bool]) -> No
     assert check(
         lambda v, b: functional.dsd(v, pattern, b), (values, x.detach().t().requires_grad_()), fast_mode=True
     )
-
-
-@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
-def test_gradients_of_every_order_when_expanded(column_major: bool, check: Callable[..., bool]) -> None:
-    pattern = make_pattern("diagonal", (2, 2), (16, 16))
-    x, y, values, bias = double_tensors(pattern)
-    options: dict[str, Any] = {"column_major_output": column_major, "policy": "dense"}
-    assert check(
-        lambda x, v, b, y: functional.linear(x, v, pattern, b, "silu", residual=y, **options),
-        (x, values, bias, y),
-        fast_mode=True,
-    )
-    assert check(lambda x, v: functional.linear(x, v, pattern, **options), (x, values), fast_mode=True)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
-def test_expanded_equals_sparse(device: str, dtype: torch.dtype, name: str) -> None:
-    pattern = make_pattern(name, (3, 4), (32, 16))
-    leaves = (
-        randn(2, 21, pattern.in_features, dtype=dtype, device=device, seed=1),
-        random_values(pattern, dtype=dtype, device=device),
-        randn(pattern.out_features, dtype=dtype, device=device, seed=2),
-        randn(2, 21, pattern.out_features, dtype=dtype, device=device, seed=3),
-    )
-    grad = randn(2, 21, pattern.out_features, dtype=dtype, device=device, seed=4)
-    results = []
-    for policy in ("sparse", "dense"):
-        x, values, bias, residual = (leaf.clone().requires_grad_() for leaf in leaves)
-        y = functional.linear(x, values, pattern, bias, "gelu", residual=residual, policy=policy)
-        y.backward(grad)
-        results.append([t.detach().double() for t in (y, x.grad, values.grad, bias.grad, residual.grad)])
-    for sparse, expanded in zip(*results, strict=True):
-        assert sparse.shape == expanded.shape
-        if sparse.numel():
-            error = (sparse - expanded).abs().amax()
-            assert error <= 16 * rounding_unit(dtype) * sparse.abs().amax()
-
-
-@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
-@pytest.mark.parametrize("layout", STRIDED)
-@pytest.mark.parametrize("device", DEVICES)
-def test_expanded_with_strided_operands(device: str, layout: str, column_major: bool) -> None:
-    pattern = make_pattern("random 50%", (2, 3), (32, 16))
-    values = random_values(pattern, dtype=torch.bfloat16, device=device)
-    x = STRIDED[layout](24, pattern.in_features, torch.bfloat16, device)
-    residual = STRIDED[layout](24, pattern.out_features, torch.bfloat16, device)
-    options: dict[str, Any] = {"column_major_output": column_major, "policy": "dense"}
-    product = functional.linear(x, values, pattern, **options)
-    plain = functional.linear(x, values, pattern, column_major_output=column_major)
-    assert product.stride() == plain.stride()
-    flat_x = x.reshape(-1, x.shape[-1])
-    assert_product_close(product.reshape(len(flat_x), -1), flat_x, dense_weight(values, pattern).t())
-    y = functional.linear(x, values, pattern, residual=residual, **options)
-    assert y.stride() == plain.stride()
-    assert torch.equal(y, product + residual)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -451,17 +399,6 @@ def test_backward_after_an_update_is_refused(device: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_pattern_outlives_its_last_name_until_backward(device: str, policy: str) -> None:
-    pattern = make_pattern("diagonal", (3, 3), (16, 16))
-    values = random_values(pattern, dtype=torch.float32, device=device).requires_grad_()
-    y = functional.linear(randn(4, 48, dtype=torch.float32, device=device), values, pattern, policy=policy)
-    del pattern
-    y.sum().backward()
-    assert values.grad is not None
-
-
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device: str, dtype: torch.dtype, policy: str) -> None:
@@ -477,15 +414,6 @@ def test_autocast(device: str, dtype: torch.dtype, policy: str) -> None:
     assert_product_close(y, x.to(dtype), dense_weight(values.to(dtype), pattern).t(), bias.to(dtype))
     y.sum().backward()
     assert x.grad.dtype == values.grad.dtype == torch.float32
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    pattern = make_pattern("full", (1, 2), (16, 16))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = functional.linear(
-            torch.ones(2, 32, dtype=torch.float64), random_values(pattern, dtype=torch.float64), pattern
-        )
-    assert y.dtype == torch.float64
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES)
@@ -546,40 +474,6 @@ def test_meta_tensors_give_shapes_only(policy: str) -> None:
     assert y.device.type == "meta" and y.shape == (2, 5, pattern.out_features)
     y.sum().backward()
     assert values.grad.shape == values.shape
-
-
-@pytest.mark.gpu
-def test_float32_follows_pytorchs_tf32_setting() -> None:
-    pattern = BlockPattern.full((256, 256), block_shape=(64, 64))
-    values = random_values(pattern, dtype=torch.float32, device="cuda")
-    x = randn(64, 256, dtype=torch.float32, device="cuda")
-    exact = x.double() @ dense_weight(values, pattern).t().cuda()
-    errors = {}
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        errors[precision] = (functional.linear(x, values, pattern) - exact).abs().max()
-    torch.set_float32_matmul_precision("highest")
-    assert errors["highest"] < 1e-4 < errors["high"] < 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
-def test_streams_and_graph_capture(policy: str) -> None:
-    pattern = make_pattern("random 50%", (8, 8), (64, 64))
-    values = random_values(pattern, dtype=torch.bfloat16, device="cuda")
-    x = randn(256, pattern.in_features, dtype=torch.bfloat16, device="cuda")
-    expected = functional.linear(x, values, pattern, policy=policy)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        assert torch.equal(functional.linear(x, values, pattern, policy=policy), expected)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = functional.linear(x, values, pattern, policy=policy)
-    x.copy_(x.roll(1, 0))
-    graph.replay()
-    assert torch.equal(y, expected.roll(1, 0))
 
 
 @pytest.mark.gpu

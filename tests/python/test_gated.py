@@ -137,31 +137,6 @@ def test_second_gradients(device: str, activation: str, calls: list[str]) -> Non
     assert ("gate_gradient" in calls) == (device == "cpu")
 
 
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_second_gradients_are_those_of_pytorch(
-    device: str, activation: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32, whichever way the first ones are computed."""
-    pattern = make_pattern("random 50%", (4, 3), (16, 16))
-    like: Any = {"dtype": torch.float32, "device": device}
-    x, gate = randn(9, 48, seed=1, **like), randn(9, 64, seed=5, **like)
-    found = []
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(launch, "multiplies_by_gate", lambda *_: False)
-        leaves = [random_values(pattern, **like), randn(64, seed=3, **like), gate.clone()]
-        values, bias, by = (leaf.requires_grad_() for leaf in leaves)
-        y = functional.linear(x, values, pattern, bias, activation, gate=by)
-        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        square: Any = torch.cat([gradient.flatten() for gradient in first]).square().sum()
-        square.backward()
-        found.append([*first, *(leaf.grad for leaf in leaves)])
-    assert "gate" in calls
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_ways_of_differentiating(device: str, calls: list[str]) -> None:
     """One gradient alone, of expanded gradients, many at once, and by transforms."""
@@ -221,30 +196,3 @@ def test_columns_of_wider_matrices(activation: str, dtype: torch.dtype) -> None:
     for result, expected in zip(results, (of_by, of_y, launch.gate(y, by, code)), strict=True):
         assert expected is not None and torch.equal(result, expected)
     assert (room[..., :16] == 7).all() and (room[..., -16:] == 7).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", FUNCTIONS)
-def test_halves_in_compiled_code(activation: str, dtype: torch.dtype) -> None:
-    """Operators of their own, whose gradients are one tensor, also of the second order; also of no tokens."""
-    y = randn(37, 96, dtype=dtype, device="cuda", seed=1).requires_grad_()
-    dy = randn(37, 48, dtype=dtype, device="cuda", seed=2)
-    for backend in ("aot_eager", "eager"):
-        torch._dynamo.reset()  # which counts compilations of one function
-        compiled: Any = torch.compile(functional.gated, backend=backend, fullgraph=True, dynamic=False)
-        for tokens in (0, 37):
-            right = functional.gated(y[:tokens], None, activation)
-            result = compiled(y[:tokens], None, activation)
-            torch.testing.assert_close(result, right)
-            expected, found = (
-                torch.autograd.grad(each, y, dy[:tokens].mT.contiguous().mT) for each in (right, result)
-            )
-            torch.testing.assert_close(found, expected)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(y, None, activation), right)
-    orders = []
-    for function in (functional.gated, compiled):
-        (first,) = torch.autograd.grad(function(y, None, activation), y, dy, create_graph=True)
-        orders.append(torch.autograd.grad(first.square().sum(), y)[0])
-    torch.testing.assert_close(*orders)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
-    Recorder,
     assert_product_close,
     assert_within,
     blocks_of_dense,
@@ -27,6 +26,7 @@ from helpers import (
     randn,
     random_values,
     seeded,
+    use_kernel,
     written_sdd,
 )
 from torch import Tensor
@@ -35,7 +35,6 @@ from tilesparse import _C, BlockPattern, BlockSparseLinear, functional
 from tilesparse._checks import BLOCK_SIZES, DTYPES
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.device import ACTIVATIONS, DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.launch import use_kernel
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
 from tilesparse.nn.weight import INDEX_NAMES, layer_index
@@ -431,20 +430,6 @@ def test_every_float32_product_follows_pytorchs_precision(
         assert 20 * exact < rough < 0.2
 
 
-def test_autocast_trains_float32_parameters_in_bfloat16() -> None:
-    layer = make_layer(dtype=torch.float32)
-    twin = copy.deepcopy(layer).to(BF16)
-    x = randn(70, 256, dtype=torch.float32, device="cuda").requires_grad_()
-    grad = numbers(70, 384, seed=1)
-    with torch.autocast("cuda", dtype=BF16):
-        y = layer(x)
-    gradients = torch.autograd.grad(y, (x, *layer.parameters()), grad)
-    expected = step(twin, x.detach().to(BF16).requires_grad_(), grad)
-    assert y.dtype == BF16 and torch.equal(y, expected[0])
-    assert all(gradient.dtype == torch.float32 for gradient in gradients)
-    assert all_equal(gradients, tuple(gradient.float() for gradient in expected[1:]))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_training_step(dynamic: bool) -> None:
     torch.compiler.reset()
@@ -577,9 +562,7 @@ def test_more_than_2_to_the_31_elements(column_major: bool, free_memory: int) ->
     assert_product_close(functional.linear(x, values, pattern)[last], x[last], weight.t())
     expected, tolerance = product_with_bound(y[last].t(), x[last], BF16)
     assert_within(
-        functional.sdd(y, x, pattern),
-        blocks_of_dense(expected, pattern),
-        blocks_of_dense(tolerance, pattern),
+        functional.sdd(y, x, pattern), blocks_of_dense(expected, pattern), blocks_of_dense(tolerance, pattern)
     )
     del x
     dx = torch.ops.tilesparse.dds_nn(y, values, *pattern.index_on(y.device), column_major)
@@ -1108,54 +1091,6 @@ def test_ddp_like_writes_of_buffers_make_no_plan_anew(monkeypatch: pytest.Monkey
     layers[1].col_indices.copy_(layers[2].col_indices)  # not a pattern with the rows of the other
     with pytest.raises(InvalidPatternError):
         step(layers[1], x, grad)
-
-
-@pytest.mark.parametrize("policy", ["auto", "dense"])
-def test_a_policy_decides_without_changing_results(policy: str) -> None:
-    dense_wins, sparse_wins = (
-        make_layer(4096, 4096, density=density, block_shape=block)
-        for density, block in ((0.95, (128, 16)), (0.1, 128))
-    )
-    x = numbers(8192, 4096)
-    for layer, expected in (
-        (dense_wins, {"expand"}),
-        (sparse_wins, {"dds_nt"} if policy == "auto" else {"expand"}),
-    ):
-        layer.policy = policy
-        with torch.no_grad(), Recorder() as recorder:
-            y = layer(x)
-        assert recorder.seen == expected
-        layer.policy = "sparse"
-        torch.testing.assert_close(y, layer(x).detach(), rtol=2e-2, atol=2e-2)
-        layer.policy = policy
-        torch.compiler.reset()
-        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("options", [{"policy": "auto"}, {"nm": (2, 4)}])
-def test_what_is_chosen_for_float32_is_compiled(options: dict[str, Any]) -> None:
-    layer = make_layer(dtype=torch.float32, **options)
-    x = randn(64, 256, dtype=torch.float32, device="cuda")
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-4)
-
-
-def test_another_plan_in_memory_is_an_error_of_the_next_call() -> None:
-    """The process keeps its CUDA context, and the layer computes again with its own plan."""
-    layer, x = make_layer(), numbers(1500, 256)  # more than kernels without a plan take
-    with torch.no_grad():
-        expected = layer(x)
-        plans = [plan.view(torch.int32) for plan in prepared(layer_index(layer))._plans.memory()]
-        assert plans, "the kernel walks no plan"
-        for plan in plans:
-            plan[11] += 1  # the key
-        layer(x)
-        torch.cuda.synchronize()
-        for plan in plans:
-            plan[11] -= 1
-        with pytest.raises(PatternChangedError, match="found another one there in an earlier call"):
-            layer(x)
-        assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])

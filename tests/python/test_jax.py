@@ -20,7 +20,6 @@ jax = pytest.importorskip("jax", reason="tilesparse.jax needs JAX")
 jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
-import scipy.sparse  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import tilesparse  # noqa: E402
@@ -62,8 +61,12 @@ def traced(pattern: tsj.Pattern) -> tsj.Pattern:
 
 def kinds(dense: np.ndarray, block: tuple[int, int] = BLOCK) -> list[tsj.BlockSparse]:
     """The matrix with a static pattern, and with a traced one."""
-    matrix = tsj.BlockSparse.from_dense(dense, block_shape=block)
+    matrix = tsj.BlockSparse.from_dense(dense, tsj.Pattern.from_mask(dense, block_shape=block))
     return [matrix, tsj.BlockSparse(matrix.values, traced(matrix.pattern))]
+
+
+def with_values(matrix: tsj.BlockSparse, values: Any) -> tsj.BlockSparse:
+    return tsj.BlockSparse(values, matrix.pattern)
 
 
 def close(result: Any, expected: Any, error: float = 1e-13) -> None:
@@ -99,7 +102,7 @@ def test_products(
     sampled = np.where(dense != 0, x[0].T @ b[:, :5].T, 0)
     exact = x @ W, x[1, 2] @ W, W.T @ x.swapaxes(1, 2), W @ b, W @ b[:, :3], W @ b[:, 0], b.T @ W.T, sampled
     for matrix in kinds(dense, block):
-        matrix = matrix.with_values(matrix.values.astype(dtype))
+        matrix = with_values(matrix, matrix.values.astype(dtype))
         with jax.default_matmul_precision("highest"):
             found = jax.jit(products)(matrix, *(jnp.asarray(operand, dtype) for operand in operands))
         for result, expected in zip(found, exact, strict=True):
@@ -107,60 +110,6 @@ def test_products(
             assert result.dtype == dtype
             close(result.astype(np.float64), expected, error)
     close(operands[0] @ kinds(dense, block)[0], operands[0] @ dense)  # without jit
-
-
-def test_int8(platform: str, rng: np.random.Generator) -> None:
-    """Sums are exact, and rounded once; a JAX program multiplies them by scales."""
-
-    def product(matrix: tsj.BlockSparse, x: Any, dtype: str) -> Any:
-        return tsj.matmul(x, matrix.T, preferred_element_type=dtype)
-
-    def equal(found: Any, exact: np.ndarray) -> None:
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(jnp.asarray(exact, found.dtype)))
-
-    dense = dense_matrix(rng, (384, 512), (32, 64)).round().astype(np.int8)
-    x = rng.integers(-128, 128, (3, 5, 512)).astype(np.int8)
-    exact = x.astype(np.float64) @ dense.astype(np.float64).T
-    for matrix in kinds(dense, (32, 64)):
-        assert matrix.dtype == jnp.int8
-        for dtype in ("float32", "bfloat16", "float16"):
-            found = jax.jit(product, static_argnums=2)(matrix, x, dtype)
-            assert found.dtype == dtype
-            equal(found, exact)
-        equal(jax.vmap(product, in_axes=(None, 0, None))(matrix, x, "float32"), exact)
-        equal(tsj.matmul(matrix, x[0].T, preferred_element_type="float32"), exact[0].T)
-        batch = jnp.stack((matrix.values, -matrix.values))
-        found = jax.vmap(lambda values, m: product(m.with_values(values), x[0], "float32"), (0, None))(
-            batch, matrix
-        )
-        equal(found, np.stack((exact[0], -exact[0])))
-        equal(x[0].astype(np.float32) @ matrix.T, exact[0])  # of values in float32
-
-
-@pytest.mark.parametrize(
-    ("block", "product", "message"),
-    [
-        (
-            32,
-            lambda m, x: m @ x,
-            r"preferred_element_type must be one of \['float32', 'float16', 'bfloat16'\] for int8",
-        ),
-        (32, lambda m, x: tsj.matmul(m, x, preferred_element_type="int32"), "for int8, got int32"),
-        (32, lambda m, x: tsj.matmul(x.T, m, preferred_element_type="float32"), "W @ x or x @ W.T, got"),
-        (8, lambda m, x: tsj.matmul(m, x, preferred_element_type="float32"), "sides of 16, 32, 64 or 128"),
-        (
-            32,
-            lambda m, x: tsj.matmul(m, x.astype(np.float32), preferred_element_type="float64"),
-            "for float32, got",
-        ),
-        (32, lambda m, x: m @ x.astype(np.int32), "a and b must have a dtype of .*'int8'.*, got int32"),
-        (32, lambda m, x: tsj.sddmm(x, x.T, m.pattern), "a and b must have a dtype of .*, got int8"),
-    ],
-)
-def test_int8_has_some_products(block: int, product: Any, message: str) -> None:
-    matrix = tsj.BlockSparse.from_dense(np.ones((64, 64), np.int8), block_shape=block)
-    with pytest.raises(InvalidArgumentError, match=message):
-        product(matrix, np.ones((64, 64), np.int8))
 
 
 def test_tf32_is_that_of_jax(rng: np.random.Generator) -> None:
@@ -192,10 +141,10 @@ def test_derivatives_of_both_orders_in_both_modes(
     matrix = kinds(dense_matrix(rng, shape, block), block)[kind == "traced"]
     x, columns = rng.standard_normal((3, shape[0])), rng.standard_normal((shape[1], 4))
     for function, operands in (
-        (lambda v, x: x @ matrix.with_values(v), (matrix.values, x)),
-        (lambda v, x: matrix.with_values(v) @ x, (matrix.values, columns)),
-        (lambda v, x: matrix.T.with_values(v) @ x, (matrix.values, x.T)),
-        (lambda v, x: matrix.with_values(v) @ x, (matrix.values, columns[:, 0])),
+        (lambda v, x: x @ with_values(matrix, v), (matrix.values, x)),
+        (lambda v, x: with_values(matrix, v) @ x, (matrix.values, columns)),
+        (lambda v, x: with_values(matrix, v).T @ x, (matrix.values, x.T)),
+        (lambda v, x: with_values(matrix, v) @ x, (matrix.values, columns[:, 0])),
         (lambda a, b: tsj.sddmm(a, b, matrix.pattern).values, (x.T, columns[:, :3].T)),
         (lambda a, b: tsj.sddmm(a, b, matrix.pattern).values, (x[:2].T, columns[:, :2].T)),
     ):
@@ -216,10 +165,10 @@ def test_vmap(platform: str, rng: np.random.Generator, kind: str) -> None:
     matrix = kinds(dense)[kind == "traced"]
     x, columns = rng.standard_normal((3, 5, ROWS)), rng.standard_normal((COLS, 4, 3))
     values = rng.standard_normal((3, *matrix.values.shape))
-    each = [np.asarray(matrix.with_values(one).to_dense()) for one in values]
+    each = [np.asarray(with_values(matrix, one).to_dense()) for one in values]
 
     def product(v: Any, x: Any) -> Any:
-        return x @ matrix.with_values(v)
+        return x @ with_values(matrix, v)
 
     def mapped(x: Any, columns: Any, values: Any) -> Any:
         first = x[:, :4].swapaxes(1, 2), columns.transpose(2, 1, 0)
@@ -295,29 +244,17 @@ def test_conjugate_gradients(platform: str, rng: np.random.Generator) -> None:
     close(of_b, np.linalg.solve(dense.T, np.ones(96)), 1e-9)
 
 
-def test_scipy_matrices_are_sorted_and_summed(rng: np.random.Generator) -> None:
-    data = rng.integers(-9, 9, (4, 2, 16, 16)).astype(np.float64).reshape(8, 16, 16)
-    given = scipy.sparse.bsr_array((data, [3, 0, 3, 1, 2, 2, 1, 0], [0, 4, 4, 8]), shape=(48, 64))
-    matrix = tsj.BlockSparse.from_scipy(given)
-    np.testing.assert_array_equal(matrix.to_dense(), given.toarray())
-    assert matrix.pattern.nnz == 6
-    np.testing.assert_array_equal(
-        tsj.BlockSparse.from_scipy(given.tocsr(), block_shape=16).to_dense(), given.toarray()
-    )
-
-
 def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) -> None:
     pattern = tilesparse.BlockPattern.random((64, 64), block_shape=16, density=0.5)
     values = torch.randn(pattern.nnz, 16, 16, dtype=torch.float64)
-    own = tsj.Pattern(pattern.crow_indices, pattern.col_indices, shape=(64, 64), block_shape=16)
-    matrix = tsj.BlockSparse(values, own)
+    arrays = pattern.crow_indices.numpy(), pattern.col_indices.numpy()
+    own = tsj.Pattern(*arrays, shape=(64, 64), block_shape=16)
+    matrix = tsj.BlockSparse(jnp.from_dlpack(values), own)
     assert matrix.values.unsafe_buffer_pointer() == values.data_ptr()
     x = torch.randn(3, 64, dtype=torch.float64)
     expected = tilesparse.functional.dds(x, values, pattern, transpose=False)
-    torch.testing.assert_close(torch.utils.dlpack.from_dlpack(tsj.matmul(x, matrix)), expected)
-    back = tilesparse.BlockSparseMatrix(matrix.values, pattern)
-    assert back.values.data_ptr() == values.data_ptr()
-    torch.testing.assert_close(jnp.from_dlpack(x) @ back, expected)
+    found = tsj.matmul(jnp.from_dlpack(x), matrix)
+    torch.testing.assert_close(torch.utils.dlpack.from_dlpack(found), expected)
 
 
 def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,20 +278,15 @@ def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (lambda W: W @ W, InvalidTypeError, "exactly one of a and b"),
         (lambda W: W @ np.ones(COLS, np.complex64), InvalidArgumentError, "must have a dtype of .* complex"),
         (lambda W: W @ "x", InvalidTypeError, "b must be an array, got str"),
-        (lambda W: W.with_values(W.values[1:]), InvalidArgumentError, "values must have shape"),
+        (lambda W: with_values(W, W.values[1:]), InvalidArgumentError, "values must have shape"),
         (
             lambda W: tsj.BlockSparse(W.values, cast(Any, None)),
             InvalidTypeError,
             "pattern must be a tilesparse.jax",
         ),
         (lambda W: tsj.sddmm(np.ones((96, 3)), W.values[0], W.pattern), InvalidArgumentError, "a and b must"),
-        (
-            lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16),
-            InvalidArgumentError,
-            "mask must",
-        ),
+        (lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16), InvalidArgumentError, "mask must"),
         (lambda W: hash(traced(W.pattern)), InvalidTypeError, "traced pattern cannot be hashed"),
-        (lambda W: tsj.BlockSparse.from_scipy(W.values), InvalidTypeError, "scipy.sparse"),
     ],
 )
 def test_errors(rng: np.random.Generator, call: Any, error: Any, text: str) -> None:
@@ -396,7 +328,8 @@ import sys
 sys.modules["torch"] = None
 import numpy as np
 import tilesparse.jax as tsj
-matrix = tsj.BlockSparse.from_dense(np.eye(32, dtype=np.float32), block_shape=16)
+dense = np.eye(32, dtype=np.float32)
+matrix = tsj.BlockSparse.from_dense(dense, tsj.Pattern.from_mask(dense, block_shape=16))
 assert (np.asarray(matrix @ np.arange(32, dtype=np.float32)) == np.arange(32)).all()
 """
 _SHARDED = """
@@ -409,20 +342,21 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", True)
 rng = np.random.default_rng(0)
 dense = np.kron(rng.random((6, 8)) < 0.4, np.ones((16, 32))) * rng.standard_normal((96, 256))
-matrix, x = tsj.BlockSparse.from_dense(dense, block_shape=(16, 32)), rng.standard_normal((8, 96))
+pattern = tsj.Pattern.from_mask(dense, block_shape=(16, 32))
+matrix, x = tsj.BlockSparse.from_dense(dense, pattern), rng.standard_normal((8, 96))
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 P = jax.sharding.PartitionSpec
 x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))
 values = jax.device_put(matrix.values, jax.sharding.NamedSharding(mesh, P()))
 for check in (True, False):
     product = jax.jit(jax.shard_map(
-        lambda v, x: x @ matrix.with_values(v), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
-        check_vma=check,
+        lambda v, x: x @ tsj.BlockSparse(v, pattern), mesh=mesh, check_vma=check,
+        in_specs=(P(), P("data")), out_specs=P("data"),
     ))
     np.testing.assert_allclose(product(values, x), np.asarray(x) @ dense)
     gradient = jax.grad(lambda v: (product(v, x) ** 2).sum())(values)
     expected = np.where(dense != 0, 2 * np.asarray(x).T @ (np.asarray(x) @ dense), 0)
-    np.testing.assert_allclose(matrix.with_values(gradient).to_dense(), expected)
+    np.testing.assert_allclose(tsj.BlockSparse(gradient, pattern).to_dense(), expected)
 """
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse.errors import InvalidArgumentError, PatternChangedError, UnsupportedError
-from tilesparse.train import GroupLasso, MaskSchedule, PatternSchedule, compact_
 
 HALVES = [torch.bfloat16, torch.float16]
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 32), (16, 64)]
@@ -176,25 +175,6 @@ def test_biases(device: str, dtype: torch.dtype, block_shape: tuple[int, int]) -
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "autocast", "activation"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_biases_in_every_way_to_compute(way: str, device: str) -> None:
-    layer = make(device, torch.float32 if way == "autocast" else torch.bfloat16)
-    bias: Any = layer.bias
-    before, bias.main_grad = with_main_grad(layer), torch.ones(384, device=device)
-    WAYS.get(way, lambda _: None)(layer)
-    x, dy = batch(layer, 1)
-    if way == "autocast":
-        x, dy = x.bfloat16(), dy.bfloat16()
-    with torch.autocast(device, torch.bfloat16, enabled=way == "autocast"):
-        y = layer(x, activation="relu" if way == "activation" else "none")
-    y.backward(dy)
-    dy = dy * (y > 0) if way == "activation" else dy
-    assert bias.grad is None and layer.weight.grad is None and y.dtype == torch.bfloat16
-    assert_summed(bias.main_grad, torch.ones(384), [(x, dy)])
-    assert_added(layer, before, [(x, dy)])
-
-
 def test_only_the_gradients_that_are_wanted_are_added() -> None:
     layer = make()
     before, ones = with_main_grad(layer), torch.ones(384)
@@ -335,29 +315,6 @@ def test_graphs() -> None:
     for _ in range(3):
         graph.replay()
     assert_within(main_grad, *summed(layer, before, [(x, dy)] * 3))
-
-
-def test_schedules_refuse_what_they_do_not_see() -> None:
-    layer, masked = make(), make(nm=(2, 4))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, masked)]
-    schedules: list[Any] = [
-        PatternSchedule(layer, optimizers[0], drop="movement", every=1),
-        GroupLasso(layer, optimizers[0], strength=0.1),
-        MaskSchedule(masked, optimizers[1], every=2, decay=0.1),
-    ]
-    x, dy = batch(layer, 1)
-    for one, optimizer in zip((layer, masked), optimizers, strict=True):
-        with_main_grad(one)
-        one(x).backward(dy)
-        with pytest.raises(UnsupportedError, match=r"weight\.main_grad alone"):
-            optimizer.step()
-    del schedules
-    shape = layer.weight.shape
-    with torch.no_grad():
-        layer.weight[:3] = 0
-    with pytest.raises(UnsupportedError, match="main_grad, which does not shrink"):
-        compact_(layer, optimizers[0])
-    assert layer.weight.shape == shape
 
 
 @pytest.mark.parametrize("option", ["gate", "activation", "residual"])

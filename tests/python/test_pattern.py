@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import scipy.sparse
 import torch
-from helpers import DEVICES, PATTERNS, dense_weight, make_pattern, random_values, seeded, shuffled
+from helpers import DEVICES, make_pattern, seeded, shuffled
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -93,13 +92,10 @@ def test_random_keeps_the_density(rows: int, cols: int, density: float, seed: in
     )
 
 
-@pytest.mark.parametrize("cover", [True, False])
-def test_random_is_uniform(cover: bool) -> None:
+def test_random_is_uniform() -> None:
     generator, counts = seeded(), torch.zeros(4, 8)
     for _ in range(400):
-        pattern = BlockPattern.random(
-            (64, 128), block_shape=(16, 16), density=0.25, cover=cover, generator=generator
-        )
+        pattern = BlockPattern.random((64, 128), block_shape=(16, 16), density=0.25, generator=generator)
         counts += pattern.to_block_mask()
     # Binomial(400, 1/4): mean 100, standard deviation 8.7; six of them for 32 counts.
     assert counts.sum() == 400 * 8
@@ -135,10 +131,6 @@ def test_random_layers_have_no_dead_outputs() -> None:
         assert mask.any(1).sum() == 26  # of 32: more than one of no row
         mask = BlockSparseLinear(1024, 4096, density=0.125, block_shape=128).pattern.to_block_mask()
         assert mask.any(0).all() and mask.any(1).all()
-    uniform = BlockPattern.random(
-        (4096, 1024), block_shape=128, density=0.125, cover=False, generator=seeded()
-    )
-    assert not uniform.to_block_mask().any(1).all()
 
 
 def test_random_covers_large_grids() -> None:
@@ -168,26 +160,6 @@ def test_from_blocks_stores_in_the_given_order() -> None:
     assert [indices.tolist() for indices in pattern.block_indices()] == [[1, 0, 1], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("block", [(16, 16), (64, 64), (128, 128), (16, 128), (128, 32)], ids=str)
-def test_from_mask_chooses_the_blocks_of_a_mask(block: tuple[int, int]) -> None:
-    made = BlockPattern.random((512, 768), block_shape=block, density=0.2, generator=seeded())
-    mask = made.to_mask()
-    pattern = BlockPattern.from_mask(mask)
-    assert pattern.block_shape == block and torch.equal(pattern.to_mask(), mask) and pattern.waste(mask) == 0
-    mask[:, ::4] = False
-    assert pattern.waste(mask) == 0.25
-
-
-def test_waste_needs_a_mask_that_is_covered() -> None:
-    pattern = BlockPattern.from_blocks([(0, 1)], shape=(16, 32), block_shape=16)
-    assert BlockPattern.from_blocks([], shape=(16, 32), block_shape=16).waste(torch.zeros(16, 32)) == 0
-    with pytest.raises(InvalidArgumentError, match="within the kept blocks, got 256 nonzeros outside"):
-        pattern.waste(torch.ones(16, 32))
-    with pytest.raises(InvalidArgumentError, match=r"mask must have shape \(16, 32\), got \(16, 16\)"):
-        pattern.waste(torch.ones(16, 16))
-    assert BlockPattern.from_mask(torch.ones(16, 24)).shape == (16, 24)  # which no block divides
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_from_mask_keeps_blocks_with_one_element(device: str) -> None:
     mask = torch.zeros(64, 64, dtype=torch.bool, device=device)
@@ -212,17 +184,6 @@ def test_from_dense_ranks_by_norm(dtype: torch.dtype) -> None:
     dense[:16, 16:32] = 0.125  # norm 2
     kept = BlockPattern.from_dense(dense, block_shape=(16, 16), nnz=2)
     assert [indices.tolist() for indices in kept.block_indices()] == [[0, 1], [0, 3]]
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_from_bsr_and_scipy(name: str) -> None:
-    pattern = make_pattern(name, (4, 6), (16, 32))
-    in_row_order = BlockPattern.from_block_mask(pattern.to_block_mask(), block_shape=(16, 32))
-    dense = dense_weight(random_values(pattern, dtype=torch.float64), pattern)
-    assert BlockPattern.from_bsr(dense.to_sparse_bsr((16, 32))) == in_row_order
-    bsr = scipy.sparse.bsr_array(dense.numpy(), blocksize=(16, 32))
-    assert BlockPattern.from_scipy(bsr) == in_row_order
-    assert BlockPattern.from_scipy(bsr.tocsr(), block_shape=(16, 32)) == in_row_order
 
 
 def test_equality_sees_slots() -> None:
@@ -349,7 +310,6 @@ def test_parts_have_equally_many_blocks(parts: tuple[int, int]) -> None:
         ({"parts": (3, 1)}, "parts must divide the 8 x 12 blocks of the shape, got \\(3, 1\\)"),
         ({"parts": (0, 1)}, "parts must be \\(r, c\\), two positive integers, got \\(0, 1\\)"),
         ({"parts": 2}, "parts must be .* got 2"),
-        ({"cover": 1}, "cover must be True or False, got 1"),
         ({"parts": (2, 1), "density": None, "nnz": 3}, "nnz must be a multiple of the 2 parts, got 3"),
     ],
 )

@@ -31,7 +31,6 @@ import tilesparse
 from tilesparse import _C, BlockSparseLinear
 from tilesparse._checks import DTYPES
 from tilesparse._runtime.device import DDS_NN, DDS_NT, SDD_TN
-from tilesparse._runtime.torch_private import tf32_allowed
 from tilesparse.errors import InvalidArgumentError, NoDeviceError, UnsupportedError
 from tilesparse.tuning import Device, Product, choose, kernels, prefer
 from tilesparse.tuning import product as devices
@@ -120,32 +119,6 @@ def test_other_devices_take_kernels_of_an_older_architecture(device: _C.DeviceIn
         assert kernel.startswith("sm80_")
 
 
-@needs_sm90
-def test_estimates_know_which_weights_are_packed_in_a_call() -> None:
-    """With few tokens blocks are read where they are unless transposed; a packed weight saves that, too."""
-
-    def estimated(op: int, tokens: int, *, packed: bool = False) -> float:
-        kernel = 1 + [kernel.name for kernel in KERNELS].index("sm90_narrow_bf16_128x512")
-        product = asked(H200, (8192, 8192), 32, op=op, tokens=tokens, kernel=kernel)
-        if packed:
-            product.use_prepacked(256, 1 << 30, 0)
-        found = re.search(r"estimated ([0-9.]+) us", product.select(H200)[1])
-        assert found is not None
-        return float(found[1])
-
-    for op, tokens in product((DDS_NT, DDS_NN), (128, 512, 1024)):
-        assert estimated(op, tokens, packed=True) < estimated(op, tokens)
-    assert estimated(DDS_NT, 128) < estimated(DDS_NN, 128)
-
-
-@needs_cuda
-@of_each_op
-def test_float64_has_tensor_cores(op: int) -> None:
-    kernels = [chosen(device, op=op, dtype=torch.float64) for device in (A100, B200, H200)]
-    assert all("f64" in kernel for kernel in kernels)
-    assert [kernel.split("_")[0] for kernel in kernels] == ["sm80", "sm80", "sm90"]
-
-
 @needs_cuda
 @pytest.mark.parametrize("device", [A100, H200], ids=["A100", "H200"])
 def test_gradients_in_float32_have_the_kernels_of_those_in_16_bits(device: _C.DeviceInfo) -> None:
@@ -212,11 +185,6 @@ def test_auto_stays_sparse_on_the_cpu() -> None:
     assert selection(CPU, density=1.0, dtype=torch.float32, policy=AUTO) == selection(
         CPU, density=1.0, dtype=torch.float32
     )
-
-
-def test_dense_is_always_dense() -> None:
-    index, reason = selection(CPU, dtype=torch.float32, policy=DENSE)
-    assert (index, reason) == (RUN_DENSE, "the caller asks for dense")
 
 
 @needs_cuda
@@ -318,37 +286,6 @@ def test_choices_are_logged_once_for_a_shape() -> None:
     # Not that the caller names it: who names what was chosen has been told why.
     name = KERNELS[best].name
     assert sparse == f"{product}: {name} (the best instruction set of this processor for the dtype)"
-
-
-@pytest.mark.parametrize(
-    ("options", "values"),
-    [
-        ("storage=1", "values=2:4"),
-        ("values_dtype=5, granularity=1", "values=int8"),
-        ("values_dtype=6, granularity=1", "values=float8_e4m3fn"),
-        ("storage=1, values_dtype=5, granularity=2", "values=2:4,int8"),
-    ],
-)
-def test_the_log_says_how_values_are_stored_and_that_they_are_expanded(options: str, values: str) -> None:
-    """The kernels of the CPU read plain values alone."""
-    plain, stored = run(f"select(cpu); select(cpu, {options})", TILESPARSE_LOG="1").stderr.splitlines()
-    assert " values=" not in plain and "expanded" not in plain
-    start = f"tilesparse: dds_nt float32 {values} tokens=64 out=1024 in=1024 block=64x64: cpu_"
-    assert stored.startswith(start) and stored.endswith("; it is given dense blocks)")
-
-
-def test_compiled_code_that_chooses_by_precision_is_traced_whole() -> None:
-    def add(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if tf32_allowed() else x - 1
-
-    compiled = torch.compile(add, fullgraph=True, backend="eager")
-    x, before = torch.zeros(3), torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed in (False, True):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert torch.equal(compiled(x), add(x))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 # ---- the table, and `choose` ----
@@ -481,53 +418,11 @@ def test_a_choice_says_what_is_next(device: str) -> None:
         assert str(problem) in str(answer) and f"{answer.kernel}: {answer.reason}" in str(answer)
 
 
-@needs_all
-def test_dense_is_an_answer() -> None:
-    thick = Product(4096, 4096, 8192, 0.9, 16, torch.float32, tf32=True)
-    answer = choose(thick, "H100", policy="auto")
-    assert answer.kernel is None and answer.reason.startswith("dense is estimated to be faster")
-    assert answer.runner_up == answer.candidates[0]
-    assert answer.microseconds == answer.dense_microseconds
-    assert answer.runner_up.microseconds is not None and answer.microseconds is not None
-    assert answer.microseconds < answer.runner_up.microseconds
-    assert "\n  dense: " in str(answer)
-
-
-@pytest.mark.parametrize(
-    ("device", "read"),
-    [
-        ("cpu", {"plain", "int8 W8A8", "float8_e4m3fn W8A8"}),
-        pytest.param("H100", {"plain", "2:4", "int8", "float8_e4m3fn", "int8 W8A8"}, marks=needs_cuda),
-    ],
-)
-def test_a_choice_says_whether_values_are_expanded(device: str, read: set[str]) -> None:
-    nm = (2, 4)
-    products: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "2:4": {"storage": "compressed", "nm": nm},
-        **{storage: {"storage": storage} for storage in ("int8", "float8_e4m3fn")},
-        **{f"{s} W8A8": {"storage": s, "activations": s} for s in ("int8", "float8_e4m3fn")},
-    }
-    for name, options in products.items():
-        product = Product(4096, 4096, 4, dtype=BF16, **options)
-        if device == "cpu" or name in read:
-            assert choose(product, device).dequantizes == (name not in read), name
-
-
 def test_the_cpu_has_no_estimates() -> None:
     answer = choose(Product(64, 64, 4, block_shape=32), "cpu")
     assert answer.kernel is not None and answer.kernel.startswith("cpu_")
     assert answer.microseconds is None and answer.dense_microseconds is None
     assert answer.candidates[-1].kernel.startswith("cpu_portable") and "no estimate" in str(answer)
-
-
-def test_kernels_are_those_of_the_library() -> None:
-    assert [kernel.name for kernel in kernels()] == [kernel.name for kernel in _C.kernels()]
-    portable = next(kernel for kernel in kernels() if kernel.name == "cpu_portable")
-    assert portable.device == "cpu" and portable.compute_capability is None
-    assert portable.ops == OPS and torch.float64 in portable.dtypes
-    assert portable.storages == ("plain",) and portable.values_dtypes == ()
-    assert str(portable).startswith("cpu_portable: cpu; forward, dgrad, wgrad; float64")
 
 
 def test_devices_are_found_by_their_names() -> None:
@@ -578,27 +473,6 @@ def test_products_are_checked(options: dict[str, object], text: str) -> None:
         Product(**{"block_shape": 32, "in_features": 64, "out_features": 64, "tokens": 4, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"name": 3}, "name must be a string, got 3"),
-        ({"name": "\ud800"}, "name must be at most 63 bytes of printable text"),
-        ({"name": "a\0b"}, "name must be at most 63 bytes of printable text"),
-        ({"compute_capability": "8.6"}, r"compute_capability must be \(major, minor\) or None"),
-        ({"compute_capability": (8,)}, r"compute_capability must be \(major, minor\) or None"),
-        ({"compute_capability": (8, 10)}, "minor of compute_capability must be"),  # which would pass for 9.0
-        ({"compute_capability": (100, 0)}, "major of compute_capability must be"),
-        ({"multiprocessors": 0}, "multiprocessors must be an integer from 1 to 65536"),
-        ({"multiprocessors": 10**12}, "multiprocessors"),
-        ({"shared_memory": -1}, "shared_memory must be an integer from 0 to 16777216"),
-    ],
-)
-def test_devices_are_checked(options: dict[str, Any], text: str) -> None:
-    device = {"name": "GPU", "compute_capability": (8, 6), "multiprocessors": 30, "shared_memory": 99 << 10}
-    with pytest.raises(InvalidArgumentError, match=text):
-        Device(**{**device, **options}).info()
-
-
 def test_a_device_knows_the_clusters_that_fit() -> None:
     """Slices of a GPU may have no room for the clusters of 9.0, which decides what is chosen there."""
     known, slice_of = (_C.DeviceInfo(1, 90, 132, 227 << 10, "GPU", clusters) for clusters in (2, 1))
@@ -609,15 +483,6 @@ def test_a_device_knows_the_clusters_that_fit() -> None:
         problem = Product(4096, 4096, 4096, 0.25, 64, BF16)
         assert str(choose(problem, Device.of(known)).kernel).startswith("sm90_")
         assert str(choose(problem, device).kernel).startswith("sm80_")
-
-
-def test_equal_products_are_equal_however_they_are_written() -> None:
-    assert Product(64, 64, 4, nm=[2, 4], storage="int8") == Product(64, 64, 4, nm=(2, 4), storage="int8")  # type: ignore[arg-type]
-    assert len({Product(64, 64, 4, nm=[2, 4], storage="int8")}) == 1  # type: ignore[arg-type]
-    assert Product(64, 64, 4, dtype=BF16, tf32=True, block_shape=32) == Product(
-        64, 64, 4, dtype=BF16, block_shape=32
-    )
-    assert Product(64, 64, 4, tf32=True, block_shape=32) != Product(64, 64, 4, tf32=False, block_shape=32)
 
 
 def test_a_product_is_that_of_a_layer() -> None:
@@ -813,23 +678,9 @@ def test_more_tokens_take_more_time(name: str) -> None:
         assert all(after >= 0.97 * before for before, after in pairwise(times)), (layer, block, op)
 
 
-@on_five
-def test_nothing_jumps_where_one_way_to_estimate_would_end(name: str) -> None:
-    """The time of the chosen kernel, from one number of tokens to the next, with as many tiles."""
-    device = Device.find(name)
-    for layer, block, op in product(LAYERS, (16, 32, 64, 128), (DDS_NT, DDS_NN, SDD_TN)):
-        for count in (1000, 1022, 1030, 2000, 4100, 6140, 6150, 8200):
-            first, second = (
-                estimates(described(layer, tokens, block=block, op=op), device)
-                for tokens in (count, count + 1)
-            )
-            assert min(second.values()) == pytest.approx(min(first.values()), rel=0.1)
-
-
 @needs_sm90
 @pytest.mark.parametrize(
-    "run",
-    ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"],
+    "run", ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"]
 )
 def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
     """Products that coefficients were fitted to; a kernel that takes over twice as long counts as twice.
@@ -880,18 +731,6 @@ def test_what_estimates_rest_on_is_what_was_fitted() -> None:
     assert tuple(sorted(set(re.findall(r'^\{"([^"]+)"', text, re.M)))) == devices.MEASURED
     order = re.search(r"kMeasured\[\] = {(.*)}", (ROOT / "cuda/common/estimate.cpp").read_text())
     assert order is not None and tuple(re.findall(r'"([^"]+)"', order[1])) == devices.MEASURED
-
-
-def test_limits_of_all_gpus_are_known() -> None:
-    """GPUs that have names and kernels have figures, too; multiprocessors agree."""
-    text = (ROOT / "cuda/common/machine.h").read_text()
-    known = {
-        name: (int(capability), int(count))
-        for name, capability, count in re.findall(r'\{"([^"]+)", (\d+), (\d+)', text)
-    }
-    for name, (capability, count, _) in devices.GPUS.items():
-        if capability >= (8, 0):
-            assert known[name.removeprefix("AGX ")] == (10 * capability[0] + capability[1], count)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,15 @@ from helpers import (
     rounding_unit,
     seeded,
     stored_values,
+    use_kernel,
 )
 from hypothesis import strategies
-from torch import Tensor, func
+from torch import Tensor
 
 from tilesparse import _C, BlockPattern, _checks, functional
 from tilesparse._checks import BLOCK_SIZES
 from tilesparse._ops.products import linear_on
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
-from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.storage import compress, dequantize, quantize_int4, quantize_weights, row_scales, two_of_four
 from tilesparse.storage.quantize import CLIP_RATIOS, clip_limits
@@ -635,23 +635,6 @@ def test_products_follow_another_pattern_and_other_values(device: str, storage: 
         assert_product_close(o.dds(o.y, transpose=False), o.y, weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str, storage: str, dtype: torch.dtype) -> None:
-    """Scales stay as they are, and 8 bits; other values are cast."""
-    o = Operands(storage, device=device)
-    stored = o.stored
-    values = stored.values if stored.scales is not None else stored.values.to(dtype)
-    plain = expanded_by_definition(values, stored.metadata, stored.scales, dtype)
-    with torch.autocast(device, dtype):
-        y, x = o.linear(), o.dds(o.y, transpose=False)
-    assert y.dtype == x.dtype == dtype
-    weight = dense_weight(plain, o.pattern)
-    assert_product_close(y, o.x.to(dtype), weight.t())
-    assert_product_close(x, o.y.to(dtype), weight)
-
-
 # ---- values of the transposed weight ----
 
 
@@ -765,10 +748,7 @@ def test_second_derivatives_pass_straight_through(
     def by_plain_values(values: Tensor, x: Tensor) -> Tensor:
         return functional.linear(x, values + (values * ~t.mask).detach() * -1, t.pattern, t.bias)
 
-    products = (
-        lambda values, x: linear_on(x, values, t.index, t.bias, operands=kept),
-        by_plain_values,
-    )
+    products = (lambda values, x: linear_on(x, values, t.index, t.bias, operands=kept), by_plain_values)
     results = []
     for multiply in products:
         values, x = t.values.clone().requires_grad_(), t.x.clone().requires_grad_()
@@ -944,16 +924,6 @@ def test_stored_values_have_no_gradient(compiled: bool, policy: str) -> None:
         assert_product_close(run(), o.x, o.weight.t())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("storage", "name"), [(HALF, "metadata"), (BYTES, "scales"), (BYTES, "values")])
-def test_mixed_devices(storage: str, name: str) -> None:
-    o = Operands(storage, device="cuda")
-    o.linear()
-    change(o, name, Tensor.cpu)
-    with pytest.raises(InvalidArgumentError, match=r"must be on (cpu|cuda:0) like .*, got (cpu|cuda:0)"):
-        o.linear()
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_stored_values_at_any_address(device: str, storage: str) -> None:
@@ -967,53 +937,7 @@ def test_stored_values_at_any_address(device: str, storage: str) -> None:
     assert torch.equal(o.linear(), expected[0]) and torch.equal(o.dds(o.y, transpose=False), expected[1])
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_meta_tensors_give_shapes_only(storage: str) -> None:
-    o = Operands(storage)
-    stored = o.stored.map(lambda t: t.to("meta"))
-    x = torch.empty(2, 5, o.pattern.in_features, device="meta", requires_grad=True)
-    for policy in ("sparse", "dense"):
-        y = functional.linear(x, stored.values, o.pattern, **stored.extras, policy=policy)
-        assert y.is_meta and y.shape == (2, 5, o.pattern.out_features)
-        y.sum().backward()
-        assert x.grad.shape == x.shape
-    assert dequantize(stored.values, stored.metadata, stored.scales).shape == stored.plain.shape
-
-
 # ---- what acts on operators ----
-
-
-def check(op: Any, *args: Any, **options: Any) -> None:
-    assert set(torch.library.opcheck(op.default, args, options).values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("storage", ["2:4", "int8 by block", "2:4 int8 by row"])
-@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
-def test_opcheck_of_products(device: str, dtype: torch.dtype, storage: str) -> None:
-    """Not of float8_e4m3fn, which opcheck cannot compare with itself."""
-    o = Operands(storage, grid=(2, 3), dtype=dtype, device=device, tokens=9)
-    values, metadata, scales, _ = o.stored
-    index = o.pattern.index_on(o.x.device)
-    x, y, bias = (t.requires_grad_() for t in (o.x, o.y, o.bias))
-    check(OPS.dds_nt, x, values, *index, bias, y, 0, False, metadata, scales)
-    check(OPS.dds_nt, x.detach(), values, *index, None, None, ACTIVATIONS["relu"], True, metadata, scales)
-    check(OPS.dds_nn, y, values, *index, True, metadata, scales)
-    check(OPS.dds_nn, y.detach(), values, *index, False, metadata, scales)
-    check(OPS.dequantize_values, values, metadata, scales, DTYPES.index(dtype) + 1)
-
-
-@pytest.mark.parametrize(("device", "dtype"), [DEVICE_DTYPES[0], DEVICE_DTYPES[-1]])
-def test_opcheck_of_transposed_values(device: str, dtype: torch.dtype) -> None:
-    t = Transposable(device, dtype, tokens=9)
-    x, y, values, bias = (leaf.requires_grad_() for leaf in (t.x, t.y, t.values, t.bias))
-    check(OPS.dds_nt, x, t.back[0], *t.index, None, None, 0, True, t.back[1], None, True)
-    check(OPS.dds_nn, y, t.back[0], *t.index, False, t.back[1], None, True)
-    check(OPS.dds_nt, x, values, *t.index, bias, y, **t.kept(True))
-    check(OPS.dds_nt, x, values, *t.index, column_major=True, **t.kept(False))
-    check(OPS.dds_nt, x.detach(), values, *t.index, column_major=True, **t.kept(False))
-    for transposed in (False, True):
-        check(OPS.compress, values.detach(), t.mask, transposed)
-    check(OPS.compress, values.detach()[:0], t.mask[:0])
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -1031,43 +955,3 @@ def test_compile_without_graph_breaks(device: str, storage: str) -> None:
         x = o.x[:tokens].clone().requires_grad_()
         results = [(y, *torch.autograd.grad(y.sum(), x)) for y in (step(x), compiled(x))]
         torch.testing.assert_close(results[1], results[0])
-
-
-def test_compile_of_compression() -> None:
-    t = Transposable()
-
-    def step(values: Tensor) -> Tensor:
-        mask = two_of_four(values.abs(), transposable=True)
-        return dequantize(*compress(values, mask)) + dequantize(*compress(values, mask, transposed=True)).mT
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(t.values), 2 * t.values * t.mask)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_transforms(storage: str) -> None:
-    o = Operands(storage, dtype=torch.float64, tokens=5)
-
-    def loss(x: Tensor) -> Tensor:
-        return o.linear(x, o.bias).square().sum()
-
-    expected = 2 * (o.x @ o.weight.t() + o.bias) @ o.weight
-    torch.testing.assert_close(func.grad(loss)(o.x), expected)
-    torch.testing.assert_close(func.vmap(func.grad(loss))(o.x), expected)
-    batch = torch.stack([o.y, 2 * o.y])
-    torch.testing.assert_close(func.vmap(lambda y: o.dds(y, transpose=False))(batch), batch @ o.weight)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_transforms_of_products_whose_gradient_passes_through(transposed: bool) -> None:
-    t = Transposable(dtype=torch.float64, tokens=5)
-    fields: Any = t.kept(transposed)
-    kept = _checks.Operands(**fields)
-
-    def loss(values: Tensor, x: Tensor) -> Tensor:
-        return linear_on(x, values, t.index, t.bias, operands=kept).square().sum()
-
-    grad = 2 * (t.x @ t.weight.t() + t.bias)
-    of_values, of_x = func.grad(loss, (0, 1))(t.values, t.x)
-    torch.testing.assert_close(of_values, blocks_of_dense(grad.t() @ t.x, t.pattern))
-    torch.testing.assert_close(of_x, grad @ t.weight)

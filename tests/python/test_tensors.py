@@ -15,13 +15,12 @@ from helpers import DEVICES, dense_weight, make_pattern, randn, random_values, s
 from torch import Tensor, func, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
 from tilesparse._runtime import pattern_cache
 from tilesparse._runtime.pattern_cache import entries, prepared
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError, UnsupportedError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, PatternChangedError
 from tilesparse.nn.weight import layer_index
 
 IN, OUT = 96, 64
@@ -231,34 +230,6 @@ def test_inference_mode_leaves_nothing_that_cannot_be_updated() -> None:
     assert pattern.update_(make(2).pattern) == make(2).pattern
 
 
-def test_packing_changes_nothing_on_the_cpu() -> None:
-    layer, x = make(1), randn(5, IN, dtype=torch.float32)
-    y = layer(x)
-    assert torch.equal(layer.prepack()(x), y) and torch.equal(layer.prepack(False)(x), y)
-
-
-def test_numbers_of_numpy_and_single_block_sizes() -> None:
-    numpy = pytest.importorskip("numpy")
-    pattern = BlockPattern.random(
-        (numpy.int64(64), numpy.int32(96)), block_shape=numpy.int16(16), nnz=numpy.int8(7)
-    )
-    assert (pattern.shape, pattern.block_shape, pattern.nnz) == ((64, 96), (16, 16), 7)
-    layer = BlockSparseLinear(numpy.int64(96), numpy.int64(64), density=numpy.float32(0.5), block_shape=32)
-    assert layer.block_shape == (32, 32) and layer.density == 0.5
-    for shape in (True, 24, 16.0, (16,), (16, 16, 16), "16"):
-        with pytest.raises(InvalidArgumentError, match="block_shape"):
-            BlockSparseLinear(96, 64, block_shape=shape)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"density must be 0 or at least 0.0417: 0.001 of 24"):
-        make(density=0.001)
-
-
-def test_a_layer_tells_what_it_holds() -> None:
-    assert repr(make(dtype=torch.bfloat16)) == (
-        "BlockSparseLinear(in_features=96, out_features=64, bias=True, nnz=12, density=0.5, "
-        "block_shape=(16, 16), dtype=torch.bfloat16)"
-    )
-
-
 def test_work_is_counted_for_kept_blocks() -> None:
     layer, x = make(), randn(5, IN, dtype=torch.float32).requires_grad_()
     with FlopCounterMode(display=False) as counter:
@@ -267,19 +238,6 @@ def test_work_is_counted_for_kept_blocks() -> None:
 
 
 # ---- copies, parametrizations, loading ----
-
-
-def test_a_copy_of_the_average_follows_the_pattern_of_the_model() -> None:
-    layer = make(1)
-    average, x = AveragedModel(layer), randn(5, IN, dtype=torch.float32)
-    average.update_parameters(layer)
-    average(x)
-    layer.pattern.update_(make(2).pattern)
-    with torch.no_grad():
-        layer.weight.copy_(make(2).weight)
-    average.update_parameters(layer)
-    assert average.module.pattern == layer.pattern
-    assert_right(average.module, average(x), x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
@@ -410,21 +368,6 @@ def test_garbage_in_buffers_is_refused_before_it_is_used() -> None:
 
 
 # ---- transforms ----
-
-
-def test_transforms_of_functions() -> None:
-    layer, x = make(dtype=torch.float64), randn(3, 5, IN, dtype=torch.float64)
-
-    def loss(weight: Tensor, x: Tensor) -> Tensor:
-        return functional.linear(x, weight, layer.pattern, layer.bias).square().sum()
-
-    weight = layer.weight.detach()
-    reference = [torch.autograd.grad(loss(layer.weight, one), layer.weight)[0] for one in x]
-    torch.testing.assert_close(func.grad(loss)(weight, x[0]), reference[0])
-    torch.testing.assert_close(func.vmap(func.grad(loss), (None, 0))(weight, x), torch.stack(reference))
-    for transform in (lambda f: func.jvp(f, (weight,), (weight,)), lambda f: func.jacfwd(f)(weight)):
-        with pytest.raises(UnsupportedError, match="forward-mode"):
-            transform(lambda w: loss(w, x[0]))
 
 
 @pytest.mark.filterwarnings("ignore:.*performance drop")

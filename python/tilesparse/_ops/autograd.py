@@ -4,9 +4,8 @@ The gradients of each product are the other two, and expanding values to a dense
 from one are each other's, so every order of differentiation is available.
 
 On the dispatcher path a product is an operator of PyTorch, which modes, transforms, compilers and tracers
-see. The dispatcher takes longer than the rest of a call, and several times as long where a gradient is
-recorded (docs/performance.md, "Time of the host"). Where only autograd and a kernel would act on a product,
-the fast path calls these directly.
+see. That takes longer than the rest of a call. Where only autograd and a kernel would act on a product, the
+fast path calls these directly.
 """
 
 from __future__ import annotations
@@ -21,21 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._checks import (
-    DENSE,
-    NO_EPILOGUE,
-    QUANTIZED,
-    Epilogue,
-    Index,
-    Operands,
-    check_dds,
-    check_dense,
-    check_feature_scales,
-    check_index,
-    check_nothing_added,
-    check_sdd,
-    check_values,
-)
+from .. import _checks
+from .._checks import DENSE, NO_EPILOGUE, QUANTIZED, Epilogue, Index, Operands
 from .._runtime.device import DDS_NN, DDS_NT
 from .._runtime.layout import empty, result_form
 from .._runtime.pattern_cache import Prepared, prepared
@@ -54,25 +40,16 @@ SAVED, TENSORS = (Operands._fields.index(name) for name in ("x_values", "transpo
 
 
 class Product(NamedTuple):
-    """An operator on two factors, or one and None, and a pattern.
+    """An operator on two factors, or one and None, and a pattern."""
 
-    Attributes:
-        op: the operator, which takes the fields of the pattern one by one.
-        takes: what it takes next: fields of `Epilogue` and `Operands`.
-        kernel: computes it on plain tensors and a prepared pattern, and takes both records.
-        gradients: returns the gradients of both factors, bias and residual, or of the first of them, from the
-            gradient of the result, the factors, each of which is there if it is needed, the pattern, for
-            which of the tensors they are needed, and the operands.
-        transformed: the operator for the transforms of ``torch.func``.
-        looks: True for products that begin a forward pass, see `pattern_cache.prepared`.
-    """
-
-    op: Callable[..., Tensor]
-    takes: Sequence[str]
-    kernel: Callable[..., Tensor]
+    op: Callable[..., Tensor]  # takes the fields of the pattern one by one
+    takes: Sequence[str]  # and then these fields of `Epilogue` and `Operands`
+    kernel: Callable[..., Tensor]  # computes it on plain tensors, a prepared pattern and both records
+    # Returns the gradients of both factors, bias and residual, or of the first of them, from the gradient of
+    # the result, the factors that are needed, the pattern, which tensors need one, and the operands.
     gradients: Callable[..., Tensors]
-    transformed: Callable[..., Tensor]
-    looks: bool
+    transformed: Callable[..., Tensor]  # the operator for the transforms of ``torch.func``
+    looks: bool  # whether it begins a forward pass, see `pattern_cache.prepared`
 
 
 def call(
@@ -325,12 +302,6 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 LIB.define("dequantize_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
 LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
-# Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
-LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
-LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
-
-
-DEVICES = "CPU", "CUDA"
 
 
 def by_number(function: Callable[..., Any], dtypes: Mapping[torch.dtype, int]) -> Callable[..., Any]:
@@ -366,7 +337,7 @@ def _with_records(
 
 
 def _checked(index: Index) -> Index:
-    check_index(index)
+    _checks.check_index(index)
     settings = packaging()
     if settings is not None:
         _check_packaging(settings, [array.shape[0] for array in index[:3]])
@@ -407,11 +378,7 @@ def register(
 
 
 def differentiable(
-    name: str,
-    factors: int,
-    functions: tuple[Any, Any, Any],
-    takes: tuple[str, ...] = (),
-    looks: bool = False,
+    name: str, factors: int, functions: tuple[Any, Any, Any], takes: tuple[str, ...] = (), looks: bool = False
 ) -> Product:
     """Register a product; ``functions``: kernel, fake and gradients, see `Product`."""
     kernel, fake, gradients = functions
@@ -424,12 +391,11 @@ def register_plainly(
     name: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    devices: tuple[str, ...] = DEVICES,
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Any:
     """Register an operator without a pattern; ``gradients``: (backward, setup_context)."""
     torch.library.register_fake(f"tilesparse::{name}", fake, lib=LIB)
-    for device in devices:
+    for device in ("CPU", "CUDA"):
         LIB.impl(name, kernel, device)
     if gradients is not None:
         backward, setup_context = gradients
@@ -441,10 +407,10 @@ def dds_fake(
     op: int, source: Tensor, values: Tensor, index: Index, epilogue: Epilogue, operands: Operands
 ) -> Tensor:
     if operands.transposed:  # only sizes of the pattern are read here, so its tensors need not be transposed
-        check_nothing_added(epilogue)
+        _checks.check_nothing_added(epilogue)
         crow, col, slot, shape, block_shape = index
         index, op = Index(crow, col, slot, shape[::-1], block_shape[::-1]), DDS_NN - op
-    check_dds("x" if op == DDS_NT else "y", source, values, index, epilogue, operands)
+    _checks.check_dds("x" if op == DDS_NT else "y", source, values, index, epilogue, operands)
     features = index.shape[op]
     if operands.offsets is not None and op == DDS_NT:
         features //= operands.offsets.shape[0] - 1
@@ -452,14 +418,14 @@ def dds_fake(
 
 
 def row_scales_fake(scales: Tensor, _: None, index: Index) -> Tensor:
-    check_feature_scales(scales, index)
+    _checks.check_feature_scales(scales, index)
     return scales.new_empty(index.col_indices.shape[0], index.block_shape[0])
 
 
 def sdd_tn_fake(
     y: Tensor, x: Tensor, index: Index, _: Epilogue = NO_EPILOGUE, operands: Operands = DENSE
 ) -> Tensor:
-    check_sdd(y, x, index, operands.offsets)
+    _checks.check_sdd(y, x, index, operands.offsets)
     return x.new_empty(index.col_indices.shape[0], *index.block_shape)
 
 
@@ -468,10 +434,10 @@ def sdd_tn_with_bias_fake(y: Tensor, x: Tensor, index: Index) -> tuple[Tensor, T
 
 
 def expand_fake(values: Tensor, _: None, index: Index, *__: object) -> Tensor:
-    check_values("values", values, index)
+    _checks.check_values("values", values, index)
     return values.new_empty(index.shape)
 
 
 def gather_fake(dense: Tensor, _: None, index: Index, *__: object) -> Tensor:
-    check_dense(dense, index)
+    _checks.check_dense(dense, index)
     return dense.new_empty(index.col_indices.shape[0], *index.block_shape)

@@ -22,19 +22,12 @@ if TYPE_CHECKING:
 
 
 class EncoderWeight(NamedTuple):
-    """A linear layer as `BlockSparseLinear` holds it with int8 storage and int8 activations.
+    """A linear layer as `BlockSparseLinear` holds it with int8 storage and int8 activations."""
 
-    Attributes:
-        pattern: kept blocks, on the CPU.
-        values: int8 [nnz, bn, bk].
-        scales: float32 [out_features], one of each output feature.
-        bias: [out_features], or None.
-    """
-
-    pattern: BlockPattern
-    values: Tensor
-    scales: Tensor
-    bias: Tensor | None = None
+    pattern: BlockPattern  # on the CPU
+    values: Tensor  # int8 [nnz, bn, bk]
+    scales: Tensor  # float32 [out_features], one of each output feature
+    bias: Tensor | None = None  # [out_features]
 
     @classmethod
     def of(cls, layer: BlockSparseLinear) -> EncoderWeight:
@@ -58,41 +51,24 @@ class EncoderLayer(NamedTuple):
     ``mlp_norm(h + down(activation(up(h))))``. With ``norm_first`` these are
     ``h = x + output(attention(qkv(attention_norm(x))))`` and ``h + down(activation(up(mlp_norm(h))))``. With
     ``gated`` the result of ``up`` has two halves, and ``down`` gets ``activation(first) * second``.
-
-    Attributes:
-        heads: number of heads. Those of q come first in ``qkv``, then those of k and of v.
-        qkv: [3 * heads * head_features, hidden]; head_features is a multiple of 16, or with rotary of
-            32, at most 256.
-        output: [hidden, heads * head_features].
-        up: [inner, hidden], or with ``gated`` [2 * inner, hidden].
-        down: [hidden, inner].
-        attention_norm: its weight may be None with ``norm_first`` alone.
-        mlp_norm: the norm of the MLP.
-        norm_first: whether norms come before products (ModernBERT, ViT) or after them (BERT).
-        activation: "gelu" (the one with erf), "relu", "silu" or "none".
-        gated: whether the MLP is gated.
-        scale: factor of the products of q and k; by default ``head_features ** -0.5``.
-        window: 0, or how many places away the tokens are that a token attends to: ModernBERT's
-            ``local_attention // 2``.
-        rotary: None, or float32 [positions, head_features]: of each place in a sentence the cosines of half
-            as many angles, then their sines; feature f is turned with feature f + head_features / 2.
-        position_bias: None, or float32 [heads, 2 * positions - 1], added to scores of query i and key j:
-            column j - i + positions - 1 (MPNet).
     """
 
-    heads: int
-    qkv: EncoderWeight
-    output: EncoderWeight
-    up: EncoderWeight
-    down: EncoderWeight
-    attention_norm: EncoderNorm
+    heads: int  # those of q come first in qkv, then those of k and of v
+    qkv: EncoderWeight  # [3 * heads * head_features, hidden]; features a multiple of 16, with rotary of 32
+    output: EncoderWeight  # [hidden, heads * head_features]
+    up: EncoderWeight  # [inner, hidden], or with `gated` [2 * inner, hidden]
+    down: EncoderWeight  # [hidden, inner]
+    attention_norm: EncoderNorm  # its weight may be None with `norm_first` alone
     mlp_norm: EncoderNorm
-    norm_first: bool = False
-    activation: str = "gelu"
+    norm_first: bool = False  # norms come before products (ModernBERT, ViT), not after them (BERT)
+    activation: str = "gelu"  # the one with erf, or "relu", "silu" or "none"
     gated: bool = False
-    scale: float | None = None
-    window: int = 0
+    scale: float | None = None  # of the products of q and k; None is ``head_features ** -0.5``
+    window: int = 0  # how many places away the tokens are that a token attends to; 0: all
+    # Float32 [positions, head_features]: of each place in a sentence the cosines of half as many angles, then
+    # their sines; feature f is turned with feature f + head_features / 2.
     rotary: Tensor | None = None
+    # Float32 [heads, 2 * positions - 1], added to scores of query i and key j: column j - i + positions - 1.
     position_bias: Tensor | None = None
 
 
@@ -102,17 +78,9 @@ _WORKSPACES: list[Tensor] = []  # that no call uses
 class Encoder:
     """Layers that run one after another in one native call, for inference on a CPU.
 
-    Tensors are kept, not copied, if they are contiguous and of the right dtype; parameters are converted to
-    float32. What is written to them in place counts. With AMX a packed copy of the values is kept, too, and
-    made again once PyTorch has counted a write, which it does not through ``values.data``. The instructions
-    are those of the kernel that a product of int8 would run on, also in contexts of `prefer`. Products
-    multiply int8 with exact sums, quantizing rows of x as `BlockSparseLinear` does; all else is computed in
-    float32. No gradient is recorded.
-
-    Examples:
-        >>> encoder = Encoder(layers)
-        >>> offsets = torch.tensor([0, 7, 12], dtype=torch.int32)  # two sentences of 7 and 5 tokens
-        >>> hidden = encoder(x, offsets)  # x and hidden [12, hidden]
+    Tensors are kept, not copied, if they are contiguous and of the right dtype; writes to them count. With
+    AMX a packed copy of the values is kept, too, and made again once PyTorch has counted a write. Kernels are
+    those of products in int8, with exact sums; all else is computed in float32. No gradient is recorded.
     """
 
     def __init__(self, layers: Sequence[EncoderLayer]) -> None:
@@ -174,29 +142,10 @@ class Encoder:
                 self._versions = versions
 
     def _add(self, layer: EncoderLayer, name: str) -> None:
-        attended = layer.output.pattern.in_features
-        if layer.heads < 1 or attended % layer.heads:
-            raise InvalidArgumentError(
-                f"{name}.heads must divide the {attended} in_features of output, got {layer.heads}"
-            )
-        head_features = attended // layer.heads
-        if layer.activation not in ACTIVATIONS:
-            raise InvalidArgumentError(
-                f"{name}.activation must be one of {list(ACTIVATIONS)}, got {layer.activation!r}"
-            )
-        positions = 0
-        for table, width in (layer.rotary, "rotary"), (layer.position_bias, "position_bias"):
-            if table is None:
-                continue
-            found = table.shape[0] if width == "rotary" else (table.shape[1] + 1) // 2
-            shape = (found, head_features) if width == "rotary" else (layer.heads, 2 * found - 1)
-            if tuple(table.shape) != shape:
-                raise InvalidArgumentError(f"{name}.{width} must be {list(shape)}, got {list(table.shape)}")
-            if positions not in (0, found):
-                raise InvalidArgumentError(
-                    f"{name}.position_bias must have {positions} positions, got {found}"
-                )
-            positions = found
+        head_features = layer.output.pattern.in_features // layer.heads
+        turns, bias = layer.rotary, layer.position_bias
+        positions = 0 if turns is None else turns.shape[0]
+        positions = positions if bias is None else positions or (bias.shape[1] + 1) // 2
         self._native.add_layer(
             layer.heads,
             head_features,
@@ -206,8 +155,8 @@ class Encoder:
             layer.gated,
             layer.window,
             positions,
-            self._keep(layer.rotary, f"{name}.rotary"),
-            self._keep(layer.position_bias, f"{name}.position_bias"),
+            self._keep(turns, f"{name}.rotary", (positions, head_features)),
+            self._keep(bias, f"{name}.position_bias", (layer.heads, 2 * positions - 1)),
         )
         for place, field in enumerate(("qkv", "output", "up", "down")):
             self._set_weight(place, getattr(layer, field), f"{name}.{field}")
@@ -221,20 +170,12 @@ class Encoder:
 
     def _set_weight(self, place: int, weight: EncoderWeight, name: str) -> None:
         pattern, values = weight.pattern, weight.values
-        blocks = (pattern.nnz, *pattern.block_shape)
-        if values.dtype != torch.int8 or values.shape != blocks:
-            raise InvalidArgumentError(
-                f"{name}.values must be int8 {list(blocks)}, got {values.dtype} {list(values.shape)}"
-            )
         self._values.append(values)
-        arrays = [
-            self._keep(array, f"{name}.pattern", dtype=torch.int32)
-            for array in (pattern.crow_indices, pattern.col_indices, pattern.slot)
-        ]
+        arrays = [self._keep(array, f"{name}.pattern", None, torch.int32) for array in pattern._index[:3]]
         self._native.set_weight(
             place,
             _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *arrays),
-            self._keep(values, f"{name}.values", dtype=torch.int8),
+            self._keep(values, f"{name}.values", (pattern.nnz, *pattern.block_shape), torch.int8),
             self._keep(weight.scales, f"{name}.scales", (pattern.out_features,)),
             self._keep(weight.bias, f"{name}.bias", (pattern.out_features,)),
         )

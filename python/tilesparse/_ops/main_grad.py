@@ -1,18 +1,11 @@
 """Gradients of weights that kernels add in float32 to tensors beside them.
 
-``weight.main_grad`` is where the gradient of a `BlockSparseLinear` goes instead of ``weight.grad``, as in
-Megatron-LM, whose protocol this is ("gradient accumulation fusion"):
-
-- A float32 tensor, shaped like the weight and on its device, is added to by every backward pass.
-- With ``weight.overwrite_main_grad`` true it is written anew instead.
-- ``weight.grad_added_to_main_grad``, where there is such an attribute, becomes True, and autograd is given a
-  tensor in place of the gradient, so that its hooks run: zeros if ``weight.zero_out_wgrad`` is true, and
-  anything otherwise. Without that attribute ``weight.grad`` stays None.
-
-A bias beside such a weight may have the same attributes: its gradient goes to a ``main_grad`` of its own if
-it has one, and otherwise to ``bias.grad``. In either case the kernel sums it in the same pass.
-
-``torch.autograd.grad`` adds to none of these, as it does not add to ``grad``.
+``weight.main_grad`` is where the gradient of a `BlockSparseLinear` goes instead of ``weight.grad``, by
+Megatron-LM's protocol ("gradient accumulation fusion"): every backward pass adds to it, or with
+``weight.overwrite_main_grad`` writes it anew. ``weight.grad_added_to_main_grad``, where there is such an
+attribute, becomes True, and autograd is given a tensor in place of the gradient, so that its hooks run: zeros
+if ``weight.zero_out_wgrad`` is true, and anything otherwise. A bias beside such a weight may have the same
+attributes; in either case the kernel sums its gradient in the same pass.
 
 The product itself is recorded without weight and bias; what is recorded behind it passes its gradient on. So
 every way to compute the product, with masks, densely or under autocast, has these gradients.

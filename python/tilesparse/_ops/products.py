@@ -11,47 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._checks import (
-    DENSE,
-    DTYPES,
-    Epilogue,
-    Index,
-    Operands,
-    check_dds,
-    check_factor_scales,
-    check_like_product,
-    check_one,
-    check_quantizable,
-    flat_bias,
-    is_inside,
-)
+from .. import _checks
+from .._checks import DENSE, DTYPES, Epilogue, Index, Operands, is_inside
 from .._runtime import device, launch
 from .._runtime.launch import dds, skips, storage_of, thresholded
 from .._runtime.pattern_cache import Prepared, prepared
 from .._runtime.select import multiplies_as_decode, prefers_dense
 from .._runtime.torch_private import is_any_autocast_enabled, transforms_active
 from ..errors import InvalidArgumentError, UnsupportedError
-from .autograd import (
-    OF_DDS_NN,
-    OF_DDS_NT,
-    OF_SDD_TN,
-    PLAIN_TYPES,
-    Product,
-    Tensors,
-    autocast,
-    by_number,
-    call,
-    dds_fake,
-    differentiable,
-    expand_fake,
-    gather_fake,
-    is_plain,
-    records_gradient,
-    register,
-    register_plainly,
-    row_scales_fake,
-    sdd_tn_fake,
-)
+from . import autograd
+from .autograd import PLAIN_TYPES, Product, Tensors, autocast, call, is_plain, records_gradient
 from .epilogue import (
     activated,
     activation_code,
@@ -140,7 +109,7 @@ def stored_scales_on(scales: Tensor, values: Tensor, index: Index) -> Tensor:
     """Return the scales as those of values that are dequantized, of rows of blocks or of blocks."""
     if not is_inside(scales):
         return row_scales_on(scales, index)
-    check_factor_scales(scales, values, index)
+    _checks.check_factor_scales(scales, values, index)
     return scales.flatten()
 
 
@@ -192,26 +161,28 @@ def _of_one_factor(function: Callable[[Tensor, Prepared], Tensor]) -> Callable[.
     return lambda first, _, pattern, *__: function(first, pattern)
 
 
-_DDS_NT = partial(launch.dds, device.DDS_NT), partial(dds_fake, device.DDS_NT), _dds_nt_gradients
-_DDS_NN = partial(launch.dds, device.DDS_NN), partial(dds_fake, device.DDS_NN), _dds_nn_gradients
-DDS_NT = differentiable("dds_nt", 2, _DDS_NT, OF_DDS_NT, looks=True)
-DDS_NN = differentiable("dds_nn", 2, _DDS_NN, OF_DDS_NN)
-SDD_TN = differentiable("sdd_tn", 2, (launch.sdd, sdd_tn_fake, _sdd_tn_gradients), OF_SDD_TN)
+_DDS_NT = partial(launch.dds, device.DDS_NT), partial(autograd.dds_fake, device.DDS_NT), _dds_nt_gradients
+_DDS_NN = partial(launch.dds, device.DDS_NN), partial(autograd.dds_fake, device.DDS_NN), _dds_nn_gradients
+DDS_NT = autograd.differentiable("dds_nt", 2, _DDS_NT, autograd.OF_DDS_NT, looks=True)
+DDS_NN = autograd.differentiable("dds_nn", 2, _DDS_NN, autograd.OF_DDS_NN)
+SDD_TN = autograd.differentiable(
+    "sdd_tn", 2, (launch.sdd, autograd.sdd_tn_fake, _sdd_tn_gradients), autograd.OF_SDD_TN
+)
 GATHER: Product  # whose gradient is the other's
 _EXPAND = (
     _of_one_factor(launch.expand),
-    expand_fake,
+    autograd.expand_fake,
     lambda grad, _, __, index, *___: (call(GATHER, grad, None, index),),
 )
-EXPAND = differentiable("expand", 1, _EXPAND, looks=True)
+EXPAND = autograd.differentiable("expand", 1, _EXPAND, looks=True)
 _GATHER = (
     _of_one_factor(launch.gather),
-    gather_fake,
+    autograd.gather_fake,
     lambda grad, _, __, index, *___: (call(EXPAND, grad.contiguous(), None, index),),
 )
-GATHER = differentiable("gather", 1, _GATHER)
-_ROW_SCALES = register("row_scales", 1, _of_one_factor(launch.row_scales), row_scales_fake)
-_GROUP_SUMS = register_plainly(
+GATHER = autograd.differentiable("gather", 1, _GATHER)
+_ROW_SCALES = autograd.register("row_scales", 1, _of_one_factor(launch.row_scales), autograd.row_scales_fake)
+_GROUP_SUMS = autograd.register_plainly(
     "group_sums",
     launch.group_sums,
     lambda y, offsets: y.new_empty(offsets.shape[0] - 1, y.shape[1]),
@@ -231,9 +202,9 @@ def _flops(takes: Sequence[str], first: Sequence[int], _: Any, *rest: Any, **nam
 
 
 for _name, _takes in (
-    ("dds_nt", OF_DDS_NT),
-    ("dds_nn", OF_DDS_NN),
-    ("sdd_tn", OF_SDD_TN),
+    ("dds_nt", autograd.OF_DDS_NT),
+    ("dds_nn", autograd.OF_DDS_NN),
+    ("sdd_tn", autograd.OF_SDD_TN),
     ("sdd_tn_with_bias", ()),
 ):
     register_flop_formula(getattr(torch.ops.tilesparse, _name))(partial(_flops, _takes))
@@ -242,11 +213,11 @@ for _name, _takes in (
 # ---- stored values ----
 
 
-COMPRESS = register_plainly("compress", launch.compress, launch.empty_compressed)
-_DEQUANTIZE_VALUES = register_plainly(
+COMPRESS = autograd.register_plainly("compress", launch.compress, launch.empty_compressed)
+_DEQUANTIZE_VALUES = autograd.register_plainly(
     "dequantize_values",
-    by_number(launch.dequantized, DTYPES),
-    by_number(launch.empty_dequantized, DTYPES),
+    autograd.by_number(launch.dequantized, DTYPES),
+    autograd.by_number(launch.empty_dequantized, DTYPES),
 )
 
 
@@ -283,7 +254,6 @@ def linear_on(
     if is_any_autocast_enabled():
         x, values, bias, residual, gate = autocast(x, values, bias, residual, gate)
     tensors = x, values, bias, residual, gate
-    # Proxies of torch.fx cannot be asked whether they have a gradient.
     recorded = type(x) in PLAIN_TYPES and records_gradient(tensors)
     if operands is DENSE:
         is_direct = not recorded and is_plain(tensors)
@@ -292,7 +262,7 @@ def linear_on(
         if values.requires_grad:
             refuse_gradient(torch.is_grad_enabled(), operands)
         if operands.offsets is not None and bias is not None and bias.dim() > 1:
-            bias = flat_bias(bias, index, operands.offsets)
+            bias = _checks.flat_bias(bias, index, operands.offsets)
         if operands.threshold is not None or operands.gate_threshold is not None:
             may_skip = not (recorded or column_major or policy == "dense" or transforms_active())
             x, gate, activation, operands = _with_thresholds(
@@ -304,7 +274,7 @@ def linear_on(
             assert scales is not None
             skipping = operands.threshold is not None or operands.gate_threshold is not None
             if policy == "dense" or skipping or multiplies_as_decode(x, index):  # in the dtype of x
-                check_quantizable(x)  # the rest is checked as for other products
+                _checks.check_quantizable(x)  # the rest is checked as for other products
                 stored = stored_scales_on(scales, values, index)
                 operands = operands._replace(scales=stored, x_values=None, x_scales=None, fast=None)
             else:
@@ -321,7 +291,7 @@ def linear_on(
         and not skipping
         and (policy == "dense" or prefers_dense(x, index, storage_of(values, operands)))
     ):
-        check_dds("x", x, values, index, epilogue, operands)
+        _checks.check_dds("x", x, values, index, epilogue, operands)
         plain = values if operands is DENSE else dequantize_values(values, *operands[:2], x.dtype)
         return combined(_expanded_linear(x, plain, index, epilogue), activation, residual, gate)
     if is_direct and not recorded:
@@ -330,7 +300,7 @@ def linear_on(
     if (code == 0 and gate is None) or not (records_gradient(tensors) or transforms_active()):
         return call(DDS_NT, x, values, index, epilogue, operands)
     # A fused activation or gate has no gradient, which transforms may ask for.
-    check_one(residual, gate)
+    _checks.check_one(residual, gate)
     y = call(DDS_NT, x, values, index, Epilogue(bias, column_major=column_major), operands)
     return combined(y, activation, residual, gate)
 
@@ -363,9 +333,9 @@ def _with_thresholds(
 def combined(y: Tensor, activation: str, residual: Tensor | None, gate: Tensor | None) -> Tensor:
     """Apply activation, gate and residual of `linear` to a product y [..., out_features] by PyTorch alone."""
     if gate is not None:
-        return gated(y, check_like_product("gate", gate, y), activation)
+        return gated(y, _checks.check_like_product("gate", gate, y), activation)
     y = activated(y, activation)
-    return y if residual is None else y + check_like_product("residual", residual, y)
+    return y if residual is None else y + _checks.check_like_product("residual", residual, y)
 
 
 def _expanded_linear(x: Tensor, values: Tensor, index: Index, epilogue: Epilogue) -> Tensor:

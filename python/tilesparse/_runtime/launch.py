@@ -11,33 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._checks import (
-    ALIGNMENT,
-    COMPRESSIBLE,
-    DENSE,
-    DTYPES,
-    NO_EPILOGUE,
-    QUANTIZED,
-    SCALE_GROUP,
-    SCALED,
-    Epilogue,
-    Operands,
-    block_columns,
-    check_combination,
-    check_dds,
-    check_dense,
-    check_feature_scales,
-    check_mask,
-    check_nothing_added,
-    check_one,
-    check_quantizable,
-    check_sdd,
-    check_stored,
-    check_values,
-    group_count,
-    is_inside,
-)
+from .. import _C, _checks
+from .._checks import DENSE, DTYPES, NO_EPILOGUE, QUANTIZED, SCALED, Epilogue, Operands
 from ..errors import InvalidArgumentError
 from .device import (
     DDS_NN,
@@ -67,7 +42,7 @@ from .torch_private import constant_when_compiled, current_device, current_strea
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
     """Return the dense W."""
-    check_values("values", values, pattern.index())
+    _checks.check_values("values", values, pattern.index())
     (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
     dense = values.new_zeros(rows + -rows % bn, cols + -cols % bk)
     # Written through a view: building the blocks and then transposing them takes twice as long.
@@ -78,7 +53,7 @@ def expand(values: Tensor, pattern: Prepared) -> Tensor:
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:
     """Return the values of a dense W."""
-    check_dense(dense, pattern.index())
+    _checks.check_dense(dense, pattern.index())
     with pattern.launching():
         return blocks_of(dense, pattern.block_shape)[pattern.block_indices()].contiguous()
 
@@ -89,8 +64,8 @@ def empty_dequantized(
     """Check stored values, and allocate their dense blocks; ``dtype`` counts for values with scales."""
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"x must have one of the dtypes {list(DTYPES)}, got {dtype}")
-    check_stored(values, metadata, scales)
-    form = *values.shape[:2], block_columns(values, metadata)
+    _checks.check_stored(values, metadata, scales)
+    form = *values.shape[:2], _checks.block_columns(values, metadata)
     return values.new_empty(form, dtype=values.dtype if scales is None else dtype)
 
 
@@ -114,7 +89,7 @@ def decompressed(values: Tensor, metadata: Tensor) -> Tensor:
 
 def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     """Return float32 [nnz, bn]: for each row of a block the scale of its output feature."""
-    check_feature_scales(scales, pattern.index())
+    _checks.check_feature_scales(scales, pattern.index())
     with pattern.launching():
         rows, _ = pattern.block_indices()
         return scales.view(-1, pattern.block_shape[0]).index_select(0, rows)
@@ -123,8 +98,7 @@ def row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
 def kept_row_scales(scales: Tensor, pattern: Prepared) -> Tensor:
     """Return the same, only to be read.
 
-    They are made in every call, because not every write to scales can be seen, unless the layer is prepacked,
-    and in every replay of a CUDA graph.
+    They are made in every call, as not every write to scales is seen, unless the layer is prepacked.
     """
     with pattern.launching():
         if not pattern.prepacks or (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -148,12 +122,12 @@ def compress(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Te
 
 def empty_compressed(values: Tensor, mask: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Check dense blocks and their mask, and allocate (compressed, metadata)."""
-    check_mask(values, mask, transposed)
+    _checks.check_mask(values, mask, transposed)
     nnz, rows, columns = values.shape
     if transposed:
         rows, columns = columns, rows
     compressed = values.new_empty(nnz, rows, columns // 2)
-    return compressed, values.new_empty(nnz, columns // COMPRESSIBLE, rows, dtype=torch.int32)
+    return compressed, values.new_empty(nnz, columns // _checks.COMPRESSIBLE, rows, dtype=torch.int32)
 
 
 def storage_of(values: Tensor, operands: Operands) -> dict[str, Any]:
@@ -161,7 +135,7 @@ def storage_of(values: Tensor, operands: Operands) -> dict[str, Any]:
     metadata, scales = operands[:2]
     granularity = 0
     if scales is not None and operands.fast is not None:
-        granularity = SCALES_PER_BLOCK if is_inside(scales) else SCALES_PER_FEATURE
+        granularity = SCALES_PER_BLOCK if _checks.is_inside(scales) else SCALES_PER_FEATURE
     elif scales is not None:
         granularity = (SCALES_PER_BLOCK, SCALES_PER_ROW)[scales.dim() - 1]
     return {
@@ -205,14 +179,6 @@ def ask_for(kernel: int) -> Iterator[None]:
             asked_kernel = next(reversed(_asked.values()), 0)
 
 
-def use_kernel(name: str) -> AbstractContextManager[None]:
-    """Run every product in this context on the named kernel of ``_C.kernels()``, or raise."""
-    names = [kernel.name for kernel in known_kernels()]
-    if name not in names:
-        raise InvalidArgumentError(f"name must be one of {names}, got {name!r}")
-    return ask_for(names.index(name) + 1)
-
-
 def prefer_kernels(prefix: str) -> AbstractContextManager[None]:
     """Run products in this context on kernels with this prefix, where one of them computes the product."""
     if prefix not in _preferences:
@@ -226,7 +192,7 @@ def preference() -> str:
 
 
 def preferred(kernel: int) -> str:
-    """Return the prefix that a number given to `ask_for` stands for."""
+    """Return the prefix that a number given to `ask_for` stands for; empty for none."""
     return _preferences[-1 - kernel] if kernel < 0 else ""
 
 
@@ -253,7 +219,7 @@ def dds(
         if operands.threshold is not None or operands.gate_threshold is not None:
             return _skipping(source, values, pattern, epilogue, operands)
         if operands.transposed:
-            check_nothing_added(epilogue)
+            _checks.check_nothing_added(epilogue)
             pattern, op = pattern.transposed(), DDS_NN - op
         if operands.compressed is not None:
             values = operands.compressed
@@ -263,7 +229,7 @@ def dds(
     if pattern.on_cpu:
         # Another thread may load a weight of another size: one shape and memory, which this keeps alive.
         values = values.detach()
-    other = residual if gate is None else check_one(residual, gate)  # either of the two takes the same way
+    other = residual if gate is None else _checks.check_one(residual, gate)
     gated, kernel, major = gate is not None, asked_kernel, column_major
     result: Tensor | None = None
     if offsets is not None:
@@ -309,12 +275,7 @@ def _kept_dense(
 
 
 def _dds(
-    op: int,
-    source: Tensor,
-    values: Tensor,
-    pattern: Prepared,
-    epilogue: Epilogue,
-    operands: Operands,
+    op: int, source: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands
 ) -> Tensor:
     """Run a product that the native module does not know, and have it kept there."""
     bias, residual, activation, column_major, gate = epilogue
@@ -322,7 +283,7 @@ def _dds(
     gated = gate is not None
     other = residual if gate is None else gate
     factor = source if x_values is None else x_values
-    entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
+    entry = pattern if offsets is None else pattern.grouped(_checks.group_count(pattern.index(), offsets))
     context = context_of(source)
     if fast is not None:  # no TF32, but fast sums of float8
         precision = int(fast and source.is_cuda and values.dtype == torch.float8_e4m3fn)
@@ -337,7 +298,7 @@ def _dds(
         source.is_cuda and any(map(_is_misaligned, (factor, values, other, metadata, x_scales)))
     ):
         name, index = "x" if op == DDS_NT else "y", pattern.index()
-        check_dds(name, source, values, index, epilogue, operands._replace(compressed=None))
+        _checks.check_dds(name, source, values, index, epilogue, operands._replace(compressed=None))
         layouts = (0, 1) if offsets is None and fast is None else (0,)
         usable_factor, lines = usable(name, factor, layouts)
         weight, x_scales_ld = aligned(values), 0
@@ -345,7 +306,7 @@ def _dds(
         near, other_lines = (None, None) if other is None else like_result(other, column_major)
         of_x = x_scales
         if x_scales is not None and scales is not None:
-            inside = is_inside(scales)
+            inside = _checks.is_inside(scales)
             of_x, x_scales_ld = group_scales(x_scales) if inside else (aligned(x_scales.contiguous()), 0)
         copied = (
             (usable_factor, factor),
@@ -401,17 +362,17 @@ _SKIP_INPUTS, _SKIP_OUTPUTS = 1, 2  # TS_SKIP_INPUTS and TS_SKIP_OUTPUTS
 
 
 def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, operands: Operands) -> Tensor:
-    """Run a product of a small batch that reads the weights of neurons that are on alone.
-
-    One of the thresholds is set. Where no kernel skips, zeros are multiplied.
-    """
+    """Run a product with one threshold that reads the weights of neurons that are on, or multiplies zeros."""
     bias, residual, activation, column_major, gate = epilogue
-    threshold, gate_threshold, scales = operands.threshold, operands.gate_threshold, operands.scales
-    offsets = operands.offsets
-    of_inputs, gated = threshold is not None, gate is not None
-    entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
+    scales, offsets, of_inputs, gated = (
+        operands.scales,
+        operands.offsets,
+        operands.threshold is not None,
+        gate is not None,
+    )
+    entry = pattern if offsets is None else pattern.grouped(_checks.group_count(pattern.index(), offsets))
     weight = kept_turned(entry, values) if of_inputs else values
-    limit: Any = limit_of(threshold if of_inputs else gate_threshold, x.dtype)
+    limit: Any = limit_of(operands.threshold if of_inputs else operands.gate_threshold, x.dtype)
     added = bias, gate if gated else residual, activation, column_major
     beside = None, scales, asked_kernel, gated
     how = _SKIP_INPUTS if of_inputs else _SKIP_OUTPUTS, limit
@@ -426,7 +387,7 @@ def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, 
         elif gate is not None:
             epilogue = epilogue._replace(gate=thresholded(gate, limit))
         return dds(DDS_NT, x, values, pattern, epilogue, plain)
-    check_dds("x", x, values, pattern.index(), epilogue, plain)
+    _checks.check_dds("x", x, values, pattern.index(), epilogue, plain)
     other = added[1]
     with pattern.launching():
         (rows, ld), (others, ldr) = row_major(x), (None, 0) if other is None else row_major(other)
@@ -455,14 +416,10 @@ def _skipping(x: Tensor, values: Tensor, pattern: Prepared, epilogue: Epilogue, 
     return result
 
 
-def skipped_tokens() -> int:
-    """Return how many tokens skipping pays for, of at most 8 that kernels take.
-
-    On an H200 with half of 14336 inputs off, weights in 16 bits are even with masked x at 2 tokens, and 1.5
-    times as slow at 4; int8 pays for half as many, int4 for none. Experts read theirs for each of their
-    tokens, of which there may be as many as experts.
-    """
-    return 2
+# Tokens that skipping pays for, of at most 8 that kernels take. On an H200 with half of 14336 inputs off,
+# weights in 16 bits are even with masked x at 2 tokens, and 1.5 times as slow at 4; int8 pays for half as
+# many, int4 for none. Experts read theirs for each of their tokens, of which there may be as many as experts.
+SKIPPED_TOKENS = 2
 
 
 def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Operands) -> bool:
@@ -470,7 +427,7 @@ def skips(x: Tensor, values: Tensor, block_shape: tuple[int, int], operands: Ope
     if x.shape[-1] == 0 or operands.fast is not None:
         return False
     in_int8 = operands.scales is not None
-    most = skipped_tokens() // (2 if in_int8 and x.is_cuda else 1)
+    most = SKIPPED_TOKENS // (2 if in_int8 and x.is_cuda else 1)
     experts = 0 if operands.offsets is None else operands.offsets.shape[0] - 1
     if x.numel() // x.shape[-1] > max(most, experts):
         return False
@@ -520,7 +477,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _is_misaligned(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.data_ptr() % ALIGNMENT != 0
+    return tensor is not None and tensor.data_ptr() % _checks.ALIGNMENT != 0
 
 
 def sdd(
@@ -564,10 +521,10 @@ def write_sdd(
     of_groups = None if offsets is None else form_of(offsets)
     key = (SDD_TN, form_of(y), form_of(x), accumulate, sums_y, out.dtype, of_groups, context)
     with pattern.launching():
-        entry = pattern if offsets is None else pattern.grouped(group_count(pattern.index(), offsets))
+        entry = pattern if offsets is None else pattern.grouped(_checks.group_count(pattern.index(), offsets))
         call = entry.find(key)
         if call is None or (x.is_cuda and (_is_misaligned(y) or _is_misaligned(x))):
-            check_sdd(y, x, pattern.index(), offsets)
+            _checks.check_sdd(y, x, pattern.index(), offsets)
             layouts = (0, 1) if offsets is None else (0,)
             (usable_y, y_lines), (usable_x, x_lines) = usable("y", y, layouts), usable("x", x, layouts)
             if usable_y is not y or usable_x is not x:
@@ -686,14 +643,9 @@ def gate_gradient(
 
 def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
     """Return True if a kernel reads both in place, or without ``by`` the halves of y."""
-    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_stride(y) is None:
+    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % (32 if by is None else 16):
         return False
-    return by is None or row_stride(by) is not None
-
-
-def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
-    """Return True if a kernel multiplies them once they are row-major with features of that multiple."""
-    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
+    return row_stride(y) is not None and (by is None or row_stride(by) is not None)
 
 
 def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
@@ -743,13 +695,13 @@ def combine_gradient(grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tens
 
 def empty_combined(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
     """Check the operands of `combine`, and allocate its result."""
-    check_combination("y", y, weights, rows, rows.numel())
+    _checks.check_combination("y", y, weights, rows, rows.numel())
     return y.new_empty(rows.shape[0], y.shape[1])
 
 
 def empty_spread(x: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
     """Check the operands of `spread`, and allocate its result."""
-    check_combination("x", x, weights, rows, rows.shape[0])
+    _checks.check_combination("x", x, weights, rows, rows.shape[0])
     return x.new_empty(rows.numel(), x.shape[1])
 
 
@@ -757,8 +709,8 @@ def empty_combine_gradient(
     grad: Tensor, y: Tensor, weights: Tensor | None, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Check the operands of `combine_gradient`, and allocate its results."""
-    check_combination("grad", grad, weights, rows, rows.shape[0])
-    check_combination("y", y, weights, rows, rows.numel())
+    _checks.check_combination("grad", grad, weights, rows, rows.shape[0])
+    _checks.check_combination("y", y, weights, rows, rows.numel())
     return y.new_empty(y.shape), y.new_empty(rows.shape)
 
 
@@ -841,13 +793,13 @@ def empty_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def empty_quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize_groups` returns."""
-    _check_features(x, SCALE_GROUP)
+    _check_features(x, _checks.SCALE_GROUP)
     values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // SCALE_GROUP)
+    return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // _checks.SCALE_GROUP)
 
 
 def _check_features(x: Tensor, multiple: int) -> None:
-    check_quantizable(x)
+    _checks.check_quantizable(x)
     if x.dim() == 0 or x.shape[-1] % multiple:
         raise InvalidArgumentError(
             f"x must be [..., features] with a multiple of {multiple} features, got shape {tuple(x.shape)}"

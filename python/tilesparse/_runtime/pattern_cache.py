@@ -445,14 +445,7 @@ def state_of(index: Index) -> State:
     Tensors made in inference mode have no versions: only `BlockPattern.update_` is noticed there.
     """
     crow, col, slot, _, _ = index
-    return (
-        crow.data_ptr(),
-        col.data_ptr(),
-        slot.data_ptr(),
-        version(crow),
-        version(col),
-        version(slot),
-    )
+    return (crow.data_ptr(), col.data_ptr(), slot.data_ptr(), version(crow), version(col), version(slot))
 
 
 class Prepared:

@@ -344,7 +344,7 @@ class ExpertsLinear(BlockSparseLinear):
         gate: Tensor | None = None,
         activation: str = "none",
     ) -> Tensor:
-        """Compute the product, with all else as in `functional.grouped_linear`.
+        """Compute the product, with all else as in `functional.linear`.
 
         Args:
             x: [tokens, in_features], sorted by expert.

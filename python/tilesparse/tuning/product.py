@@ -20,6 +20,7 @@ import torch
 
 from .. import _C
 from .._checks import (
+    BLOCK_SIDES,
     DTYPES,
     PACKED,
     POLICIES,
@@ -32,7 +33,6 @@ from .._checks import (
     checked_count,
     checked_fraction,
     grid_of,
-    pattern_block_shape,
     pattern_shapes,
 )
 from .._runtime.launch import prefer_kernels, preference
@@ -346,7 +346,7 @@ class Product:
 
     @property
     def _block_shape(self) -> tuple[int, int]:
-        return pattern_block_shape(self.block_shape)
+        return check_block_shape(self.block_shape, BLOCK_SIDES)
 
     def descriptor(self, device: _C.DeviceInfo, *, policy: int = 0, prefer: str = "") -> _C.Product:
         """Describe the product to the native module, without operands; ``policy`` is a number of POLICIES."""
